@@ -1,0 +1,86 @@
+"""undrift: federated learning that holds its course when clients' data differ."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Every public name and the module it lives in. Imported when first used: torch alone takes over a second.
+METHODS = {
+    "FedAvg": "undrift.methods.fedavg",
+    "FedProx": "undrift.methods.fedprox",
+    "ServerSGD": "undrift.methods.server",
+    "ServerAdam": "undrift.methods.server",
+}
+PARTITIONS = dict.fromkeys(
+    ("IID", "Dirichlet", "DirichletPrior", "Shards", "SortedShards", "LabelSplit", "QuantitySkew", "ByKey"),
+    "undrift.data.partition",
+)
+_PUBLIC = (
+    METHODS
+    | PARTITIONS
+    | {
+        "train": "undrift.train",
+        "Result": "undrift.result",
+        "FederatedDataset": "undrift.data.dataset",
+        "Task": "undrift.data.dataset",
+        "load": "undrift.data.sources",
+        "Local": "undrift.local",
+        "batches": "undrift.local",
+        "decay": "undrift.schedule",
+        "inverse": "undrift.schedule",
+        "Number": "undrift.schedule",
+        "Part": "undrift.method",
+        "Method": "undrift.method",
+        "Plan": "undrift.roles",
+        "Batch": "undrift.roles",
+        "Client": "undrift.roles",
+        "Server": "undrift.roles",
+        "Totals": "undrift.roles",
+        "tree_map": "undrift.tree",
+        "UndriftError": "undrift.errors",
+    }
+)
+__all__ = ["models", "random", *_PUBLIC]  # noqa: PLE0604 - names, collected above
+
+if TYPE_CHECKING:
+    from undrift import models, random
+    from undrift.data.dataset import FederatedDataset, Task
+    from undrift.data.partition import (
+        IID,
+        ByKey,
+        Dirichlet,
+        DirichletPrior,
+        LabelSplit,
+        QuantitySkew,
+        Shards,
+        SortedShards,
+    )
+    from undrift.data.sources import load
+    from undrift.errors import UndriftError
+    from undrift.local import Local, batches
+    from undrift.method import Method, Part
+    from undrift.methods.fedavg import FedAvg
+    from undrift.methods.fedprox import FedProx
+    from undrift.methods.server import ServerAdam, ServerSGD
+    from undrift.result import Result
+    from undrift.roles import Batch, Client, Plan, Server, Totals
+    from undrift.schedule import Number, decay, inverse
+    from undrift.train import train
+    from undrift.tree import tree_map
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("models", "random"):
+        return importlib.import_module(f"undrift.{name}")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'undrift' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Federated data: one store of tensors, and who holds which of its rows."""

@@ -1,0 +1,217 @@
+"""A federated data set: one store of tensors, and for each client a range of one index into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.errors import UndriftError
+
+Store = dict[str, Tensor]
+Take = Callable[[Store, Tensor], tuple[Tensor, Tensor]]
+
+
+def take(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The samples at `indices`, on the store's device. Bytes become floats from 0 to 1."""
+    x, y = store["x"][indices], store["y"][indices]
+    return (x.float() / 255 if x.dtype == torch.uint8 else x), y
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a store: a client's, the test set, the server's."""
+
+    store: Store
+    index: Tensor
+    take: Take = take
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        return self.take(self.store, self.index)
+
+    def to(self, device: torch.device) -> Rows:
+        return Rows({name: t.to(device) for name, t in self.store.items()}, self.index.to(device), self.take)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The loss and metrics that a data set brings along; `ud.train`'s own arguments come before them."""
+
+    loss: str | Callable[[Tensor, Tensor], Tensor] | None = None
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass(eq=False)
+class FederatedDataset:
+    """Clients' data. `len(data)` clients; `data[i]` is client i's `(x, y)`; client ids are positions.
+
+    A million clients cost a million small ranges: client i holds rows `index[offsets[i]:offsets[i+1]]` of the store.
+    """
+
+    store: Store
+    index: Tensor
+    offsets: np.ndarray
+    take: Take = take
+    test_rows: Rows | None = None
+    validation_rows: Rows | None = None
+    server_rows: Rows | None = None
+    task: Task = field(default_factory=Task)
+    client_test: FederatedDataset | None = None
+    """Each client's own held-out data, where `client_test_fraction` asked for it."""
+
+    def __post_init__(self) -> None:
+        self._refuse_not_finite()
+        self.sizes: np.ndarray = np.diff(self.offsets)
+        self.nonempty: np.ndarray = np.flatnonzero(self.sizes)
+        self._label_counts: Tensor | None = None
+
+    @classmethod
+    def from_clients(
+        cls,
+        clients: Sequence[tuple[Any, Any]],
+        test: tuple[Any, Any] | None = None,
+        server: tuple[Any, Any] | None = None,
+        validation: tuple[Any, Any] | None = None,
+        task: Task | None = None,
+    ) -> FederatedDataset:
+        """Data that are split already: one `(x, y)` of arrays or tensors a client. Rows keep their order."""
+        pairs = [_pair(pair, f"client {i}") for i, pair in enumerate(clients)]
+        full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[0])]
+        if not full:
+            raise UndriftError("No client has any data; give from_clients at least one (x, y) with rows.")
+        first, (x0, y0) = full[0]
+        for i, (x, y) in full[1:]:
+            if x.shape[1:] != x0.shape[1:] or y.shape[1:] != y0.shape[1:] or x.dtype != x0.dtype or y.dtype != y0.dtype:
+                raise UndriftError(
+                    f"Client {i}'s samples are {tuple(x.shape[1:])} {x.dtype} with targets {tuple(y.shape[1:])} "
+                    f"{y.dtype}, but client {first}'s are {tuple(x0.shape[1:])} {x0.dtype} with "
+                    f"{tuple(y0.shape[1:])} {y0.dtype}; make them alike."
+                )
+        store = {"x": torch.cat([x for _, (x, _) in full]), "y": torch.cat([y for _, (_, y) in full])}
+        return cls(
+            store,
+            torch.arange(len(store["x"])),
+            np.cumsum([0] + [len(x) for x, _ in pairs]),
+            test_rows=_rows(test, "test"),
+            server_rows=_rows(server, "server"),
+            validation_rows=_rows(validation, "validation"),
+            task=task or Task(),
+        )
+
+    @classmethod
+    def from_owners(
+        cls, store: Store, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any
+    ) -> FederatedDataset:
+        """Data from who owns what: `owner[j]` holds row `rows[j]` of the store."""
+        order = np.argsort(owner, kind="stable")
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=clients))])
+        return cls(store, torch.from_numpy(rows[order]), offsets, **rest)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: int) -> tuple[Tensor, Tensor]:
+        if not -len(self) <= client < len(self):
+            raise IndexError(f"There are {len(self)} clients, so no client {client}.")
+        client %= len(self)
+        return self.take(self.store, self.index[self.offsets[client] : self.offsets[client + 1]])
+
+    @property
+    def test(self) -> tuple[Tensor, Tensor] | None:
+        return self.test_rows.all() if self.test_rows else None
+
+    @property
+    def validation(self) -> tuple[Tensor, Tensor] | None:
+        return self.validation_rows.all() if self.validation_rows else None
+
+    @property
+    def server(self) -> tuple[Tensor, Tensor] | None:
+        return self.server_rows.all() if self.server_rows else None
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The store's targets, where they are classes (one whole number a sample)."""
+        y = self.store["y"]
+        return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
+
+    @property
+    def classes(self) -> int:
+        """How many classes the labels name, the test set's included; 0 where targets are not classes."""
+        if self.labels is None:
+            return 0
+        tops = [rows.store["y"] for rows in (self.test_rows, self.validation_rows, self.server_rows) if rows]
+        return max(int(y.max()) + 1 for y in [self.labels, *tops] if len(y))
+
+    def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
+        """How many samples of each class each client holds: clients × classes. All clients, unless some are named."""
+        if self.labels is None:
+            raise UndriftError("label_counts needs targets that are classes: one whole number a sample.")
+        if self._label_counts is None and (clients is None or len(self) * self.classes <= 10_000_000):
+            self._label_counts = self._count(np.arange(len(self)))
+        if self._label_counts is None:
+            return self._count(np.asarray(clients))
+        return self._label_counts if clients is None else self._label_counts[clients]
+
+    def _count(self, clients: np.ndarray) -> Tensor:
+        sizes = self.sizes[clients]
+        position = np.arange(sizes.sum()) + np.repeat(self.offsets[clients] - np.cumsum(sizes) + sizes, sizes)
+        assert self.labels is not None
+        labels = self.labels[self.index[torch.from_numpy(position)]].long()
+        row = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
+        return torch.bincount(row * self.classes + labels, minlength=len(clients) * self.classes).view(len(clients), -1)
+
+    def _refuse_not_finite(self) -> None:
+        for what, tensor in self.store.items():
+            if bad := _first_bad(tensor):
+                spot = torch.nonzero(self.index == bad[0]).flatten()
+                if len(spot):
+                    client = int(np.searchsorted(self.offsets, int(spot[0]), side="right")) - 1
+                    row = int(spot[0]) - int(self.offsets[client])
+                    raise UndriftError(
+                        f"Client {client}, row {row} has {bad[1]} in its {what}; clean or drop that row."
+                    )
+        for split in ("test", "validation", "server"):
+            rows: Rows | None = getattr(self, f"{split}_rows")
+            for what, tensor in rows.store.items() if rows and rows.store is not self.store else ():
+                if bad := _first_bad(tensor):
+                    raise UndriftError(
+                        f"The {split} data's row {bad[0]} has {bad[1]} in its {what}; clean or drop that row."
+                    )
+
+
+def _first_bad(tensor: Tensor) -> tuple[int, str] | None:
+    """The first row that holds NaN or infinity, and which."""
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+        return None
+    bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
+    if not bool(bad.any()):  # finite numbers whose sum overflowed
+        return None
+    row = int(torch.nonzero(bad)[0])
+    return row, "NaN" if bool(torch.isnan(tensor[row]).any()) else "infinity"
+
+
+def _pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:
+    try:
+        x, y = (part if isinstance(part, Tensor) else torch.as_tensor(np.asarray(part)) for part in pair)
+    except (TypeError, ValueError) as error:
+        raise UndriftError(f"The data of {whose} must be a pair (x, y) of arrays or tensors ({error}).") from error
+    if x.dim() == 0 or y.dim() == 0 or len(x) != len(y):
+        raise UndriftError(
+            f"The data of {whose} must have as many x as y, not shapes {tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    # Labels are indices; one integer type for all spares every later step a conversion.
+    return x.detach().cpu(), (y if y.is_floating_point() else y.long()).detach().cpu()
+
+
+def _rows(pair: tuple[Any, Any] | None, name: str) -> Rows | None:
+    if pair is None:
+        return None
+    x, y = _pair(pair, f"the {name} set")
+    return Rows({"x": x, "y": y}, torch.arange(len(x))) if len(x) else None

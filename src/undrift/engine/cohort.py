@@ -1,0 +1,151 @@
+"""A round's cohort as tensors: what both engines start from and what they give back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.data.dataset import FederatedDataset
+from undrift.local import Batches
+from undrift.method import Method
+from undrift.models.functional import Params
+from undrift.random import derive
+from undrift.roles import Batch, Plan
+from undrift.tree import Tree, tree_add, tree_map, tree_stack
+
+
+class Resident:
+    """The clients' data on the device: samples are gathered there by index, and only indices travel."""
+
+    def __init__(self, data: FederatedDataset, device: torch.device) -> None:
+        self.data, self.device = data, device
+        self.store = {name: tensor.to(device) for name, tensor in data.store.items()}
+        self.index = data.index.numpy()
+
+    def rows(self, clients: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Rows of the store, from positions within each client's own data (clients along the first axis)."""
+        offsets = self.data.offsets[clients].reshape(-1, *[1] * (positions.ndim - 1))
+        rows: np.ndarray = self.index[offsets + positions]
+        return rows
+
+    def batch(self, rows: Tensor, mask: Tensor) -> Batch:
+        """The samples at `rows`, which may have any number of axes."""
+        x, y = self.data.take(self.store, rows.reshape(-1))
+        return Batch(x.reshape(*rows.shape, *x.shape[1:]), y.reshape(*rows.shape, *y.shape[1:]), mask)
+
+
+class Kept:
+    """What clients keep between rounds: a tree a part and client, only for those that have taken part.
+
+    Nothing is written before a round is accepted; `commit` then takes all of its clients' states at once.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self.states: dict[int, dict[int, Tree]] = {i: {} for i, _ in method.overriding("keep")}
+
+    def stack(self, method: Method, clients: np.ndarray, start: Params) -> list[Tree]:
+        """These clients' states along a new first axis; what a newcomer has is what `keep` says."""
+        found: list[Tree] = [() for _ in method.parts]
+        for i, states in self.states.items():
+            fresh = method.parts[i].keep(start)
+            found[i] = tree_stack([states.get(int(c), fresh) for c in clients])
+        return found
+
+    def commit(self, new: dict[int, dict[int, Tree]]) -> None:
+        for i, states in new.items():
+            self.states[i] |= states
+
+
+@dataclass(frozen=True)
+class Orders:
+    """One round's orders to an engine."""
+
+    plan: Plan
+    shared: Tree
+    """What all clients have in common."""
+    lanes: Tree
+    """What each has of its own, along a first axis in the order of `plan.clients`."""
+    batches: Batches
+    """Which samples each of their steps takes."""
+
+
+def draw_up(
+    plan: Plan,
+    method: Method,
+    data: Resident,
+    params: Params,
+    received: list[Tree],
+    kept: Kept,
+    seed: int,
+    batches: Batches,
+) -> Orders:
+    """The cohort of `plan` as tensors on the device."""
+    sizes, device = data.data.sizes[plan.clients], data.device
+    weight = sizes if method.weighting == "samples" else np.ones(len(sizes))
+    words = np.stack(derive(seed, "client", plan.round, plan.clients), 1)
+    counts = data.data.label_counts(plan.clients) if data.data.labels is not None else torch.zeros(len(sizes), 0)
+    lanes = {
+        "id": torch.as_tensor(plan.clients),
+        "n": torch.as_tensor(sizes),
+        "weight": torch.as_tensor(weight, dtype=torch.float64),
+        "label_counts": counts,
+        "steps": torch.as_tensor(plan.steps),
+        "key": torch.as_tensor(words),
+    }
+    lanes = tree_map(lambda t: t.to(device), lanes) | {"kept": kept.stack(method, plan.clients, params)}
+    rates = {name: getattr(plan, name) for name in ("lr", "momentum", "weight_decay")}
+    numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
+    shared = {
+        "start": params,
+        "received": tree_map(lambda v: torch.as_tensor(v, device=device), received),
+        "round": torch.tensor(plan.round, device=device),
+        "numbers": numbers["parts"],
+        **numbers["rates"],
+    }
+    return Orders(plan, shared, lanes, batches)
+
+
+def on_device(numbers: Tree, device: torch.device) -> Tree:
+    """Python's numbers as float64 scalars, in one transfer. A scalar never raises a float32 tensor's precision."""
+    leaves, spec = torch.utils._pytree.tree_flatten(numbers)
+    tensors = torch.tensor(leaves, dtype=torch.float64).to(device).unbind() if leaves else ()
+    return torch.utils._pytree.tree_unflatten(list(tensors), spec)
+
+
+class Sums:
+    """What clients send, added up in the order it is given, and what they keep."""
+
+    def __init__(self) -> None:
+        self.total: Any = None
+        self.kept: dict[int, dict[int, Tree]] = {}
+
+    def add(self, sent: Tree) -> None:
+        self.total = sent if self.total is None else tree_add(self.total, sent)
+
+    def keep(self, kept: list[Tree], which: Kept, clients: list[int]) -> None:
+        """Keep the states of `clients`, which lie along the trees' first axis."""
+        for i in which.states:
+            own = self.kept.setdefault(i, {})
+            for j, client in enumerate(clients):
+                own[client] = tree_map(lambda t, j=j: t[j].clone(), kept[i])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A cohort's work: means and sums, never one client's update."""
+
+    update: Params
+    sums: list[Tree]
+    weight: Tensor
+    buffers: Params
+    kept: dict[int, dict[int, Tree]]
+
+
+def outcome(sums: Sums, lanes: Tree, buffers: Params | None = None) -> Outcome:
+    weighted, own = sums.total
+    weight = lanes["weight"].sum()
+    return Outcome(tree_map(lambda d: d / weight, weighted), own, weight, buffers or {}, sums.kept)

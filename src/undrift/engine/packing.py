@@ -1,0 +1,66 @@
+"""Which lane trains which client, and when: fixed by the plan, before anything runs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def pack(steps: np.ndarray, lanes: int) -> list[list[int]]:
+    """Each lane's clients, in order: the longest first, always to the lane that is free soonest.
+
+    Ties go to the lower client and the lower lane, so the packing is a function of the step counts alone.
+    """
+    queues: list[list[int]] = [[] for _ in range(lanes)]
+    free = [(0, lane) for lane in range(lanes)]
+    for client in np.argsort(-steps, kind="stable").tolist():
+        load, lane = heapq.heappop(free)
+        queues[lane].append(client)
+        heapq.heappush(free, (load + int(steps[client]), lane))
+    return queues
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of steps in which no lane changes its client."""
+
+    begins: list[tuple[int, int]]
+    """(lane, client) pairs that start here."""
+    rows: np.ndarray
+    """steps × lanes: the local step each lane takes; an idle lane repeats its last."""
+    clients: np.ndarray
+    """The client on each lane; an idle lane keeps its last."""
+    ends: list[tuple[int, int]]
+    """(lane, client) pairs that have finished after it."""
+
+
+def stretches(steps: np.ndarray, lanes: int) -> Iterator[Stretch]:
+    """The whole round as stretches between changes of client."""
+    queues = [queue[::-1] for queue in pack(steps, lanes)]
+    clients, done = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+    busy = np.zeros(lanes, bool)
+    while True:
+        begins = []
+        for lane in range(lanes):
+            if not busy[lane] and queues[lane]:
+                clients[lane], done[lane], busy[lane] = queues[lane].pop(), 0, True
+                begins.append((lane, int(clients[lane])))
+        if not busy.any():
+            return
+        length = int((steps[clients] - done)[busy].min())
+        rows = np.minimum(done[None] + np.arange(length)[:, None], steps[clients][None] - 1)
+        done = done + np.where(busy, length, 0)
+        ended = busy & (done == steps[clients])
+        busy = busy & ~ended
+        yield Stretch(
+            begins, rows, clients.copy(), [(lane, int(clients[lane])) for lane in np.flatnonzero(ended).tolist()]
+        )
+
+
+def utilisation(steps: np.ndarray, lanes: int) -> float:
+    """The share of the lanes' steps that train a client."""
+    longest = max(int(steps[queue].sum()) for queue in pack(steps, lanes))
+    return float(steps.sum() / (longest * lanes))

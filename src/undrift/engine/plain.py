@@ -1,0 +1,89 @@
+"""The plain engine: one client at a time, with ordinary autograd. Slow, simple, and right for every module.
+
+It is the reference for the lanes engine, the place to debug a hook, and the engine for models that do not vmap
+(`nn.GRU`) or whose training mode looks across a batch (batch norm).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from undrift.engine.client import Program
+from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
+from undrift.models.functional import Params
+from undrift.roles import Batch
+from undrift.tree import Tree, tree_add, tree_map
+
+MEASURE_BATCH = 256
+
+
+class PlainEngine:
+    name = "plain"
+
+    def __init__(self, program: Program, data: Resident) -> None:
+        self.program, self.data = program, data
+
+    def run(self, orders: Orders, buffers: Params, kept: Kept) -> Outcome:
+        sums, statistics = Sums(), tree_map(torch.zeros_like, _floats(buffers))
+        for c, client in enumerate(orders.plan.clients.tolist()):
+            lane = tree_map(lambda t, c=c: t[c], orders.lanes)
+            lane["measured"] = self.measure(orders.shared["start"], lane, orders.shared, client, "before")
+            lane["prepared"] = self.program.prepare(lane, orders.shared)
+            own = {name: b.clone() for name, b in buffers.items()}
+            state = self.program.begin(lane, orders.shared)
+            first = orders.batches.first[c]
+            for k in range(int(orders.plan.steps[c])):
+                count = orders.batches.counts[first + k]
+                batch = self.batch(client, orders.batches.rows[first + k, :count])
+                state = self.step(state, lane, orders.shared, batch, torch.tensor(k, device=self.data.device), own)
+            after = self.measure(state["params"], lane, orders.shared, client, "after")
+            lane["measured"] = [
+                a if p.measures == "after" else b
+                for p, a, b in zip(self.program.method.parts, after, lane["measured"], strict=True)
+            ]
+            weighted, uploads, keeps = self.program.conclude(state, lane, orders.shared)
+            sums.add((weighted, uploads))
+            sums.keep(tree_map(lambda t: t[None], keeps), kept, [client])
+            statistics = tree_map(lambda s, b, w=lane["weight"]: s + w * b, statistics, _floats(own))
+        total = orders.lanes["weight"].sum()
+        means = {
+            n: (statistics[n] / total).round().to(b.dtype) if not b.is_floating_point() else statistics[n] / total
+            for n, b in buffers.items()
+        }
+        return outcome(sums, orders.lanes, means)
+
+    def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: torch.Tensor, buffers: Params) -> Tree:
+        with torch.enable_grad():
+            params = {name: w.detach().requires_grad_() for name, w in state["params"].items()}
+            loss = self.program.objective(params, lane, shared, batch, k, buffers)
+            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        return self.program.advance(state, dict(zip(params, found, strict=True)), lane, shared, k)
+
+    def survey(self, orders: Orders) -> list[Tree]:
+        """The "finish" measures, summed over the clients of `orders`."""
+        sums = Sums()
+        for c, client in enumerate(orders.plan.clients.tolist()):
+            lane = tree_map(lambda t, c=c: t[c], orders.lanes)
+            sums.add(self.measure(orders.shared["start"], lane, orders.shared, client, "finish"))
+        return sums.total  # type: ignore[no-any-return]
+
+    def measure(self, params: Params, lane: Tree, shared: Tree, client: int, when: str) -> list[Tree]:
+        """A pass over all of a client's data without training."""
+        if not self.program.method.measuring(when):
+            return [() for _ in self.program.method.parts]
+        n, found = int(self.data.data.sizes[client]), None
+        for begin in range(0, n, MEASURE_BATCH):
+            batch = self.batch(client, np.arange(begin, min(n, begin + MEASURE_BATCH)))
+            sums = self.program.measure(params, lane, shared, batch, when)
+            found = sums if found is None else tree_add(found, sums)
+        return found  # type: ignore[return-value]
+
+    def batch(self, client: int, positions: np.ndarray) -> Batch:
+        rows = torch.from_numpy(self.data.rows(np.array([client]), positions[None])[0]).to(self.data.device)
+        return self.data.batch(rows, torch.ones(len(rows), device=self.data.device))
+
+
+def _floats(buffers: Params) -> Params:
+    """Statistics in floating point, a batch counter's whole numbers included, so that a mean is a mean."""
+    return {name: b if b.is_floating_point() else b.double() for name, b in buffers.items()}

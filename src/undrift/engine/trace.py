@@ -1,0 +1,61 @@
+"""A function of trees of tensors as one flat program.
+
+`vmap(grad(…))` costs far more in Python and dispatch than in arithmetic when models are small. Tracing it once
+leaves the list of tensor operations it comes to, which then runs without autograd, functorch or our own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
+
+
+class Traced:
+    """Traces `function` at the first call of each set of shapes; later calls run what was traced."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.programs: dict[Any, tuple[GraphModule, Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(args)
+        signature = (spec, tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves))
+        if signature not in self.programs:
+            self.programs[signature] = self._trace(leaves, spec)
+        program, out = self.programs[signature]
+        return pytree.tree_unflatten(program(*leaves), out)
+
+    def _trace(self, leaves: list[torch.Tensor], spec: Any) -> tuple[GraphModule, Any]:
+        shape: list[Any] = []
+
+        def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:
+            found, out = pytree.tree_flatten(self.function(*pytree.tree_unflatten(list(leaves), spec)))
+            shape.append(out)
+            return found
+
+        program = make_fx(flat)(*leaves)
+        return _without_idle_views(program), shape[-1]
+
+
+def _without_idle_views(program: GraphModule) -> GraphModule:
+    """vmap's rules reshape to the shape a tensor has already; on a CPU such a call costs as much as a small product."""
+    for node in program.graph.nodes:
+        if node.target in VIEWS and isinstance(node.args[0], Node):
+            source, result = (n.meta.get("val") for n in (node.args[0], node))
+            if (
+                source is not None
+                and result is not None
+                and source.shape == result.shape
+                and source.stride() == result.stride()
+            ):
+                node.replace_all_uses_with(node.args[0])
+    program.graph.eliminate_dead_code()
+    program.recompile()
+    return program

@@ -1,0 +1,150 @@
+"""Local work: how many steps a client takes, on which batches, at which rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.data.dataset import FederatedDataset
+from undrift.errors import UndriftError
+from undrift.random import derive, philox
+from undrift.schedule import Number, check_number, value, whole_steps
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """What a client does in a round: `steps` or `epochs` of SGD with PyTorch's momentum and weight decay.
+
+    `steps` may be a number, a schedule, or a list with one entry a client. With `epochs=E` a client takes
+    `E·⌈n/B⌉` steps. `batch_size=None`: all its samples at each step. Momentum starts at zero each round.
+    """
+
+    steps: Number | Sequence[int] | None = None
+    epochs: Number | None = None
+    batch_size: int | None = None
+    lr: Number
+    momentum: Number = 0.0
+    weight_decay: Number = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise UndriftError("Local needs either steps or epochs, and not both.")
+        size = self.batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise UndriftError(
+                f"Local(batch_size) must be a whole number from 1, or None for all samples, not {size!r}."
+            )
+
+    def check(self, data: FederatedDataset, rounds: int) -> None:
+        check_number(self.lr, rounds, "Local(lr)")
+        check_number(self.momentum, rounds, "Local(momentum)", "[0, 1)")
+        check_number(self.weight_decay, rounds, "Local(weight_decay)")
+        if self.per_client:
+            given = np.asarray(self.steps)
+            if given.shape != (len(data),) or given.dtype.kind not in "iu" or given.min() < 1:
+                raise UndriftError(
+                    f"Local(steps) as a list needs one whole number from 1 for each of the {len(data)} clients."
+                )
+        elif self.steps is not None:
+            check_number(self.steps, rounds, "Local(steps)", "(0, inf)")
+        else:
+            check_number(self.epochs, rounds, "Local(epochs)", "(0, inf)")
+
+    @property
+    def per_client(self) -> bool:
+        return self.steps is not None and not callable(self.steps) and np.ndim(self.steps) > 0
+
+    def step_counts(self, t: int, clients: Array, sizes: Array) -> Array:
+        """How many steps each of these clients takes in round `t`."""
+        if self.per_client:
+            return np.asarray(np.asarray(self.steps)[clients])
+        if self.steps is not None:
+            return np.full(len(clients), whole_steps(value(self.steps, t)))
+        epochs = value(self.epochs, t)
+        return np.array(
+            [whole_steps(epochs * per) for per in steps_per_epoch(sizes, self.batch_size).tolist()], np.int64
+        )
+
+    def widest(self, sizes: Array) -> int:
+        """The largest batch that any client of these sizes can have."""
+        return int(sizes.max()) if self.batch_size is None else min(self.batch_size, int(sizes.max()))
+
+
+def steps_per_epoch(sizes: Array, batch_size: int | None) -> Array:
+    return np.ones_like(sizes) if batch_size is None else -(-sizes // batch_size)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a cohort's whole round: a row a step, client after client."""
+
+    rows: Array
+    """Positions within the client's data, steps × the widest batch; a short one is padded with its last sample."""
+    counts: Array
+    """How many of each row are real."""
+    first: Array
+    """Where each client's steps begin."""
+
+
+def cohort_batches(
+    seed: int, t: int, clients: Array, sizes: Array, steps: Array, batch_size: int | None, width: int
+) -> Batches:
+    """Batches are successive fresh permutations of a client's samples, the last of a permutation short.
+
+    Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
+    else: not on the cohort, the lanes or the engine. All clients' permutations are sorted in one call.
+    """
+    per = steps_per_epoch(sizes, batch_size)
+    epochs = -(-steps // per)
+    # One segment a client and epoch: its length, and where it begins in the sequence of all of them.
+    client_of = np.repeat(np.arange(len(clients)), epochs)
+    lengths = sizes[client_of]
+    begins = np.cumsum(lengths) - lengths
+    first_segment = np.cumsum(epochs) - epochs
+    if batch_size is None:  # all samples at each step: their order is no draw
+        order = np.arange(lengths.sum()) - np.repeat(begins, lengths)
+    else:
+        epoch_of = np.arange(len(client_of)) - first_segment[client_of]
+        order = _permutations(derive(seed, "batches", t, clients), client_of, epoch_of, lengths, begins)
+
+    # Step j of client c is the (j mod per)-th slice of its (j div per)-th segment.
+    owner = np.repeat(np.arange(len(clients)), steps)
+    first = np.cumsum(steps) - steps
+    j = np.arange(len(owner)) - first[owner]
+    size = sizes[owner] if batch_size is None else np.full(len(owner), batch_size)
+    inside = j % per[owner] * size
+    counts = np.minimum(size, sizes[owner] - inside)
+    starts = begins[first_segment[owner] + j // per[owner]] + inside
+    column = np.minimum(np.arange(width)[None], counts[:, None] - 1)
+    return Batches(order[starts[:, None] + column], counts, first)
+
+
+def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, lengths: Array, begins: Array) -> Array:
+    """One permutation a segment, laid end to end."""
+    blocks = -(-lengths // 4)
+    segment = np.repeat(np.arange(len(lengths)), blocks)
+    block = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    words = philox((block, epoch_of[segment], 0, 0), (key[0][client_of[segment]], key[1][client_of[segment]]))
+    real = (block[:, None] * 4 + np.arange(4)) < lengths[segment][:, None]
+    tagged = (segment[:, None] << 32 | np.stack(words, 1))[real]  # the segment above the word: one sort serves all
+    order: Array = np.argsort(tagged, kind="stable") - np.repeat(begins, lengths)
+    return order
+
+
+def batches(data: FederatedDataset, local: Local, *, client: int, round: int, seed: int) -> list[Tensor]:
+    """The sample indices of each local step of `client` in `round` (from 0): a list of tensors into `data[client]`."""
+    if not 0 <= client < len(data):
+        raise UndriftError(f"There are {len(data)} clients, so no client {client}.")
+    local.check(data, round + 1)
+    ids, sizes = np.array([client]), data.sizes[client : client + 1]
+    if not sizes[0]:
+        return []
+    steps = local.step_counts(round, ids, sizes)
+    made = cohort_batches(seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes))
+    return [torch.from_numpy(row[:count]) for row, count in zip(made.rows, made.counts, strict=True)]

@@ -1,0 +1,270 @@
+"""A method is a sum of parts: the hooks a part may override, and `+`.
+
+Everything is FedAvg plus changes. Within each hook parts apply in the order of `+`.
+Client hooks are pure tensor functions that hold under `torch.func.vmap`; state is plain trees of tensors,
+so nothing may hide on `self`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import is_dataclass, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from undrift.errors import UndriftError
+from undrift.roles import Batch, Client, Plan, Server, Totals
+from undrift.schedule import check_number, nested, number_fields, value
+from undrift.tree import Tree
+
+
+class Part:
+    """One change to FedAvg. Subclass it as a frozen dataclass and override the hooks you need.
+
+    Fields annotated `Number` may be values or schedules; inside a hook they are that round's tensor.
+    """
+
+    measures: ClassVar[str | None] = None
+    """When `measure` passes over the client's data: "before" training, "after" it, or once at the "finish"."""
+    implies_weighting: ClassVar[str | None] = None
+    """The weighting this part's mathematics assumes ("uniform"), if it assumes one."""
+    contradicts: ClassVar[tuple[str, ...]] = ()
+    """Names of parts, or of their base classes, that cannot stand beside this one."""
+    ranges: ClassVar[dict[str, str]] = {}
+    """The interval of each number, written "[0, 1)". A number that is not named here is in "[0, inf)"."""
+
+    # ---- server, before the clients --------------------------------------------------------------------------
+    def start(self, params: Tree) -> Tree:
+        """Once: the part's state at the server."""
+        return ()
+
+    def plan(self, plan: Plan, state: Tree) -> Plan:
+        """This round's step counts and rates."""
+        return plan
+
+    def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
+        """What clients get beside the weights (`client.received`)."""
+        return ()
+
+    # ---- client ----------------------------------------------------------------------------------------------
+    def keep(self, params: Tree) -> Tree:
+        """What a client keeps between rounds, as it stands before its first."""
+        return ()
+
+    def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
+        """Sums over one batch of a pass without training; the engine adds them up over the client's data."""
+        return ()
+
+    def prepare(self, client: Client) -> Tree:
+        """Before the first step, from what was measured (`client.prepared`)."""
+        return ()
+
+    def logits(self, z: Tensor, client: Client) -> Tensor:
+        """The model's output before the loss."""
+        return z
+
+    def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
+        """The gradient of a local step, in closed form."""
+        return g
+
+    def rate(self, k: Tensor, client: Client) -> Tree:
+        """What multiplies the learning rate in local step `k`: a number, or a tree like the parameters."""
+        return 1.0
+
+    def project(self, params: Tree, client: Client) -> Tree:
+        """The weights after each local step."""
+        return params
+
+    def update(self, delta: Tree, client: Client) -> Tree:
+        """The client's update before it is weighted and summed."""
+        return delta
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        """What else is summed over the cohort, and what the client keeps. `delta` is what training did."""
+        return (), client.kept
+
+    # ---- server, after the clients ---------------------------------------------------------------------------
+    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+        """The aggregated update on its way to the weights; and the new state."""
+        return update, state
+
+    def refine(self, params: Tree, server: Server) -> Tree:
+        """The new weights, after the whole chain of transforms."""
+        return params
+
+    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
+        """The new state, from the weights that this round leaves and those it began with."""
+        return state
+
+    def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
+        """Once, after the last round."""
+        return params
+
+    # ---- either ----------------------------------------------------------------------------------------------
+    def check(self, local: Any, data: Any) -> None:
+        """Before anything runs: raise `UndriftError` with the sentence that says what to change."""
+
+    def history(self, state: Tree) -> dict[str, Any]:
+        """What the round's history gets."""
+        return {}
+
+    def __add__(self, other: Part | Method) -> Method:
+        return Method(self) + other
+
+
+class Method:
+    """A sum of parts, with each hook of the sum."""
+
+    def __init__(self, *parts: Part) -> None:
+        self.parts = parts
+        _refuse_contradictions(parts)
+        self.weighting = _weighting(parts)
+
+    def __add__(self, other: Part | Method) -> Method:
+        if not isinstance(other, Part | Method):
+            raise UndriftError(f"A method is a sum of parts; {other!r} is not a part.")
+        return Method(*self.parts, *as_method(other).parts)
+
+    def __repr__(self) -> str:
+        return " + ".join(repr(part) for part in self.parts)
+
+    def overriding(self, hook: str) -> list[tuple[int, Part]]:
+        """The parts, with their positions, that change this hook; the others cost nothing."""
+        return [(i, p) for i, p in enumerate(self.parts) if getattr(type(p), hook) is not getattr(Part, hook)]
+
+    def measuring(self, when: str) -> list[tuple[int, Part]]:
+        return [(i, p) for i, p in enumerate(self.parts) if p.measures == when]
+
+    # ---- numbers ---------------------------------------------------------------------------------------------
+    def numbers(self, t: int) -> list[dict[str, Any]]:
+        """Every part's numbers as they are in round `t`."""
+        return [_numbers(part, t) for part in self.parts]
+
+    def bind(self, numbers: list[dict[str, Any]]) -> Method:
+        """The same method with its numbers replaced: by this round's tensors, under `vmap` one per lane."""
+        bound = copy.copy(self)
+        bound.parts = tuple(_bind(part, own) for part, own in zip(self.parts, numbers, strict=True))
+        return bound
+
+    def check(self, local: Any, data: Any, rounds: int) -> None:
+        for part in self.parts:
+            _check_numbers(part, rounds, type(part).__name__)
+            part.check(local, data)
+
+    # ---- the hooks of the sum: server ------------------------------------------------------------------------
+    def start(self, params: Tree) -> list[Tree]:
+        return [part.start(params) for part in self.parts]
+
+    def plan(self, plan: Plan, states: list[Tree]) -> Plan:
+        for part, state in zip(self.parts, states, strict=True):
+            plan = part.plan(plan, state)
+        return plan
+
+    def broadcast(self, params: Tree, states: list[Tree], server: Server) -> list[Tree]:
+        return [
+            p.broadcast(params, s, _own(server, i)) for i, (p, s) in enumerate(zip(self.parts, states, strict=True))
+        ]
+
+    def transform(self, totals: Totals, states: list[Tree]) -> tuple[Tree, list[Tree]]:
+        update, after = totals.update, list(states)
+        for i, part in enumerate(self.parts):
+            update, after[i] = part.transform(update, replace(totals, sums=totals.sums[i]), states[i])
+        return update, after
+
+    def refine(self, params: Tree, server: Server) -> Tree:
+        for i, part in self.overriding("refine"):
+            params = part.refine(params, _own(server, i))
+        return params
+
+    def after(self, params: Tree, previous: Tree, states: list[Tree]) -> list[Tree]:
+        return [p.after(params, previous, s) for p, s in zip(self.parts, states, strict=True)]
+
+    def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
+        for i, part in self.overriding("finish"):
+            params = part.finish(params, replace(totals, sums=totals.sums[i]), _own(server, i))
+        return params
+
+    def history(self, states: list[Tree]) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for part, state in zip(self.parts, states, strict=True):
+            row |= part.history(state)
+        return row
+
+
+def as_method(method: Any) -> Method:
+    """A part, a sum of parts, or their expression in a string, as a `Method`."""
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, Part):
+        return Method(method)
+    if isinstance(method, str):
+        from undrift.registry import parse_method
+
+        return parse_method(method)
+    raise UndriftError(f"method must be a part such as FedAvg(), a sum of parts, or a string, not {method!r}.")
+
+
+def part_stream(i: int) -> int:
+    """Where the draws of part `i` begin among a step's streams; those below the first are dropout's."""
+    return (i + 1) << 16
+
+
+def _own(server: Server, i: int) -> Server:
+    return replace(server, key=server.key.stream_at(part_stream(i)))
+
+
+def _refuse_contradictions(parts: tuple[Part, ...]) -> None:
+    for j, later in enumerate(parts):
+        if not is_dataclass(later):
+            raise UndriftError(f"{type(later).__name__} must be a dataclass: put @dataclass(frozen=True) above it.")
+        for earlier in parts[:j]:
+            first, second = type(earlier).__name__, type(later).__name__
+            if first == second:
+                raise UndriftError(f"{first} stands twice in the method; keep one.")
+            if _named(later, earlier.contradicts) or _named(earlier, later.contradicts):
+                raise UndriftError(f"{first} and {second} contradict each other; keep one of them.")
+
+
+def _named(part: Part, names: tuple[str, ...]) -> bool:
+    return any(base.__name__ in names for base in type(part).__mro__)
+
+
+def _weighting(parts: tuple[Part, ...]) -> str:
+    """By samples, unless FedAvg's argument or what a part implies says otherwise."""
+    implied = next((p for p in parts if p.implies_weighting), None)
+    asked = next((w for p in parts if (w := getattr(p, "weighting", None)) is not None), None)
+    if implied and asked and asked != implied.implies_weighting:
+        raise UndriftError(
+            f"{type(implied).__name__} needs the {implied.implies_weighting} mean, so "
+            f'FedAvg(weighting="{asked}") contradicts it; leave that argument out.'
+        )
+    return asked or (implied.implies_weighting if implied else None) or "samples"
+
+
+def _numbers(owner: Any, t: int) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for name in number_fields(owner):
+        number = getattr(owner, name)
+        own[name] = {k: value(v, t) for k, v in number.items()} if isinstance(number, dict) else value(number, t)
+    return own | {name: _numbers(inner, t) for name, inner in nested(owner)}
+
+
+def _bind(owner: Any, numbers: dict[str, Any]) -> Any:
+    inners = dict(nested(owner))
+    bound = copy.copy(owner)
+    for name, number in numbers.items():
+        # Not dataclasses.replace: a part's __post_init__ checks what users write, and this is a tensor.
+        object.__setattr__(bound, name, _bind(inners[name], number) if name in inners else number)
+    return bound
+
+
+def _check_numbers(owner: Any, rounds: int, where: str) -> None:
+    ranges = getattr(owner, "ranges", {})
+    for name in number_fields(owner):
+        number, interval = getattr(owner, name), ranges.get(name, "[0, inf)")
+        entries = number.items() if isinstance(number, dict) else [(None, number)]
+        for key, entry in entries:
+            check_number(entry, rounds, f"{where}({name})" if key is None else f"{where}({name}[{key!r}])", interval)
+    for name, inner in nested(owner):
+        _check_numbers(inner, rounds, f"{where}({name}={type(inner).__name__})")

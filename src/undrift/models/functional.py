@@ -1,0 +1,190 @@
+"""A module as a function of its parameters, which is how both engines and every hook call it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from undrift.errors import UndriftError
+from undrift.random import Key, keep_mask, normal, uniform
+
+Params = dict[str, Tensor]
+
+
+class Model:
+    """`model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
+
+    Trainable parameters are the function's argument; frozen ones (`requires_grad=False`) stay in the module, one
+    copy for all clients, and are never sent. Of the buffers, those that training changes are `tracked`.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, precision: str = "auto") -> None:
+        frozen = {id(p): p for p in module.parameters() if not p.requires_grad}
+        # The caller's module keeps its weights; what is frozen nobody writes, so that is not copied.
+        self.module = copy.deepcopy(module, frozen).to(device)
+        self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
+        if not self.start:
+            raise UndriftError("The model has no trainable parameters; set requires_grad=True on those to train.")
+        self.tracked: Params = {
+            n: b.detach().clone() for n, b in self.module.named_buffers() if n in _tracked_names(self.module)
+        }
+        self.dtype = next(iter(self.start.values())).dtype
+        self.compute = torch.bfloat16 if precision == "bfloat16" else self.dtype
+
+    def __call__(self, params: Params, x: Tensor, buffers: Params | None = None) -> Tensor:
+        """Outputs in evaluation mode: no dropout, running statistics as they are."""
+        return self._call(params, x, buffers, training=False)
+
+    def train(self, params: Params, x: Tensor, key: Key, buffers: Params | None = None) -> Tensor:
+        """Outputs in training mode, with every draw from `key`. Writes what it tracks into `buffers`."""
+        with KeyedDraws(key):
+            return self._call(params, x, buffers, training=True)
+
+    def _call(self, params: Params, x: Tensor, buffers: Params | None, training: bool) -> Tensor:
+        if self.module.training != training:
+            self.module.train(training)
+        x = x.to(self.compute) if x.is_floating_point() else x
+        if self.compute == self.dtype:
+            output = functional_call(self.module, {**params, **(buffers or {})}, (x,))
+        else:  # activations in low precision, parameters and everything after the output in their own
+            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+            low = {n: t.to(self.compute) if t.is_floating_point() else t for n, t in (rest | params).items()}
+            output = functional_call(self.module, {**low, **(buffers or {})}, (x,)).to(self.dtype)
+        if not isinstance(output, Tensor):
+            raise UndriftError(
+                f"The model must return one tensor, not {type(output).__name__}; wrap it in a module that does."
+            )
+        return output
+
+    def load(self, params: Params, buffers: Params) -> nn.Module:
+        """The module with these weights and statistics in it, in evaluation mode."""
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                if name in params:
+                    p.copy_(params[name])
+            for name, b in self.module.named_buffers():
+                if name in buffers:
+                    b.copy_(buffers[name])
+        return self.module.eval()
+
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def _tracked_names(module: nn.Module) -> set[str]:
+    """The buffers that training changes: the running statistics of norms."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, NORMS)
+        for name, _ in layer.named_buffers(recurse=False)
+    }
+
+
+class KeyedDraws(TorchFunctionMode):
+    """Inside it every random function of torch draws from a key: the i-th call from the key's i-th stream.
+
+    The counter of an element is its place in the tensor, so with the batch as first axis a sample's mask does not
+    depend on how many rows of padding follow.
+    """
+
+    def __init__(self, key: Key) -> None:
+        super().__init__()
+        self.key, self.calls = key, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWS:
+            return DRAWS[func](self._next, *args, **kwargs)
+        if func in UNKEYED:
+            raise UndriftError(
+                f"The model calls torch.{func.__name__}, which draws from global state; use dropout, torch.rand or "
+                "torch.randn (or their _like forms), which undrift draws from the client's key."
+            )
+        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
+            raise UndriftError("The model's attention has dropout inside scaled_dot_product_attention; set that to 0.")
+        return func(*args, **kwargs)
+
+    def _next(self) -> Key:
+        self.calls += 1
+        return self.key.stream_at(self.calls - 1)
+
+
+Next = Callable[[], Key]
+
+
+def _drop(key: Next, x: Tensor, shape: torch.Size, p: float, training: bool) -> Tensor:
+    if not training or p == 0:
+        return x
+    if p >= 1:
+        return torch.zeros_like(x)
+    kept: Tensor = torch.where(keep_mask(key(), shape, p), x / (1 - p), 0.0)
+    return kept
+
+
+def _dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _drop(key, input, input.shape, p, training)
+
+
+def _channel_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Whole channels at a time: the mask has one entry for each of the first two axes."""
+    return _drop(key, input, torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)]), p, training)
+
+
+def _alpha_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    """Klambauer et al., 2017: dropped entries take SELU's lower limit, then mean and variance are restored."""
+    if not training or p == 0:
+        return input
+    low = -1.0507009873554805 * 1.6732632423543772
+    a = float(((1 - p) * (1 + p * low * low)) ** -0.5)
+    kept: Tensor = torch.where(keep_mask(key(), input.shape, p), input, low)
+    return kept * a - a * p * low
+
+
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _draw(draw: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
+    def drawn(key: Next, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        if like:
+            return draw(key(), args[0].shape, dtype or args[0].dtype)
+        return draw(key(), _shape(args or (kwargs["size"],)), dtype or torch.get_default_dtype())
+
+    return drawn
+
+
+DRAWS: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.dropout1d: _channel_dropout,
+    F.dropout2d: _channel_dropout,
+    F.dropout3d: _channel_dropout,
+    F.alpha_dropout: _alpha_dropout,
+    torch.rand: _draw(uniform, like=False),
+    torch.rand_like: _draw(uniform, like=True),
+    torch.randn: _draw(normal, like=False),
+    torch.randn_like: _draw(normal, like=True),
+}
+UNKEYED = {
+    F.feature_alpha_dropout,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.normal,
+    torch.poisson,
+    torch.randint,
+    torch.randint_like,
+    torch.randperm,
+    torch.rrelu,
+    F.rrelu,
+    F.gumbel_softmax,
+    F.fractional_max_pool2d,
+    F.fractional_max_pool3d,
+}

@@ -1,0 +1,87 @@
+"""Expressions in strings, `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed by known names, never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import undrift
+from undrift.errors import UndriftError, unknown
+from undrift.method import Method, Part, as_method
+from undrift.schedule import decay, inverse
+
+SCHEDULES: dict[str, Callable[..., Any]] = {"decay": decay, "inverse": inverse}
+
+
+def known_parts() -> dict[str, Callable[..., Any]]:
+    """Every part: the package's own, and those that imported modules of the user's define."""
+    found: dict[str, Callable[..., Any]] = {}
+    waiting = list(Part.__subclasses__())
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        if "__dataclass_fields__" in vars(cls):  # base classes that parts share are not parts
+            found[cls.__name__] = cls
+    return found | {name: getattr(undrift, name) for name in undrift.METHODS}
+
+
+def parse_method(text: str) -> Method:
+    return as_method(parse(text, "method", known_parts(), SCHEDULES))
+
+
+def parse_partition(text: str) -> Any:
+    return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
+
+
+def parse(
+    text: str, kind: str, names: Mapping[str, Callable[..., Any]], inner: Mapping[str, Callable[..., Any]] | None = None
+) -> Any:
+    """Build what `text` writes: sums of calls of known names with plain values. `inner` may stand in arguments."""
+
+    def refuse(node: ast.AST) -> UndriftError:
+        return UndriftError(
+            f"Cannot read {ast.unparse(node)!r} in the {kind} {text!r}; write a {kind} such as {_example(names)}."
+        )
+
+    def call(node: ast.Call, allowed: Mapping[str, Callable[..., Any]]) -> Any:
+        if not isinstance(node.func, ast.Name) or any(k.arg is None for k in node.keywords):
+            raise refuse(node)
+        if node.func.id not in allowed:
+            raise unknown(kind, node.func.id, allowed)
+        args = [argument(a) for a in node.args]
+        keywords = {str(k.arg): argument(k.value) for k in node.keywords}
+        try:
+            return allowed[node.func.id](*args, **keywords)
+        except TypeError as error:
+            raise UndriftError(f"{ast.unparse(node)}: {str(error).split('() ')[-1].split('__ ')[-1]}.") from error
+
+    def argument(node: ast.expr) -> Any:
+        if isinstance(node, ast.Call):
+            return call(node, {**names, **(inner or {})})
+        if isinstance(node, ast.Name) and node.id == "inf":
+            return math.inf
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            raise refuse(node) from None
+
+    def build(node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return build(node.left) + build(node.right)
+        if isinstance(node, ast.Call):
+            return call(node, names)
+        if isinstance(node, ast.Name) and node.id not in names:
+            raise unknown(kind, node.id, names)
+        raise refuse(node)
+
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError:
+        raise UndriftError(f"Cannot read the {kind} {text!r}; write a {kind} such as {_example(names)}.") from None
+    return build(tree.body)
+
+
+def _example(names: Mapping[str, Any]) -> str:
+    return "Dirichlet(0.1)" if "Dirichlet" in names else "FedProx(mu=0.1) + ServerSGD(momentum=0.9)"

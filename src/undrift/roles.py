@@ -1,0 +1,104 @@
+"""What hooks are given: the round's plan, a batch, a client, the server, and the totals over a cohort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from undrift.random import Key
+from undrift.tree import Tree
+
+if TYPE_CHECKING:
+    from undrift.models.functional import Model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round's work, settled before it starts. A `plan` hook returns a changed copy (`dataclasses.replace`)."""
+
+    round: int
+    """From 0."""
+    clients: np.ndarray
+    """The cohort's ids, ascending."""
+    steps: np.ndarray
+    """How many local steps each of them takes."""
+    lr: float
+    momentum: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one client. Where `mask` is 0 the row is padding and must count for nothing."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client as a hook sees it. Under lanes every tensor here is one lane's, so hooks read as if for one client."""
+
+    id: Tensor
+    round: Tensor
+    n: Tensor
+    """How many samples it has."""
+    weight: Tensor
+    """Its weight in the mean, before normalisation: its samples, or 1."""
+    label_counts: Tensor | None
+    """Samples of each class, where labels are classes."""
+    steps: Tensor
+    """Its number of local steps in this round."""
+    start: Tree
+    """The weights it received."""
+    key: Key
+    """For draws; inside a step it is that step's."""
+    model: Model
+    """`client.model(params, x)`: the outputs, in evaluation mode."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """`client.loss(output, target)`: one loss a sample."""
+    received: Tree = None
+    """What this part broadcast."""
+    kept: Tree = None
+    """What this part keeps for this client between rounds."""
+    measured: Tree = None
+    """What this part's `measure` summed over the client's data."""
+    prepared: Tree = None
+    """What this part's `prepare` returned."""
+    rate_sum: Tree = None
+    """After training: the sum over steps of the rates used; a tree where a part's rate is one."""
+    work: Tree = None
+    """After training: FedNova's `a`, the sum of rate multipliers × v with v ← ρv + 1."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server as a hook sees it."""
+
+    model: Model
+    loss: Callable[[Tensor, Tensor], Tensor]
+    data: tuple[Tensor, Tensor] | None
+    """`data.server`, on the device."""
+    round: int
+    key: Key
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the cohort sent, added up."""
+
+    sums: Any
+    """This part's own sums from `upload` (or from `measure`, in `finish`)."""
+    size: int
+    """How many clients took part."""
+    weight: Tensor
+    """The sum of their weights."""
+    population: int
+    """N: how many clients have data at all."""
+    update: Tree
+    """The aggregated update, before any part's `transform`."""

@@ -1,0 +1,96 @@
+"""Any number may be a schedule: a value, or a function of the round from 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from undrift.errors import UndriftError
+
+if TYPE_CHECKING:
+    # Inside a hook a number is that round's tensor, outside a float or a callable: nothing narrower is true of both.
+    Number = Any
+else:
+
+    class Number:
+        """A value or a schedule. Annotate a part's field with it, and the engine resolves it every round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class decay:  # noqa: N801 - users call it like a function
+    """`initial · rate^t`, t the round from 0.
+
+    >>> [decay(1.0, 0.5)(t) for t in range(3)]
+    [1.0, 0.5, 0.25]
+    """
+
+    initial: float
+    rate: float
+
+    def __call__(self, t: int) -> float:
+        return float(self.initial * self.rate**t)
+
+
+@dataclasses.dataclass(frozen=True)
+class inverse:  # noqa: N801
+    """`initial · offset / (offset + t)`, t the round from 0.
+
+    >>> [inverse(6.0, 2)(t) for t in range(3)]
+    [6.0, 4.0, 3.0]
+    """
+
+    initial: float
+    offset: float
+
+    def __call__(self, t: int) -> float:
+        return float(self.initial * self.offset / (self.offset + t))
+
+
+def value(number: Any, t: int) -> float:
+    """What `number` is in round `t`."""
+    return float(number(t) if callable(number) else number)
+
+
+def whole_steps(x: float) -> int:
+    """A step count from a schedule: `max(1, ⌈x − 1e-9⌉)`, so that 50·0.8² is 32."""
+    return max(1, math.ceil(x - 1e-9))
+
+
+def number_fields(owner: Any) -> Iterator[str]:
+    """The names of a dataclass's fields that are annotated `Number` (or `Number | None`) and are set."""
+    for field in dataclasses.fields(owner):
+        annotation = field.type if isinstance(field.type, str) else str(field.type)
+        if "Number" in annotation and getattr(owner, field.name) is not None:
+            yield field.name
+
+
+def nested(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The fields that hold further objects with numbers of their own, such as a target inside FedProx."""
+    for field in dataclasses.fields(owner):
+        inner = getattr(owner, field.name)
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type) and not callable(inner):
+            yield field.name, inner
+
+
+def inside(interval: str, x: float) -> bool:
+    """Whether `x` lies in an interval written as mathematicians do: "[0, 1)"."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = x >= low if interval[0] == "[" else x > low
+    below = x <= high if interval[-1] == "]" else x < high
+    return above and below
+
+
+def check_number(number: Any, rounds: int, where: str, interval: str = "[0, inf)") -> None:
+    """Refuse a number that is, in any round of the run, not a number or outside its range."""
+    for t in range(rounds if callable(number) else 1):
+        try:
+            x = value(number, t)
+        except (TypeError, ValueError) as error:
+            raise UndriftError(
+                f"{where} must be a number or a function of the round that gives one, not {number!r} ({error})."
+            ) from error
+        if not inside(interval, x):
+            when = f" in round {t}" if callable(number) else ""
+            raise UndriftError(f"{where} is {x:g}{when}; it must be in {interval}.")

@@ -1,0 +1,52 @@
+"""Trees of tensors: dicts, lists and tuples, as deep as one likes. State, updates and uploads are all trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tree = Any
+
+
+def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `function` to the leaves of one tree, or of several of the same shape.
+
+    >>> tree_map(lambda a, b: a + b, {"w": 1}, {"w": 2})
+    {'w': 3}
+    """
+    return pytree.tree_map(function, tree, *rest)
+
+
+def tree_leaves(tree: Tree) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def tree_add(a: Tree, b: Tree) -> Tree:
+    return tree_map(torch.add, a, b)
+
+
+def tree_sub(a: Tree, b: Tree) -> Tree:
+    return tree_map(torch.sub, a, b)
+
+
+def tree_zeros(tree: Tree) -> Tree:
+    return tree_map(torch.zeros_like, tree)
+
+
+def tree_stack(trees: list[Tree]) -> Tree:
+    """One tree whose leaves have a new first axis, from many trees of one shape."""
+    return tree_map(lambda *leaves: torch.stack(leaves), trees[0], *trees[1:])
+
+
+def tree_expand(tree: Tree, count: int) -> Tree:
+    """The same tree `count` times along a new first axis, without a copy."""
+    return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)
+
+
+def lane_scale(scale: Tensor, leaf: Tensor) -> Tensor:
+    """`leaf` with each entry of its first axis multiplied by that entry of `scale`, in the leaf's own precision."""
+    return leaf * scale.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 1))

@@ -1,0 +1,129 @@
+"""Partitions as properties: every sample once, sizes and classes as asked, the same for the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import undrift as ud
+from undrift.data.sources import stratified
+
+PARTITIONS = [ud.IID(), ud.Dirichlet(0.1), ud.DirichletPrior(1.0), ud.Shards(2), ud.SortedShards(2), ud.QuantitySkew(0.5)]
+
+
+def counts(labels: np.ndarray, owner: np.ndarray, clients: int) -> np.ndarray:
+    table = np.zeros((clients, labels.max() + 1), int)
+    np.add.at(table, (owner, labels), 1)
+    return table
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(PARTITIONS),
+    st.integers(3, 12),
+    st.lists(st.integers(1, 60), min_size=2, max_size=6),
+    st.integers(0, 2**40),
+)
+def test_every_sample_goes_to_one_client_the_same_for_the_same_seed(partition, clients, per_class, seed):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(per_class)), per_class))
+    owner = partition(labels, clients, np.random.default_rng(seed), None)
+    assert owner.shape == labels.shape and owner.min() >= 0 and owner.max() < clients
+    assert (owner == partition(labels, clients, np.random.default_rng(seed), None)).all()
+
+
+LABELS = np.repeat(np.arange(10), 500)
+
+
+def split(partition, clients=20, labels=LABELS):
+    return counts(labels, partition(labels, clients, np.random.default_rng(0), None), clients)
+
+
+def test_iid_is_stratified():
+    table = split(ud.IID(), clients=7)
+    assert np.ptp(table.sum(1)) <= 1 and np.ptp(table, axis=0).max() <= 1
+
+
+def test_dirichlet_spreads_with_alpha():
+    def skew(alpha):  # mean distance of a client's mix from the whole's
+        table = split(ud.Dirichlet(alpha))
+        mixes = table[table.sum(1) > 0] / table.sum(1, keepdims=True)[table.sum(1) > 0]
+        return np.abs(mixes - 0.1).sum(1).mean() / 2
+
+    assert skew(100) < 0.1 < 0.5 < skew(0.05)
+    assert np.ptp(split(ud.Dirichlet(0.1)).sum(1)) > 100
+
+
+def test_dirichlet_prior_has_even_sizes():
+    near, far = split(ud.DirichletPrior(1000.0)), split(ud.DirichletPrior(0.1))
+    assert (near.sum(1) == 250).all() and (far.sum(1) == 250).all()
+    # Hsu's prior sums to 1, so γ = 1000 gives each of ten classes a concentration of 100: near the whole's mix.
+    assert np.abs(near / 250 - 0.1).max() < 0.12
+    assert (far.max(1) / 250).mean() > 0.7
+
+
+@pytest.mark.parametrize("each", [1, 2, 4, 10])
+def test_shards_hold_as_many_classes_as_asked(each):
+    table = split(ud.Shards(each))
+    assert ((table > 0).sum(1) == each).all()
+    holders = (table > 0).sum(0)
+    assert np.ptp(holders) <= 1 and holders.sum() == 20 * each
+    assert np.ptp(table.sum(1)) > 20  # cut at random points
+
+
+def test_sorted_shards_are_equal_pieces_of_the_sorted_labels():
+    table = split(ud.SortedShards(1), clients=12)
+    assert np.ptp(table.sum(1)) <= 1 and ((table > 0).sum(1) <= 2).all()
+    assert ((split(ud.SortedShards(2), clients=10) > 0).sum(1) <= 2).all()
+
+
+def test_label_split_is_contiguous():
+    table = split(ud.LabelSplit(), clients=2)
+    assert (table[0] > 0).tolist() == [True] * 5 + [False] * 5
+    assert (split(ud.LabelSplit(), clients=3) > 0).sum(1).tolist() == [4, 3, 3]
+
+
+def test_quantity_skew_keeps_the_mix():
+    table = split(ud.QuantitySkew(0.5))
+    big = table[table.sum(1) > 400]
+    assert np.abs(big / big.sum(1, keepdims=True) - 0.1).max() < 0.06 and np.ptp(table.sum(1)) > 200
+
+
+def test_by_key_takes_the_datas_own_clients():
+    owner = ud.ByKey()(np.zeros(4), 0, np.random.default_rng(0), np.array(["b", "a", "b", "c"]))
+    assert owner.tolist() == [1, 0, 1, 2]
+
+
+def test_a_stratified_fraction_takes_every_class_alike():
+    labels = np.repeat(np.arange(4), [100, 50, 30, 20])
+    mask = stratified(labels, 0.1, np.random.default_rng(0))
+    assert np.bincount(labels[mask]).tolist() == [10, 5, 3, 2]
+    groups = np.repeat([0, 1, 2], [1, 60, 139])
+    mask = stratified(labels, 0.1, np.random.default_rng(0), groups)
+    assert np.bincount(groups[mask], minlength=3).tolist() == [0, 6, 13]  # nobody's only sample is taken
+
+
+@pytest.mark.parametrize(
+    ("partition", "clients", "sentence"),
+    [
+        (ud.Shards(11), 20, "asks for 11 classes a client, but the data have 10"),
+        (ud.Shards(2), 4, "leaves some of the 10 classes without a holder; take at least 5 clients"),
+        (ud.LabelSplit(), 11, "serves at most 10 clients"),
+        (ud.ByKey(), None, "needs data with a client column"),
+        ("Dirichlett(0.1)", 20, "no partition called 'Dirichlett'. Did you mean 'Dirichlet'"),
+        ("Dirichlet(alfa=0.1)", 20, "unexpected keyword argument 'alfa'"),
+        (0.1, 20, "partition must be one such as"),
+        (ud.Dirichlet, 20, "partition must be one such as"),
+        (lambda labels, clients, rng, keys: labels + 15, 20, "must give every one of the 1438 rows an owner"),
+    ],
+)
+def test_refusals(partition, clients, sentence):
+    with pytest.raises(ud.UndriftError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        ud.load("digits", partition=partition, clients=clients)
+
+
+@pytest.mark.parametrize("make", [lambda: ud.Dirichlet(0), lambda: ud.Dirichlet(float("nan")), lambda: ud.Shards(0), lambda: ud.Shards(1.5)])
+def test_bad_numbers_are_refused_when_they_are_written(make):
+    with pytest.raises(ud.UndriftError, match="must be a"):
+        make()

@@ -1,0 +1,85 @@
+"""Draws are a function of their key, the same on every engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.func import vmap
+
+import undrift as ud
+from undrift.random import MASK, Key, bits, choose, derive, keep_mask, normal, philox, uniform
+
+# Known answers of Philox4x32-10 from the authors' own test vectors.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((MASK,) * 4, (MASK,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_philox_gives_the_known_answers(counter, key, expected):
+    assert philox(counter, key) == expected
+    arrays = philox(tuple(np.array([c]) for c in counter), tuple(np.array([k]) for k in key))
+    assert tuple(int(a[0]) for a in arrays) == expected
+    tensors = philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key))
+    assert tuple(int(t) for t in tensors) == expected
+
+
+def key(a: int = 1, b: int = 2, step: int = 0) -> Key:
+    return Key(torch.tensor([a, b]), torch.tensor(step))
+
+
+def test_draws_are_the_same_inside_vmap():
+    words, steps = torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 9])
+    mapped = vmap(lambda w, k: bits(Key(w, k), 7))(words, steps)
+    assert torch.equal(mapped, torch.stack([bits(key(1, 2, 0), 7), bits(key(3, 4, 9), 7)]))
+
+
+def test_a_longer_draw_begins_like_a_shorter_one():
+    assert torch.equal(bits(key(), 10)[:6], bits(key(), 6))
+
+
+def test_steps_streams_and_keys_are_independent():
+    draws = [bits(k, 8) for k in (key(), key(step=1), key().stream_at(1), key(b=3))]
+    assert len({tuple(d.tolist()) for d in draws}) == 4
+
+
+def test_moments():
+    u, z = uniform(key(), (50_000,)), normal(key(5), (50_001,), torch.float64)
+    assert 0 < u.min() and u.max() < 1
+    assert abs(u.mean() - 0.5) < 0.01 and abs(u.var() - 1 / 12) < 0.003
+    assert abs(z.mean()) < 0.02 and abs(z.var() - 1) < 0.03 and z.shape == (50_001,)
+    assert abs(keep_mask(key(), (50_000,), 0.3).float().mean() - 0.7) < 0.01
+
+
+def test_choose_takes_distinct_clients_and_does_not_look_at_the_rest():
+    for population, count in [(1, 1), (5, 5), (10, 7), (1000, 10), (10**15, 1000)]:  # 10¹⁵ could not be listed
+        chosen = choose(derive(0, "cohort", 3), population, count)
+        assert len(np.unique(chosen)) == count and chosen.min() >= 0 and chosen.max() < population
+        assert (np.diff(chosen) > 0).all()
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_choose_is_fair(count):
+    times = np.zeros(10)
+    for t in range(4000):
+        times[choose(derive(0, "cohort", t), 10, count)] += 1
+    assert np.abs(times / 4000 - count / 10).max() < 0.035
+
+
+def test_keys_differ_by_seed_purpose_round_and_client():
+    keys = [derive(0, "a", 1, 2), derive(1, "a", 1, 2), derive(0, "b", 1, 2), derive(0, "a", 2, 2), derive(0, "a", 1, 3)]
+    assert len(set(keys)) == 5
+    low, high = derive(0, "a", 1, np.array([2, 3]))
+    assert [(low[0], high[0]), (low[1], high[1])] == [keys[0], keys[4]]
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ud.UndriftError, match="seed must be a whole number"):
+        derive(-1, "a")
