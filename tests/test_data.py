@@ -27,7 +27,9 @@ def test_label_counts(uneven):
 
 
 def test_lists_and_arrays_will_do():
-    data = ud.FederatedDataset.from_clients([([[1.0], [2.0]], [0, 1]), (np.zeros((1, 1)), np.array([1], np.uint8)), ([], [])])
+    data = ud.FederatedDataset.from_clients(
+        [([[1.0], [2.0]], [0, 1]), (np.zeros((1, 1)), np.array([1], np.uint8)), ([], [])]
+    )
     assert len(data) == 3 and data.classes == 2 and data.sizes.tolist() == [2, 1, 0]
 
 
@@ -45,7 +47,9 @@ def test_digits():
 
 
 def test_fractions_are_disjoint_balanced_and_taken_out_of_training():
-    data = ud.load("digits", ud.IID(), clients=4, server_fraction=0.05, validation_fraction=0.1, client_test_fraction=0.2)
+    data = ud.load(
+        "digits", ud.IID(), clients=4, server_fraction=0.05, validation_fraction=0.1, client_test_fraction=0.2
+    )
     own = data.client_test
     parts = [data.index, own.index, data.server_rows.index, data.validation_rows.index]
     assert torch.cat(parts).sort().values.tolist() == list(range(1438))

@@ -42,7 +42,12 @@ def test_draws_are_the_same_inside_vmap():
 
 
 def test_a_longer_draw_begins_like_a_shorter_one():
-    assert torch.equal(bits(key(), 10)[:6], bits(key(), 6))
+    for draw in (
+        lambda n: bits(key(), n),
+        lambda n: uniform(key(), (n,)),
+        lambda n: normal(key(), (n,), torch.float64),
+    ):
+        assert torch.equal(draw(11)[:6], draw(6))
 
 
 def test_steps_streams_and_keys_are_independent():
@@ -74,7 +79,13 @@ def test_choose_is_fair(count):
 
 
 def test_keys_differ_by_seed_purpose_round_and_client():
-    keys = [derive(0, "a", 1, 2), derive(1, "a", 1, 2), derive(0, "b", 1, 2), derive(0, "a", 2, 2), derive(0, "a", 1, 3)]
+    keys = [
+        derive(0, "a", 1, 2),
+        derive(1, "a", 1, 2),
+        derive(0, "b", 1, 2),
+        derive(0, "a", 2, 2),
+        derive(0, "a", 1, 3),
+    ]
     assert len(set(keys)) == 5
     low, high = derive(0, "a", 1, np.array([2, 3]))
     assert [(low[0], high[0]), (low[1], high[1])] == [keys[0], keys[4]]

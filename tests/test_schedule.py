@@ -19,12 +19,21 @@ def test_step_counts_round_up_but_not_for_noise():
 
 def test_fractions_of_steps_that_decaying_k_uses():
     """The K-decay paper: over 4000 rounds a decay of 0.9996 leaves 0.65 / 0.55 / 0.51 / 0.50 of the steps."""
-    for k0, rate, share in [(3, 0.9996, 0.65), (10, 0.9996, 0.55), (33, 0.9996, 0.51), (100, 0.9996, 0.50), (33, 0.999, 0.26)]:
+    for k0, rate, share in [
+        (3, 0.9996, 0.65),
+        (10, 0.9996, 0.55),
+        (33, 0.9996, 0.51),
+        (100, 0.9996, 0.50),
+        (33, 0.999, 0.26),
+    ]:
         steps = sum(whole_steps(ud.decay(k0, rate)(t)) for t in range(4000))
         assert round(steps / (4000 * k0), 2) == share
 
 
-@pytest.mark.parametrize(("interval", "x", "yes"), [("[0, 1)", 0, True), ("[0, 1)", 1, False), ("(0, inf]", float("inf"), True), ("[0, inf)", float("nan"), False)])
+@pytest.mark.parametrize(
+    ("interval", "x", "yes"),
+    [("[0, 1)", 0, True), ("[0, 1)", 1, False), ("(0, inf]", float("inf"), True), ("[0, inf)", float("nan"), False)],
+)
 def test_intervals(interval, x, yes):
     assert inside(interval, x) == yes
 

@@ -116,13 +116,12 @@ def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) 
 
 
 def normal(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal draws, by Box and Muller."""
+    """Standard normal draws, by Box and Muller: two from each pair of uniform ones."""
     count = math.prod(shape)
-    half = (count + 1) // 2
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    u, v = uniform(key, (2, half), exact)
+    u, v = uniform(key, ((count + 1) // 2, 2), exact).unbind(1)
     radius, angle = torch.sqrt(-2.0 * torch.log(u)), 2.0 * math.pi * v
-    draws = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])
+    draws = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], 1).reshape(-1)
     return draws[:count].reshape(tuple(shape)).to(dtype)
 
 

@@ -147,10 +147,9 @@ def prepare(
         engine=PlainEngine(program, resident),
         choices={},
     )
-    sizes = data.sizes[data.nonempty]
-    steps = local.step_counts(0, data.nonempty, sizes)
+    steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
     probe = setup.orders(setup.plan(0), function.start, [() for _ in method.parts])
-    choice = choose(engine, lanes, program, resident, probe, sizes, steps, local.widest(data.sizes))
+    choice = choose(engine, lanes, program, resident, probe, steps, local.widest(data.sizes))
     setup.engine = build(choice, program, resident)
     setup.choices = {
         "engine": choice.engine,

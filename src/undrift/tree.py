@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Tree = Any
@@ -23,6 +22,10 @@ def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 def tree_leaves(tree: Tree) -> list[Any]:
     return pytree.tree_leaves(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Tree:
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def tree_add(a: Tree, b: Tree) -> Tree:
@@ -45,8 +48,3 @@ def tree_stack(trees: list[Tree]) -> Tree:
 def tree_expand(tree: Tree, count: int) -> Tree:
     """The same tree `count` times along a new first axis, without a copy."""
     return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)
-
-
-def lane_scale(scale: Tensor, leaf: Tensor) -> Tensor:
-    """`leaf` with each entry of its first axis multiplied by that entry of `scale`, in the leaf's own precision."""
-    return leaf * scale.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 1))

@@ -5,6 +5,7 @@ So the choice, and with it the bits, repeat. The constants come from `python -m 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,17 +18,16 @@ from undrift.engine.cohort import Orders, Resident
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.errors import UndriftError
-from undrift.models.functional import NORMS, Model
-from undrift.tree import tree_leaves, tree_map
+from undrift.models.functional import NORMS, Model, Params
+from undrift.random import Key
+from undrift.tree import tree_expand
 
-CPU_CONVOLUTION_FLOPS = 2.5e7
-"""Convolution work of one lane's forward pass above which a CPU is as fast one client at a time."""
-CPU_LANE_BYTES = 256 * 2**20
-"""What all lanes' weights together may take on a CPU; more lanes than that no longer help."""
-GPU_LANE_SHARE = 0.25
-"""The share of a GPU's memory that all lanes' weights may take; the rest is for activations and data."""
-COPIES = 5
-"""Copies of the weights that a lane needs at once: weights, new weights, gradient, velocity, one in passing."""
+CPU_CONVOLUTION_FLOPS = 8e7
+"""Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
+CPU_LANE_BYTES = 8 * 2**20
+"""What all lanes' weights together may take on a CPU: beyond its cache, more lanes cost more than they save."""
+GPU_LANE_SHARE = 0.05
+"""The share of a GPU's memory for all lanes' weights; gradients, velocities, activations and data take the rest."""
 
 
 @dataclass(frozen=True)
@@ -51,51 +51,41 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def choose(
-    engine: str,
-    lanes: int | None,
-    program: Program,
-    data: Resident,
-    orders: Orders,
-    sizes: np.ndarray,
-    steps: np.ndarray,
-    width: int,
+    engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
 ) -> Choice:
-    """The engine for a run whose rounds look like `orders`; `sizes` and `steps` are all non-empty clients'."""
-    model, device = program.model, data.device
-    blocked = obstacle(model.module)
+    """The engine for a run whose rounds look like `orders`; `steps` are all non-empty clients', `width` a batch's."""
+    blocked = obstacle(program.model.module)
     if engine == "lanes" and blocked:
         raise UndriftError(f'engine="lanes" cannot train this model: {blocked}. Use engine="plain" or "auto".')
     if engine == "plain":
         return Choice("plain", 1, "asked for")
-    if engine == "auto" and blocked:
-        return Choice("plain", 1, blocked)
+    if engine == "auto":
+        blocked = blocked or _vmap_failure(program, data, orders)
+        if blocked:
+            return Choice("plain", 1, blocked)
     cohort = len(orders.plan.clients)
-    count = min(lanes or _lanes(model, device, cohort, steps), cohort)
-    if engine == "lanes":
-        return Choice("lanes", count, "asked for")
-    if device.type == "cpu":
-        flops = convolution_flops(model, data, width)
-        if flops > CPU_CONVOLUTION_FLOPS:
-            return Choice("plain", 1, "on a CPU convolutions of this size run as fast one client at a time")
-    if failure := _vmap_failure(program, data, orders):
-        return Choice("plain", 1, f"the model does not run under vmap ({failure})")
-    return Choice("lanes", count, "the model runs under vmap")
+    if lanes is not None:
+        return Choice("lanes", min(lanes, cohort), "asked for")
+    return Choice("lanes", *_lanes(program.model, data, cohort, steps, width))
 
 
 def build(choice: Choice, program: Program, data: Resident) -> LanesEngine | PlainEngine:
     return LanesEngine(program, data, choice.lanes) if choice.engine == "lanes" else PlainEngine(program, data)
 
 
-def _lanes(model: Model, device: torch.device, cohort: int, steps: np.ndarray) -> int:
-    """As many lanes as keep busy while the longest client trains, and as memory holds."""
-    busy = int(np.ceil(cohort * steps.mean() / steps.max()))
-    weights = COPIES * sum(w.numel() * w.element_size() for w in tree_leaves(model.start))
-    memory = (
-        CPU_LANE_BYTES
-        if device.type == "cpu"
-        else GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory
-    )
-    return max(1, min(cohort, busy, int(memory // weights)))
+def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
+    """How many lanes, and why: as many as keep busy while the longest client trains, and as memory holds."""
+    device = data.device
+    if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
+        return 1, "on a CPU convolutions of this size are fastest one client at a time"
+    busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
+    weights = sum(w.numel() * w.element_size() for w in model.start.values())
+    on_gpu = device.type == "cuda"
+    memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES
+    room = max(1, int(memory // weights))
+    if room >= busy:
+        return busy, "as many as keep busy while the longest client trains"
+    return math.ceil(busy / math.ceil(busy / room)), "as many as memory serves well"
 
 
 def convolution_flops(model: Model, data: Resident, width: int) -> float:
@@ -108,23 +98,17 @@ def convolution_flops(model: Model, data: Resident, width: int) -> float:
 
 
 def _vmap_failure(program: Program, data: Resident, orders: Orders) -> str | None:
-    """The first line of what vmap says to a tiny step of two lanes, or None."""
-    two = tree_map(lambda t: t[[0, 0]], orders.lanes)
-    two |= {"measured": [() for _ in program.method.parts], "prepared": [() for _ in program.method.parts]}
+    """Why vmap refuses the model, from a tiny step of two lanes, or None."""
     rows = torch.zeros(2, 2, dtype=torch.int64, device=data.device)
-    batch = data.batch(rows, torch.ones_like(rows, dtype=torch.bool))
-    zeros = torch.zeros(2, dtype=torch.int64, device=data.device)
-    params = tree_map(lambda w: w.expand(2, *w.shape), program.model.start)
+    keys = orders.lanes["key"][[0, 0]]
 
-    def output(params: object, x: torch.Tensor, lane: dict[str, torch.Tensor], k: torch.Tensor) -> torch.Tensor:
-        from undrift.random import Key
-
-        return program.model.train(params, x, Key(lane["key"], k)).sum()  # type: ignore[arg-type]
+    def output(params: Params, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return program.model.train(params, x, Key(words, torch.zeros_like(words[0]))).sum()
 
     try:
-        torch.func.vmap(torch.func.grad(output))(params, batch.x, two, zeros)
+        torch.func.vmap(torch.func.grad(output))(tree_expand(program.model.start, 2), data.batch(rows, rows).x, keys)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise under vmap
-        return (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return f"the model does not run under vmap ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
     return None

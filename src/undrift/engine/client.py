@@ -114,7 +114,7 @@ class Program:
             g = after["velocity"] = tree_map(lambda v, g: shared["momentum"] * v + g, state["velocity"], g)
         multiplier = self.multiplier(k, clients)
         rate = tree_map(lambda m: m * shared["lr"], multiplier)
-        params = _times(rate, g, lambda rate, g, w: w - rate * g, params)
+        params = _times(rate, g, lambda rate, g, w: torch.addcmul(w, rate.to(w.dtype), g, value=-1), params)
         for part, client in clients:
             params = part.project(params, client)
         after["params"] = params
@@ -136,8 +136,14 @@ class Program:
                     product = tree_map(lambda r, p=product: r * p, rate)
         return product
 
-    def conclude(self, state: Tree, lane: Tree, shared: Tree) -> tuple[Tree, Tree, Tree]:
-        """What the client sends and keeps: its weighted update, each part's sums, each part's kept state."""
+    def latest(self, before: list[Tree], after: list[Tree]) -> list[Tree]:
+        """What each part has measured by the end of training."""
+        return [
+            a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
+        ]
+
+    def conclude(self, state: Tree, lane: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        """What the client sends, its weighted update and each part's sums, and what each part keeps."""
         delta = tree_sub(state["params"], shared["start"])
         update, sums, kept = delta, [], []
         rates = {name: state[name] for name in ("rate_sum", "work") if name in state}
@@ -146,7 +152,7 @@ class Program:
             own_sums, own_kept = part.upload(delta, client)
             sums.append(own_sums)
             kept.append(own_kept)
-        return tree_map(lambda d: d * lane["weight"], update), sums, kept
+        return (tree_map(lambda d: d * lane["weight"], update), sums), kept
 
 
 def _times(rate: Tree, tree: Tree, combine: Any, *rest: Tree) -> Tree:

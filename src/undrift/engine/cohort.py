@@ -101,7 +101,7 @@ def draw_up(
     numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
     shared = {
         "start": params,
-        "received": tree_map(lambda v: torch.as_tensor(v, device=device), received),
+        "received": tree_map(lambda v: torch.as_tensor(v, device=device).contiguous(), received),
         "round": torch.tensor(plan.round, device=device),
         "numbers": numbers["parts"],
         **numbers["rates"],

@@ -15,12 +15,12 @@ from torch.func import grad, vmap
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
-from undrift.engine.packing import stretches
+from undrift.engine.packing import Stretch, stretches
 from undrift.engine.plain import MEASURE_BATCH
 from undrift.engine.trace import Traced
 from undrift.models.functional import Params
 from undrift.roles import Batch
-from undrift.tree import Tree, tree_add, tree_map
+from undrift.tree import Tree, tree_add, tree_expand, tree_leaves, tree_map, tree_unflatten
 
 
 class LanesEngine:
@@ -28,22 +28,28 @@ class LanesEngine:
 
     def __init__(self, program: Program, data: Resident, lanes: int) -> None:
         self.program, self.data, self.lanes = program, data, lanes
-        self.step = Traced(self._step)
+        self.step, self.start, self.conclude = Traced(self._step), Traced(self._start), Traced(self._conclude)
 
     def run(self, orders: Orders, buffers: Params, kept: Kept) -> Outcome:
         sums, state, lane = Sums(), None, None
-        for stretch in stretches(orders.plan.steps, min(self.lanes, len(orders.plan.steps))):
-            if stretch.begins:
-                fresh_lane, fresh_state = self._begin(orders, [client for _, client in stretch.begins])
-                where = [lane for lane, _ in stretch.begins]
-                lane, state = self._put(lane, fresh_lane, where), self._put(state, fresh_state, where)
-            rows, counts = self._batches(orders, stretch.clients, stretch.rows)
-            steps = torch.from_numpy(stretch.rows).to(self.data.device)
-            for k in range(len(stretch.rows)):
-                state = self.step(state, lane, orders.shared, rows[k], counts[k], steps[k])
-            ended = [lane for lane, _ in stretch.ends]
-            self._end(orders, self._get(state, ended), self._get(lane, ended), [c for _, c in stretch.ends], sums, kept)
+        lanes = min(self.lanes, len(orders.plan.clients))
+        for stretch in stretches(orders.plan.steps, lanes):
+            for where, clients in _groups(stretch.begins, lanes):
+                fresh_lane, fresh_state = self._begin(orders, clients)
+                lane, state = self._put(lane, fresh_lane, where, lanes), self._put(state, fresh_state, where, lanes)
+            state = self._steps(state, lane, orders, stretch)
+            for where, clients in _groups(stretch.ends, lanes):
+                self._end(orders, self._get(state, where, lanes), self._get(lane, where, lanes), clients, sums, kept)
         return outcome(sums, orders.lanes)
+
+    def _steps(self, state: Tree, lane: Tree, orders: Orders, stretch: Stretch) -> Tree:
+        """A stretch of local steps of every lane. Trees are taken apart once, not at every step."""
+        rows, counts, k = self._batches(orders, stretch)
+        program, tree = self.step.at(state, lane, orders.shared, rows[0], counts[0], k[0])
+        leaves, rest = tree_leaves(state), tree_leaves((lane, orders.shared))
+        for i in range(len(stretch.rows)):
+            leaves = program(*leaves, *rest, rows[i], counts[i], k[i])
+        return tree_unflatten(leaves, tree)
 
     def _step(self, state: Tree, lane: Tree, shared: Tree, rows: Tensor, counts: Tensor, k: Tensor) -> Tree:
         """One local step of every lane."""
@@ -54,28 +60,35 @@ class LanesEngine:
             g = grad(self.program.objective)(state["params"], lane, shared, Batch(x, y, mask), k)
             return self.program.advance(state, g, lane, shared, k)
 
-        return vmap(one)(state, lane, batch.x, batch.y, batch.mask, k)
+        return _contiguous(vmap(one)(state, lane, batch.x, batch.y, batch.mask, k))
 
     def _begin(self, orders: Orders, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
         lane = tree_map(lambda t: t[clients], orders.lanes)
-        start = tree_map(lambda t: t.expand(len(clients), *t.shape), orders.shared["start"])
-        lane["measured"] = self.measure(start, lane, orders, clients, "before")
-        lane["prepared"] = vmap(self.program.prepare, in_dims=(0, None))(lane, orders.shared)
-        state = vmap(self.program.begin, in_dims=(0, None))(lane, orders.shared)
-        return lane, tree_map(torch.Tensor.contiguous, state)
+        lane["measured"] = self.measure(
+            tree_expand(orders.shared["start"], len(clients)), lane, orders, clients, "before"
+        )
+        lane["prepared"], state = self.start(lane, orders.shared)
+        return lane, state
+
+    def _start(self, lane: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def one(lane: Tree) -> tuple[Tree, Tree]:
+            prepared = self.program.prepare(lane, shared)
+            return prepared, self.program.begin({**lane, "prepared": prepared}, shared)
+
+        return _contiguous(vmap(one)(lane))  # type: ignore[no-any-return]
 
     def _end(self, orders: Orders, state: Tree, lane: Tree, clients: list[int], sums: Sums, kept: Kept) -> None:
         """Add up what clients that have finished send, and keep what they keep."""
-        if self.program.method.measuring("after"):
-            after = self.measure(state["params"], lane, orders, clients, "after")
-            before = lane["measured"]
-            parts = self.program.method.parts
-            lane["measured"] = [a if p.measures == "after" else b for p, a, b in zip(parts, after, before, strict=True)]
-        weighted, uploads, keeps = vmap(self.program.conclude, in_dims=(0, 0, None))(state, lane, orders.shared)
-        sums.add(tree_map(lambda t: t.sum(0), (weighted, uploads)))
-        names = orders.plan.clients[clients].tolist()
-        sums.keep(keeps, kept, names)
+        after = self.measure(state["params"], lane, orders, clients, "after")
+        lane = {**lane, "measured": self.program.latest(lane["measured"], after)}
+        sent, keeps = self.conclude(state, lane, orders.shared)
+        sums.add(sent)
+        sums.keep(keeps, kept, orders.plan.clients[clients].tolist())
+
+    def _conclude(self, state: Tree, lane: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        sent, keeps = vmap(self.program.conclude, in_dims=(0, 0, None))(state, lane, shared)
+        return tree_map(lambda t: t.sum(0), sent), _contiguous(keeps)
 
     def survey(self, orders: Orders) -> list[Tree]:
         """The "finish" measures, summed over the clients of `orders`, as many at a time as there are lanes."""
@@ -83,7 +96,7 @@ class LanesEngine:
         for begin in range(0, len(orders.plan.clients), self.lanes):
             clients = list(range(begin, min(begin + self.lanes, len(orders.plan.clients))))
             lane = tree_map(lambda t, clients=clients: t[clients], orders.lanes)
-            start = tree_map(lambda t, clients=clients: t.expand(len(clients), *t.shape), orders.shared["start"])
+            start = tree_expand(orders.shared["start"], len(clients))
             sums.add(tree_map(lambda t: t.sum(0), self.measure(start, lane, orders, clients, "finish")))
         return sums.total  # type: ignore[no-any-return]
 
@@ -108,23 +121,38 @@ class LanesEngine:
             found = sums if found is None else tree_add(found, sums)
         return found  # type: ignore[return-value]
 
-    def _batches(self, orders: Orders, clients: np.ndarray, steps: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows of the store for every step and lane of a stretch, and how many of each are real."""
-        which = orders.batches.first[clients][None] + steps
+    def _batches(self, orders: Orders, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor]:
+        """For every step and lane of a stretch: rows of the store, how many of them are real, and the local step."""
+        which = orders.batches.first[stretch.clients][None] + stretch.rows
         positions = orders.batches.rows[which].swapaxes(0, 1)
-        rows = self.data.rows(orders.plan.clients[clients], positions).swapaxes(0, 1)
-        device = self.data.device
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(device), torch.from_numpy(
-            orders.batches.counts[which]
-        ).to(device)
+        rows = self.data.rows(orders.plan.clients[stretch.clients], positions).swapaxes(0, 1)
+        arrays = (np.ascontiguousarray(rows), orders.batches.counts[which], stretch.rows)
+        one, two, three = (torch.from_numpy(array).to(self.data.device) for array in arrays)
+        return one, two, three
 
-    def _put(self, old: Tree, new: Tree, where: list[int]) -> Tree:
-        """`old` with the lanes at `where` replaced; all of them, where there was nothing before."""
-        if old is None:
+    def _put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
+        """`old` with the lanes at `where` replaced by `new`."""
+        if len(where) == lanes:
             return new
         index = torch.tensor(where, device=self.data.device)
+        if old is None:
+            old = tree_map(lambda n: n.new_zeros(lanes, *n.shape[1:]), new)
         return tree_map(lambda o, n: o.index_copy(0, index, n), old, new)
 
-    def _get(self, tree: Tree, where: list[int]) -> Tree:
+    def _get(self, tree: Tree, where: list[int], lanes: int) -> Tree:
+        if len(where) == lanes:
+            return tree
         index = torch.tensor(where, device=self.data.device)
-        return tree_map(lambda t: t if len(where) == len(t) else t.index_select(0, index), tree)
+        return tree_map(lambda t: t.index_select(0, index), tree)
+
+
+def _groups(pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
+    """(lane, client) pairs to handle together: all lanes at once, or one by one. Two shapes, so two traces, suffice."""
+    if len(pairs) == lanes:
+        return [([lane for lane, _ in pairs], [client for _, client in pairs])]
+    return [([lane], [client]) for lane, client in pairs]
+
+
+def _contiguous(tree: Tree) -> Tree:
+    """A traced program is right for the strides it was traced with, so what goes round must keep them."""
+    return tree_map(torch.Tensor.contiguous, tree)

@@ -38,12 +38,9 @@ class PlainEngine:
                 batch = self.batch(client, orders.batches.rows[first + k, :count])
                 state = self.step(state, lane, orders.shared, batch, torch.tensor(k, device=self.data.device), own)
             after = self.measure(state["params"], lane, orders.shared, client, "after")
-            lane["measured"] = [
-                a if p.measures == "after" else b
-                for p, a, b in zip(self.program.method.parts, after, lane["measured"], strict=True)
-            ]
-            weighted, uploads, keeps = self.program.conclude(state, lane, orders.shared)
-            sums.add((weighted, uploads))
+            lane["measured"] = self.program.latest(lane["measured"], after)
+            sent, keeps = self.program.conclude(state, lane, orders.shared)
+            sums.add(sent)
             sums.keep(tree_map(lambda t: t[None], keeps), kept, [client])
             statistics = tree_map(lambda s, b, w=lane["weight"]: s + w * b, statistics, _floats(own))
         total = orders.lanes["weight"].sum()

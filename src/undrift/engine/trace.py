@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -22,25 +23,32 @@ class Traced:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.programs: dict[Any, tuple[GraphModule, Any]] = {}
+        self.programs: dict[Any, tuple[Callable[..., list[Tensor]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
+        program, out = self.at(*args)
+        return pytree.tree_unflatten(program(*pytree.tree_leaves(args)), out)
+
+    def at(self, *args: Any) -> tuple[Callable[..., list[Tensor]], Any]:
+        """The program for arguments like these, from leaves to leaves, and the tree that the latter make up."""
         leaves, spec = pytree.tree_flatten(args)
-        signature = (spec, tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves))
+        signature = (spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if signature not in self.programs:
             self.programs[signature] = self._trace(leaves, spec)
-        program, out = self.programs[signature]
-        return pytree.tree_unflatten(program(*leaves), out)
+        return self.programs[signature]
 
-    def _trace(self, leaves: list[torch.Tensor], spec: Any) -> tuple[GraphModule, Any]:
+    def _trace(self, leaves: list[Tensor], spec: Any) -> tuple[Callable[..., list[Tensor]], Any]:
         shape: list[Any] = []
 
-        def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        def flat(*leaves: Tensor) -> list[Tensor]:
             found, out = pytree.tree_flatten(self.function(*pytree.tree_unflatten(list(leaves), spec)))
             shape.append(out)
             return found
 
-        program = make_fx(flat)(*leaves)
+        # Tracing knows tensors by identity: one that stands in two places must look like two, or later calls
+        # with different ones would read the first for both. And a program whose views hold for contiguous
+        # tensors must get contiguous ones.
+        program = make_fx(flat)(*[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves])
         return _without_idle_views(program), shape[-1]
 
 
@@ -49,12 +57,7 @@ def _without_idle_views(program: GraphModule) -> GraphModule:
     for node in program.graph.nodes:
         if node.target in VIEWS and isinstance(node.args[0], Node):
             source, result = (n.meta.get("val") for n in (node.args[0], node))
-            if (
-                source is not None
-                and result is not None
-                and source.shape == result.shape
-                and source.stride() == result.stride()
-            ):
+            if source is not None and result is not None and source.shape == result.shape:
                 node.replace_all_uses_with(node.args[0])
     program.graph.eliminate_dead_code()
     program.recompile()

@@ -1,0 +1,138 @@
+"""Whole federated rounds: undrift beside a plain PyTorch loop, in one process, on the same data.
+
+    python -m benchmarks.rounds [--threads 2] [--repeats 5] [--json FILE] [CASE …]
+
+The loop is what one would write by hand and as fast as it gets that way: one model, its weights copied in for each
+client, `torch.optim.SGD`, batches gathered from tensors by index, a running weighted sum. Both sides run warm and
+take turns; a figure is the median of the repeats. The constants of `undrift/engine/choose.py` come from this table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import undrift as ud
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    clients: int
+    batch: int
+    steps: int = 7
+    rounds: int = 6
+
+
+SIDES = {"auto": {}, "one lane": {"lanes": 1}, "all lanes": {"lanes": 10**6}, "plain": {"engine": "plain"}}
+
+
+def mlp(features: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+
+def cnn(shape: tuple[int, ...]) -> nn.Module:
+    return ud.models.get("cnn", classes=10, shape=shape)
+
+
+CASES = {
+    "digits MLP": Case(lambda: mlp(64, 64), (1, 8, 8), 20, 10, rounds=20),
+    "MLP 784-200": Case(lambda: mlp(784, 200), (1, 28, 28), 20, 10),
+    "MLP 784-1000": Case(lambda: mlp(784, 1000), (1, 28, 28), 20, 10, rounds=4),
+    "MLP 784-1000, batch 64": Case(lambda: mlp(784, 1000), (1, 28, 28), 20, 64, rounds=4),
+    "small CNN, 8×8": Case(lambda: cnn((1, 8, 8)), (1, 8, 8), 20, 10),
+    "small CNN, 16×16": Case(lambda: cnn((1, 16, 16)), (1, 16, 16), 10, 20),
+    "small CNN, 28×28": Case(lambda: cnn((1, 28, 28)), (1, 28, 28), 10, 32, steps=3, rounds=4),
+    "small CNN, 3×32×32": Case(lambda: cnn((3, 32, 32)), (3, 32, 32), 10, 32, steps=3, rounds=3),
+}
+
+
+def make_data(case: Case) -> ud.FederatedDataset:
+    """Numbers only: what is timed does not depend on what the pictures show."""
+    generator = torch.Generator().manual_seed(0)
+    n = case.batch * case.steps
+    x = torch.rand(case.clients, n, *case.shape, generator=generator)
+    y = torch.randint(0, 10, (case.clients, n), generator=generator)
+    return ud.FederatedDataset.from_clients(list(zip(x, y, strict=True)))
+
+
+def loop(case: Case, data: ud.FederatedDataset) -> float:
+    """Seconds a round of the loop takes, every client in every round."""
+    clients = [data[i] for i in range(len(data))]
+    total = sum(len(x) for x, _ in clients)
+    model = case.model()
+    start = copy.deepcopy(model.state_dict())
+    times = []
+    for _ in range(case.rounds):
+        began = time.perf_counter()
+        sums = {name: torch.zeros_like(w) for name, w in start.items()}
+        for x, y in clients:
+            model.load_state_dict(start)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for rows in torch.randperm(len(x)).split(case.batch):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+            for name, w in model.state_dict().items():
+                sums[name] += w * (len(x) / total)
+        start = sums
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def ours(case: Case, data: ud.FederatedDataset, **options: object) -> tuple[float, dict]:
+    local = ud.Local(epochs=1, batch_size=case.batch, lr=0.1)
+    run = ud.train(case.model(), data, rounds=case.rounds, local=local, **options)  # type: ignore[arg-type]
+    return statistics.median(row["seconds"] for row in run.history[1:]), run.choices  # the first one traces
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of: {', '.join(CASES)}")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(
+        f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    sides = "".join(f"{side:>10}" for side in ("loop", *SIDES))
+    print(f"{'thousand samples a second':28}{sides}   auto ÷ loop   chosen")
+    rows = []
+    for name in arguments.cases or CASES:
+        case = CASES[name]
+        data, choices = make_data(case), {}
+        times = {side: [] for side in ("loop", *SIDES)}
+        for _ in range(arguments.repeats):
+            times["loop"].append(loop(case, data))
+            for side, options in SIDES.items():
+                seconds, choices[side] = ours(case, data, **options)
+                times[side].append(seconds)
+        chosen = choices["auto"]
+        samples = case.clients * case.batch * case.steps
+        speed = {side: samples / statistics.median(t) / 1000 for side, t in times.items()}
+        ratio = statistics.median(a / b for a, b in zip(times["loop"], times["auto"], strict=True))
+        columns = "".join(f"{speed[side]:10.2f}" for side in times)
+        print(f"{name:28}{columns}{ratio:12.2f}×    {chosen['engine']}, {chosen['lanes']} lanes", flush=True)
+        figures = {side: 1000 * v for side, v in speed.items()}
+        rows.append({"case": name, "samples_per_second": figures, "auto_over_loop": ratio, **chosen})
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"torch": torch.__version__, "threads": arguments.threads, "rows": rows}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""The lanes engine against the plain one: the same semantics, every hook included."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import undrift as ud
+from tests.problems import distance, make_clients, net, same_bits
+from undrift.engine.trace import Traced
+from undrift.random import normal
+
+LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def both(model, data, method=None, rounds=10, local=LOCAL, participation=4, **options):
+    runs = [
+        ud.train(
+            model,
+            data,
+            method or ud.FedAvg(),
+            rounds=rounds,
+            local=local,
+            participation=participation,
+            engine=e,
+            **options,
+        )
+        for e in ("lanes", "plain")
+    ]
+    assert [r.choices["engine"] for r in runs] == ["lanes", "plain"]
+    return runs
+
+
+def test_agreement_in_float64(uneven):
+    """Uneven clients with short last batches, dropout, momentum and weight decay, 10 rounds: 1e-10 relative."""
+    lanes, plain = both(net(dropout=0.4), uneven, lanes=2)
+    assert distance(lanes.params, plain.params) < 1e-10
+    assert lanes.params["0.weight"].dtype == torch.float64
+    assert distance(lanes.params, dict(net().named_parameters())) > 0.1  # they went somewhere
+    drop = {"seconds", "loss", "accuracy", "class_accuracy"}
+    for a, b in zip(lanes.history, plain.history, strict=True):
+        assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
+
+
+def test_agreement_in_float32():
+    data = make_clients([23, 5, 0, 41, 10, 17, 1], torch.float32)
+    lanes, plain = both(net(torch.float32, dropout=0.4), data, lanes=3)
+    assert lanes.params["0.weight"].dtype == torch.float32
+    assert distance(lanes.params, plain.params) < 1e-4
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 6])
+def test_how_many_lanes_changes_no_batch_and_no_mask(uneven, lanes):
+    """With sums that are added up in another order, the weights differ by rounding alone."""
+    runs = [ud.train(net(dropout=0.4), uneven, rounds=3, local=LOCAL, engine="lanes", lanes=n) for n in (2, lanes)]
+    assert distance(runs[0].params, runs[1].params) < 1e-13
+    assert runs[1].choices["lanes"] == lanes
+
+
+def test_a_client_sees_the_same_batches_and_masks_in_any_cohort(uneven):
+    """Alone, or padded beside larger ones: a client's own update is the same."""
+    recorded = {}
+    for cohort in (1, 2, 6):
+        run = ud.train(net(dropout=0.4), uneven, Record(), rounds=12, local=LOCAL, participation=cohort, engine="lanes")
+        for row in run.history:
+            for client, norm in zip(row["clients"], row["norms"], strict=True):
+                recorded.setdefault((row["round"], client), []).append(norm)
+    again = [norms for norms in recorded.values() if len(norms) > 1]
+    assert len(again) > 12
+    assert all(norm == pytest.approx(norms[0], rel=1e-10) for norms in again for norm in norms)
+
+
+@dataclass(frozen=True)
+class Record(ud.Part):
+    """Uploads each client's norm in a place of its own, and holds the weights still: all cohorts see the same."""
+
+    def start(self, params):
+        return torch.zeros(7, dtype=torch.float64)
+
+    def upload(self, delta, client):
+        norm = sum(d.square().sum() for d in delta.values()).sqrt()
+        return torch.where(torch.arange(7) == client.id, norm, 0.0), client.kept
+
+    def transform(self, update, totals, state):
+        return ud.tree_map(torch.zeros_like, update), totals.sums
+
+    def history(self, state):
+        return {"norms": state[state > 0].tolist()}
+
+
+@dataclass(frozen=True)
+class Everything(ud.Part):
+    """Every client hook at once: each changes the outcome, so an engine that skips one is caught."""
+
+    scale: ud.Number
+    skip: str = ""
+    measures = "before"
+
+    def start(self, params):
+        return {"rounds": torch.zeros(()), "total": torch.zeros((), dtype=torch.float64)}
+
+    def plan(self, plan, state):
+        from dataclasses import replace
+
+        return plan if self.skip == "plan" else replace(plan, steps=plan.steps + plan.round % 2)
+
+    def broadcast(self, params, state, server):
+        assert server.data[0].shape[1] == 6
+        if self.skip == "broadcast":
+            return {"pull": ud.tree_map(torch.zeros_like, params), "rounds": 0.0}
+        noise = {n: normal(server.key.stream_at(i), w.shape, w.dtype) for i, (n, w) in enumerate(params.items())}
+        return {"pull": noise, "rounds": state["rounds"] + 1}
+
+    def keep(self, params):
+        return {"memory": ud.tree_map(torch.zeros_like, params), "times": torch.zeros(())}
+
+    def measure(self, params, batch, client):
+        z = client.model(params, batch.x) * batch.mask[:, None]
+        losses = client.loss(client.model(params, batch.x), batch.y) * batch.mask
+        return {"z": z.sum(0), "loss": losses.sum(), "n": batch.mask.sum() * 1.0}
+
+    def prepare(self, client):
+        if self.skip == "measure":
+            return torch.ones(4, dtype=torch.float64)
+        return 1 + torch.softmax(client.measured["z"] / client.measured["n"], 0) + 0 * client.received["rounds"]
+
+    def logits(self, z, client):
+        return z if self.skip == "logits" else z * client.prepared + 0.1 * client.label_counts / client.n
+
+    def gradient(self, g, params, client):
+        if self.skip == "gradient":
+            return g
+        drawn = {n: normal(client.key.stream_at(i), w.shape, w.dtype) for i, (n, w) in enumerate(params.items())}
+        memory = client.kept["memory"]
+        return {
+            n: g[n]
+            + self.scale * (params[n] - client.start[n])
+            + 0.01 * drawn[n]
+            + memory[n]
+            + 0.01 * client.received["pull"][n]
+            for n in g
+        }
+
+    def rate(self, k, client):
+        return 1.0 if self.skip == "rate" else 0.9**k * client.steps / (client.steps + 1)
+
+    def project(self, params, client):
+        return params if self.skip == "project" else ud.tree_map(lambda w: w.clamp(-0.3, 0.3), params)
+
+    def update(self, delta, client):
+        return delta if self.skip == "update" else ud.tree_map(lambda d: d / client.work, delta)
+
+    def upload(self, delta, client):
+        if self.skip == "upload":
+            return {"d": ud.tree_map(torch.zeros_like, delta), "w": client.work * 0}, client.kept
+        memory = ud.tree_map(lambda m, d: 0.5 * m - 0.01 * d / client.rate_sum, client.kept["memory"], delta)
+        return {"d": delta, "w": client.work * client.weight}, {"memory": memory, "times": client.kept["times"] + 1}
+
+    def transform(self, update, totals, state):
+        if self.skip == "transform":
+            return update, state
+        extra = totals.sums["w"] / totals.weight
+        state = {"rounds": state["rounds"] + 1, "total": state["total"] + totals.sums["w"]}
+        return ud.tree_map(lambda u, d: u * extra + 0.01 * d / totals.population, update, totals.sums["d"]), state
+
+    def refine(self, params, server):
+        return params if self.skip == "refine" else ud.tree_map(lambda w: w * (1 - 0.001 * server.round), params)
+
+    def after(self, params, previous, state):
+        return (
+            state
+            if self.skip == "after"
+            else {**state, "total": state["total"] + (params["3.bias"] - previous["3.bias"]).sum()}
+        )
+
+    def history(self, state):
+        return {"total": float(state["total"])}
+
+
+@dataclass(frozen=True)
+class After(ud.Part):
+    """Measures after training and once at the end."""
+
+    measures = "after"
+    skip: str = ""
+
+    def measure(self, params, batch, client):
+        return (client.model(params, batch.x) * batch.mask[:, None]).square().sum(0)
+
+    def upload(self, delta, client):
+        return client.measured, client.kept
+
+    def transform(self, update, totals, state):
+        return {**update, "3.bias": update["3.bias"] + 1e-3 * totals.sums}, state
+
+
+@dataclass(frozen=True)
+class Finish(ud.Part):
+    measures = "finish"
+    skip: str = ""
+
+    def measure(self, params, batch, client):
+        return {"sum": (batch.x * batch.mask[:, None]).sum(0), "n": batch.mask.sum() * 1.0}
+
+    def finish(self, params, totals, server):
+        if self.skip == "finish":
+            return params
+        assert totals.sums["n"] == 97 and totals.size == totals.population == 6
+        return {**params, "0.weight": params["0.weight"] + totals.sums["sum"] / totals.sums["n"]}
+
+
+METHOD = Everything(scale=ud.decay(0.5, 0.9)) + After() + Finish() + ud.ServerSGD(momentum=0.5)
+
+
+def test_every_hook_agrees(uneven):
+    lanes, plain = both(net(dropout=0.2), uneven, METHOD, lanes=2)
+    assert distance(lanes.params, plain.params) < 1e-10
+    assert [r["total"] for r in lanes.history] == pytest.approx([r["total"] for r in plain.history], rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+@pytest.mark.parametrize(
+    "skip",
+    [
+        "plan",
+        "broadcast",
+        "measure",
+        "logits",
+        "gradient",
+        "rate",
+        "project",
+        "update",
+        "upload",
+        "transform",
+        "refine",
+        "finish",
+    ],
+)
+def test_every_hook_has_its_effect(engine, skip):
+    assert distance(with_everything(engine, ""), with_everything(engine, skip)) > 1e-5
+
+
+@functools.cache
+def with_everything(engine, skip):
+    data = make_clients([23, 5, 0, 41, 10, 17, 1])
+    method = Everything(scale=0.5, skip=skip) + Finish(skip=skip)
+    return ud.train(net(), data, method, rounds=3, local=LOCAL, participation=4, engine=engine).params
+
+
+@dataclass(frozen=True)
+class TreeRate(ud.Part):
+    """A rate of its own for every parameter, beside one by step: `rate_sum` and `work` are trees then."""
+
+    measures = "before"
+
+    def measure(self, params, batch, client):
+        return batch.mask.sum() * 1.0
+
+    def prepare(self, client):
+        return {n: torch.ones_like(w) * (1 + 0.1 * i) for i, (n, w) in enumerate(client.start.items())}
+
+    def rate(self, k, client):
+        return client.prepared
+
+    def upload(self, delta, client):
+        return ud.tree_map(lambda d, r: d / r, delta, client.rate_sum), client.kept
+
+    def update(self, delta, client):
+        return ud.tree_map(lambda d, a: d / a, delta, client.work)
+
+    def transform(self, update, totals, state):
+        return ud.tree_map(lambda u, s: u + 0.01 * s, update, totals.sums), state
+
+
+@dataclass(frozen=True)
+class StepRate(ud.Part):
+    def rate(self, k, client):
+        return 0.5**k
+
+
+@pytest.mark.parametrize("method", [TreeRate() + StepRate(), StepRate() + TreeRate()])
+def test_rates_by_parameter_and_by_step_multiply(uneven, method):
+    lanes, plain = both(net(), uneven, method, rounds=3, lanes=2)
+    assert distance(lanes.params, plain.params) < 1e-12
+    other = ud.train(net(), uneven, TreeRate(), rounds=3, local=LOCAL, participation=4)
+    assert distance(other.params, lanes.params) > 1e-4
+
+
+def test_the_step_is_traced_once(uneven):
+    from undrift.setup import prepare
+
+    arguments = {"loss": None, "metrics": None, "device": "cpu", "precision": "auto"}
+    run = prepare(
+        net(),
+        uneven,
+        "FedAvg()",
+        rounds=1,
+        local=LOCAL,
+        participation=1.0,
+        seed=0,
+        engine="lanes",
+        lanes=2,
+        **arguments,
+    )
+    with torch.no_grad():
+        for t in range(3):
+            run.engine.run(run.orders(run.plan(t), run.model.start, [()]), {}, run.kept)
+    assert len(run.engine.step.programs) == 1
+
+
+class Branching(torch.nn.Module):
+    """A forward pass that looks at its values, which vmap cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 4).double()
+
+    def forward(self, x):
+        z = self.layer(x)
+        return z if z.sum() > 0 else z * 1.0
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.GRU(2, 5, batch_first=True)
+        self.head = torch.nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.cell(x.view(-1, 3, 2))[0][:, -1])
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)
+        ).double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"), [(Branching, "vmap"), (Recurrent, "nn.GRU has no vmap rule"), (Normed, "BatchNorm1d")]
+)
+def test_models_that_do_not_vmap_run_on_the_plain_engine(module, why):
+    data = make_clients([12, 8, 20])
+    run = ud.train(module(), data, rounds=2, local=ud.Local(epochs=1, batch_size=8, lr=0.1))
+    assert run.choices["engine"] == "plain" and why in run.choices["why"]
+    if module is not Branching:
+        with pytest.raises(ud.UndriftError, match="Use engine="):
+            ud.train(module(), data, rounds=1, local=LOCAL, engine="lanes")
+
+
+def test_running_statistics_are_averaged_with_the_weights_weights():
+    """One round by hand: each client's statistics after its own batches, weighted by its samples."""
+    data, local = make_clients([12, 8, 20]), ud.Local(steps=3, batch_size=4, lr=0.05)
+    start = Normed()
+    run = ud.train(start, data, rounds=1, local=local)
+    import copy
+
+    means = []
+    for i in range(3):
+        model = copy.deepcopy(start).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for rows in ud.batches(data, local, client=i, round=0, seed=0):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(data[i][0][rows]), data[i][1][rows]).backward()
+            optimizer.step()
+        means.append(copy.deepcopy(model.state_dict()))
+    for name, found in run.model.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            assert found == 3 and found.dtype == torch.int64
+        else:
+            expected = sum(n / 40 * m[name] for n, m in zip((12, 8, 20), means, strict=True))
+            assert torch.allclose(found, expected, rtol=1e-10), name
+    assert not torch.equal(start.layers[1].running_mean, run.model.layers[1].running_mean)
+
+
+def test_frozen_parameters_are_shared_and_never_move(uneven):
+    model = net()
+    model[0].weight.requires_grad_(False)
+    lanes, plain = both(model, uneven, rounds=3)
+    assert "0.weight" not in lanes.params and distance(lanes.params, plain.params) < 1e-12
+    assert lanes.model[0].weight.data_ptr() == model[0].weight.data_ptr()  # not even copied
+    assert not torch.equal(lanes.model[3].weight, model[3].weight)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ud.UndriftError, match="no trainable parameters"):
+        ud.train(model, uneven, rounds=1, local=LOCAL)
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.layer, self.draw = torch.nn.Linear(6, 4).double(), draw
+
+    def forward(self, x):
+        return self.layer(self.draw(x, self.training))
+
+
+F = torch.nn.functional
+DRAWS = {
+    "dropout": lambda x, training: F.dropout(x, 0.5, training),
+    "torch.dropout": lambda x, training: torch.dropout(x, 0.5, training),
+    "dropout1d": lambda x, training: F.dropout1d(x[:, :, None].expand(-1, -1, 2), 0.5, training).mean(2),
+    "alpha_dropout": lambda x, training: F.alpha_dropout(x, 0.5, training),
+    "rand_like": lambda x, training: x * torch.rand_like(x) if training else x,
+    "randn": lambda x, training: x + torch.randn(x.shape, dtype=x.dtype) if training else x,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_inside_a_model_come_from_the_clients_key(uneven, name):
+    torch.manual_seed(0)
+    model = Drawing(DRAWS[name])
+    before = torch.get_rng_state()
+    lanes, plain = both(model, uneven, rounds=2)
+    again = ud.train(model, uneven, rounds=2, local=LOCAL, participation=4, engine="lanes")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert distance(lanes.params, plain.params) < 1e-12 and same_bits(lanes.params, again.params)
+    still = ud.train(Drawing(lambda x, training: x), uneven, rounds=2, local=LOCAL, participation=4)
+    assert distance(lanes.params, still.params) > 1e-4
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain", "auto"])
+def test_draws_from_global_state_are_refused(uneven, engine):
+    model = Drawing(lambda x, training: x * torch.bernoulli(torch.full_like(x, 0.5)) if training else x)
+    with pytest.raises(ud.UndriftError, match=r"torch.bernoulli, which draws from global state"):
+        ud.train(model, uneven, rounds=1, local=LOCAL, engine=engine)
+
+
+MILLION = """
+import resource, torch, undrift as ud
+x, y = torch.randn(2000, 64), torch.arange(2000) % 10
+data = ud.FederatedDataset.from_clients(list(zip(x.view(1000, 2, 64), y.view(1000, 2))))
+model = torch.nn.Sequential(torch.nn.Linear(64, 13_400), torch.nn.ReLU(), torch.nn.Linear(13_400, 10))
+assert sum(p.numel() for p in model.parameters()) > 1_000_000
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run = ud.train(model, data, rounds=1, local=ud.Local(steps=1, lr=0.1), engine="lanes")
+assert len(run.history[0]["clients"]) == 1000
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 4e6, run.choices["lanes"])
+"""
+
+
+def test_a_million_parameters_and_a_thousand_clients_are_not_a_thousand_copies():
+    """What a run adds to the process's memory, counted in copies of the weights."""
+    done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True, check=True)
+    copies, lanes = (float(word) for word in done.stdout.split())
+    assert lanes <= 20 and copies < 150
+
+
+def test_a_tensor_that_stands_in_two_places_is_traced_as_two():
+    traced = Traced(lambda a, b: a - b)
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    assert traced(one, one).tolist() == [0, 0] and traced(two, one).tolist() == [1, 1]
+    assert len(traced.programs) == 1

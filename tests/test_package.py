@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import undrift as ud
+
+
+def test_every_public_name_is_there():
+    for name in ud.__all__:
+        assert getattr(ud, name) is not None
+    assert set(ud.__all__) <= set(dir(ud))
+
+
+def test_importing_undrift_imports_neither_torch_nor_numpy():
+    script = (
+        "import undrift, sys; assert not {'torch', 'numpy', 'rich', 'pandas'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_training_needs_torch_numpy_and_safetensors_alone():
+    script = """
+import sys
+for name in ("pandas", "matplotlib", "rich", "sklearn", "pydantic", "datasets"):
+    sys.modules[name] = None  # importing it raises
+import undrift as ud
+data = ud.load("digits", ud.IID(), clients=3)
+ud.train("mlp", data, rounds=1, local=ud.Local(steps=1, lr=0.1, batch_size=8))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
