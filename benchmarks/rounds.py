@@ -105,9 +105,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(
-        f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}, Python {platform.python_version()}"
-    )
+    print(f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}")
     sides = "".join(f"{side:>10}" for side in ("loop", *SIDES))
     print(f"{'thousand samples a second':28}{sides}   auto ÷ loop   chosen")
     rows = []

@@ -310,7 +310,7 @@ def test_the_step_is_traced_once(uneven):
     )
     with torch.no_grad():
         for t in range(3):
-            run.engine.run(run.orders(run.plan(t), run.model.start, [()]), {}, run.kept)
+            run.engine.run(run.orders(run.plan(t), run.model.start, [()]), run.kept)
     assert len(run.engine.step.programs) == 1
 
 

@@ -68,7 +68,9 @@ def test_two_processes_write_the_same_bits(tmp_path, engine):
         subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / name), engine], check=True)
     a, b = (hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest() for name in "ab")
     assert a == b
-    rows = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in "ab"]
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in "ab"
+    ]
     for one, two in zip(*rows, strict=True):
         assert {**one, "seconds": 0} == {**two, "seconds": 0}
 

@@ -15,7 +15,7 @@ BATCH = 1000
 
 @torch.no_grad()
 def evaluate(
-    model: Model, params: Params, buffers: Params, rows: Rows, loss: Loss, metrics: dict[str, Metric], classes: int
+    model: Model, params: Params, rows: Rows, loss: Loss, metrics: dict[str, Metric], classes: int
 ) -> dict[str, Any]:
     """The mean loss and each metric; beside accuracy also `class_accuracy`, a list with None for a class not seen."""
     sums: dict[str, Any] = {"loss": [0.0, 0.0]} | {name: [0.0, 0.0] for name in metrics}
@@ -23,7 +23,7 @@ def evaluate(
     seen = torch.zeros_like(right)
     for begin in range(0, len(rows), BATCH):
         x, y = rows.take(rows.store, rows.index[begin : begin + BATCH])
-        output = model(params, x, buffers)
+        output = model(params, x)
         for name, metric in {"loss": loss, **metrics}.items():
             value = metric(output, y)
             top, bottom = value if isinstance(value, tuple) else (value, torch.ones_like(value, dtype=torch.float64))

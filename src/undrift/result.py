@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor, nn
 
@@ -30,22 +30,34 @@ class Result:
 
 
 class Folder:
-    """A run's folder: `metrics.jsonl` grows with the rounds, `model.safetensors` is written at the end."""
+    """A run's folder: `metrics.jsonl` grows with the rounds, `model.safetensors` is written at the end.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+    Without a path it is no folder, and writes nothing.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.metrics: TextIO | None = None
+
+    def __enter__(self) -> Folder:
+        if self.path:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.metrics:
+            self.metrics.close()
 
     def row(self, row: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps(row) + "\n")
-        self.metrics.flush()
+        if self.metrics:
+            self.metrics.write(json.dumps(row) + "\n")
+            self.metrics.flush()
 
-    def close(self, model: nn.Module | None = None) -> None:
-        self.metrics.close()
-        if model is not None:
+    def model(self, model: nn.Module) -> None:
+        if self.path:
             from safetensors.torch import save_model
 
-            temporary = self.path / "model.safetensors.partial"
-            save_model(model, str(temporary))
-            temporary.replace(self.path / "model.safetensors")
+            partial = self.path / "model.safetensors.partial"
+            save_model(model, str(partial))
+            partial.replace(self.path / "model.safetensors")

@@ -40,9 +40,11 @@ def train(
     precision: str = "auto",
     engine: str = "auto",
     lanes: int | None = None,
+    compile: bool | None = None,
     deterministic: bool = False,
     evaluate_every: int = 1,
     out: str | Path | None = None,
+    checkpoint_every: int | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Train `model` on `data` with `method` for `rounds` rounds.
@@ -57,9 +59,10 @@ def train(
     )  # fmt: skip
     if not isinstance(evaluate_every, int) or evaluate_every < 1:
         raise UndriftError(f"evaluate_every must be a whole number from 1, not {evaluate_every!r}.")
-    folder = Folder(out) if out is not None else None
-    with arithmetic(precision, deterministic):
-        params, buffers = run.model.start, run.model.tracked
+    if compile or checkpoint_every is not None:
+        raise UndriftError("compile and checkpoint_every are not built yet; leave them out.")
+    with Folder(out) as folder, arithmetic(precision, deterministic):
+        params = run.model.start
         states = bound(run, 0).start(params)
         history: list[dict[str, Any]] = []
         total_steps = 0
@@ -70,11 +73,12 @@ def train(
             plan = method.plan(run.plan(t), states)
             received = method.broadcast(params, states, server)
             orders = run.orders(plan, params, received)
-            cohort = run.engine.run(orders, buffers, run.kept)
+            cohort = run.engine.run(orders, run.kept)
 
             totals = Totals(cohort.sums, len(plan.clients), cohort.weight, run.population, cohort.update)
             update, states = method.transform(totals, states)
-            previous, params, buffers = params, tree_add(params, update), cohort.buffers
+            previous, params = params, tree_add(params, update)
+            run.model.track(cohort.statistics)
             params = method.refine(params, server)
             states = method.after(params, previous, states)
             run.kept.commit(cohort.kept)
@@ -95,15 +99,13 @@ def train(
                 **method.history(states),
             }
             if run.test and (last or (t + 1) % evaluate_every == 0):
-                row |= evaluate(run.model, params, buffers, run.test, run.loss, run.metrics, data.classes)
+                row |= evaluate(run.model, params, run.test, run.loss, run.metrics, data.classes)
             history.append(row)
-            if folder:
-                folder.row(row)
+            folder.row(row)
             if on_round:
                 on_round(row)
-    trained = run.model.load(params, buffers)
-    if folder:
-        folder.close(trained)
+        trained = run.model.load(params)
+        folder.model(trained)
     return Result(params, trained, history, run.choices)
 
 

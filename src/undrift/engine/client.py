@@ -92,11 +92,11 @@ class Program:
         return state
 
     def objective(
-        self, params: Params, lane: Tree, shared: Tree, batch: Batch, k: Tensor, buffers: Params | None = None
+        self, params: Params, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params | None = None
     ) -> Tensor:
         """The mean loss of a batch over its real rows."""
         clients = self.clients(lane, shared, k)
-        z = self.model.train(params, batch.x, Key(lane["key"], k), buffers)
+        z = self.model.train(params, batch.x, Key(lane["key"], k), statistics)
         for part, client in clients:
             z = part.logits(z, client)
         losses = self.loss(z, batch.y)
@@ -142,8 +142,8 @@ class Program:
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
-    def conclude(self, state: Tree, lane: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        """What the client sends, its weighted update and each part's sums, and what each part keeps."""
+    def conclude(self, state: Tree, lane: Tree, shared: Tree, statistics: Tree = ()) -> tuple[Tree, Tree]:
+        """What the client sends (its weighted update, each part's sums, weighted statistics) and what it keeps."""
         delta = tree_sub(state["params"], shared["start"])
         update, sums, kept = delta, [], []
         rates = {name: state[name] for name in ("rate_sum", "work") if name in state}
@@ -152,7 +152,8 @@ class Program:
             own_sums, own_kept = part.upload(delta, client)
             sums.append(own_sums)
             kept.append(own_kept)
-        return (tree_map(lambda d: d * lane["weight"], update), sums), kept
+        weighted = [tree_map(lambda t: t * lane["weight"], tree) for tree in (update, statistics or {})]
+        return (weighted[0], sums, weighted[1]), kept
 
 
 def _times(rate: Tree, tree: Tree, combine: Any, *rest: Tree) -> Tree:

@@ -141,11 +141,13 @@ class Outcome:
     update: Params
     sums: list[Tree]
     weight: Tensor
-    buffers: Params
+    statistics: Params
+    """Running statistics, averaged with the weights' weights."""
     kept: dict[int, dict[int, Tree]]
 
 
-def outcome(sums: Sums, lanes: Tree, buffers: Params | None = None) -> Outcome:
-    weighted, own = sums.total
+def outcome(sums: Sums, lanes: Tree) -> Outcome:
     weight = lanes["weight"].sum()
-    return Outcome(tree_map(lambda d: d / weight, weighted), own, weight, buffers or {}, sums.kept)
+    updates, own, statistics = sums.total
+    update, means = tree_map(lambda total: total / weight, (updates, statistics))
+    return Outcome(update, own, weight, means, sums.kept)

@@ -30,7 +30,7 @@ class LanesEngine:
         self.program, self.data, self.lanes = program, data, lanes
         self.step, self.start, self.conclude = Traced(self._step), Traced(self._start), Traced(self._conclude)
 
-    def run(self, orders: Orders, buffers: Params, kept: Kept) -> Outcome:
+    def run(self, orders: Orders, kept: Kept) -> Outcome:
         sums, state, lane = Sums(), None, None
         lanes = min(self.lanes, len(orders.plan.clients))
         for stretch in stretches(orders.plan.steps, lanes):

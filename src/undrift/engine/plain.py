@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
@@ -24,36 +25,31 @@ class PlainEngine:
     def __init__(self, program: Program, data: Resident) -> None:
         self.program, self.data = program, data
 
-    def run(self, orders: Orders, buffers: Params, kept: Kept) -> Outcome:
-        sums, statistics = Sums(), tree_map(torch.zeros_like, _floats(buffers))
+    def run(self, orders: Orders, kept: Kept) -> Outcome:
+        sums = Sums()
         for c, client in enumerate(orders.plan.clients.tolist()):
             lane = tree_map(lambda t, c=c: t[c], orders.lanes)
             lane["measured"] = self.measure(orders.shared["start"], lane, orders.shared, client, "before")
             lane["prepared"] = self.program.prepare(lane, orders.shared)
-            own = {name: b.clone() for name, b in buffers.items()}
             state = self.program.begin(lane, orders.shared)
+            statistics = tree_map(torch.clone, self.program.model.tracked)
             first = orders.batches.first[c]
             for k in range(int(orders.plan.steps[c])):
                 count = orders.batches.counts[first + k]
                 batch = self.batch(client, orders.batches.rows[first + k, :count])
-                state = self.step(state, lane, orders.shared, batch, torch.tensor(k, device=self.data.device), own)
+                step = torch.tensor(k, device=self.data.device)
+                state = self.step(state, lane, orders.shared, batch, step, statistics)
             after = self.measure(state["params"], lane, orders.shared, client, "after")
             lane["measured"] = self.program.latest(lane["measured"], after)
-            sent, keeps = self.program.conclude(state, lane, orders.shared)
+            sent, keeps = self.program.conclude(state, lane, orders.shared, statistics)
             sums.add(sent)
             sums.keep(tree_map(lambda t: t[None], keeps), kept, [client])
-            statistics = tree_map(lambda s, b, w=lane["weight"]: s + w * b, statistics, _floats(own))
-        total = orders.lanes["weight"].sum()
-        means = {
-            n: (statistics[n] / total).round().to(b.dtype) if not b.is_floating_point() else statistics[n] / total
-            for n, b in buffers.items()
-        }
-        return outcome(sums, orders.lanes, means)
+        return outcome(sums, orders.lanes)
 
-    def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: torch.Tensor, buffers: Params) -> Tree:
+    def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
         with torch.enable_grad():
             params = {name: w.detach().requires_grad_() for name, w in state["params"].items()}
-            loss = self.program.objective(params, lane, shared, batch, k, buffers)
+            loss = self.program.objective(params, lane, shared, batch, k, statistics)
             found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
         return self.program.advance(state, dict(zip(params, found, strict=True)), lane, shared, k)
 
@@ -79,8 +75,3 @@ class PlainEngine:
     def batch(self, client: int, positions: np.ndarray) -> Batch:
         rows = torch.from_numpy(self.data.rows(np.array([client]), positions[None])[0]).to(self.data.device)
         return self.data.batch(rows, torch.ones(len(rows), device=self.data.device))
-
-
-def _floats(buffers: Params) -> Params:
-    """Statistics in floating point, a batch counter's whole numbers included, so that a mean is a mean."""
-    return {name: b if b.is_floating_point() else b.double() for name, b in buffers.items()}

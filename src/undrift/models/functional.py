@@ -22,7 +22,8 @@ class Model:
     """`model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
 
     Trainable parameters are the function's argument; frozen ones (`requires_grad=False`) stay in the module, one
-    copy for all clients, and are never sent. Of the buffers, those that training changes are `tracked`.
+    copy for all clients, and are never sent. So do buffers; those that training changes, a norm's running
+    statistics, are `tracked`: the module holds the global ones, and a client trains on a copy.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, precision: str = "auto") -> None:
@@ -32,46 +33,46 @@ class Model:
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
         if not self.start:
             raise UndriftError("The model has no trainable parameters; set requires_grad=True on those to train.")
-        self.tracked: Params = {
-            n: b.detach().clone() for n, b in self.module.named_buffers() if n in _tracked_names(self.module)
-        }
+        self.tracked: Params = {n: b for n, b in self.module.named_buffers() if n in _tracked_names(self.module)}
         self.dtype = next(iter(self.start.values())).dtype
         self.compute = torch.bfloat16 if precision == "bfloat16" else self.dtype
 
-    def __call__(self, params: Params, x: Tensor, buffers: Params | None = None) -> Tensor:
+    def __call__(self, params: Params, x: Tensor) -> Tensor:
         """Outputs in evaluation mode: no dropout, running statistics as they are."""
-        return self._call(params, x, buffers, training=False)
+        return self._call(params, x, {}, training=False)
 
-    def train(self, params: Params, x: Tensor, key: Key, buffers: Params | None = None) -> Tensor:
-        """Outputs in training mode, with every draw from `key`. Writes what it tracks into `buffers`."""
+    def train(self, params: Params, x: Tensor, key: Key, statistics: Params | None = None) -> Tensor:
+        """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`."""
         with KeyedDraws(key):
-            return self._call(params, x, buffers, training=True)
+            return self._call(params, x, statistics or {}, training=True)
 
-    def _call(self, params: Params, x: Tensor, buffers: Params | None, training: bool) -> Tensor:
+    def _call(self, params: Params, x: Tensor, statistics: Params, training: bool) -> Tensor:
         if self.module.training != training:
             self.module.train(training)
         x = x.to(self.compute) if x.is_floating_point() else x
         if self.compute == self.dtype:
-            output = functional_call(self.module, {**params, **(buffers or {})}, (x,))
+            output = functional_call(self.module, {**params, **statistics}, (x,))
         else:  # activations in low precision, parameters and everything after the output in their own
             rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
             low = {n: t.to(self.compute) if t.is_floating_point() else t for n, t in (rest | params).items()}
-            output = functional_call(self.module, {**low, **(buffers or {})}, (x,)).to(self.dtype)
+            output = functional_call(self.module, {**low, **statistics}, (x,)).to(self.dtype)
         if not isinstance(output, Tensor):
             raise UndriftError(
                 f"The model must return one tensor, not {type(output).__name__}; wrap it in a module that does."
             )
         return output
 
-    def load(self, params: Params, buffers: Params) -> nn.Module:
-        """The module with these weights and statistics in it, in evaluation mode."""
-        with torch.no_grad():
-            for name, p in self.module.named_parameters():
-                if name in params:
-                    p.copy_(params[name])
-            for name, b in self.module.named_buffers():
-                if name in buffers:
-                    b.copy_(buffers[name])
+    def track(self, statistics: Params) -> None:
+        """Make these the global running statistics."""
+        for name, value in statistics.items():
+            whole = not self.tracked[name].is_floating_point()  # a counter of batches
+            self.tracked[name].copy_(value.round() if whole else value)
+
+    def load(self, params: Params) -> nn.Module:
+        """The module with these weights in it, in evaluation mode."""
+        for name, p in self.module.named_parameters():
+            if name in params:
+                p.copy_(params[name])
         return self.module.eval()
 
 
