@@ -85,7 +85,7 @@ class Record(ud.Part):
 
     def upload(self, delta, client):
         norm = sum(d.square().sum() for d in delta.values()).sqrt()
-        return torch.where(torch.arange(7) == client.id, norm, 0.0), client.kept
+        return torch.where(torch.arange(7, device=norm.device) == client.id, norm, 0.0), client.kept
 
     def transform(self, update, totals, state):
         return ud.tree_map(torch.zeros_like, update), totals.sums
@@ -127,7 +127,7 @@ class Everything(ud.Part):
 
     def prepare(self, client):
         if self.skip == "measure":
-            return torch.ones(4, dtype=torch.float64)
+            return torch.ones_like(client.measured["z"])
         return 1 + torch.softmax(client.measured["z"] / client.measured["n"], 0) + 0 * client.received["rounds"]
 
     def logits(self, z, client):

@@ -22,7 +22,7 @@ from undrift.methods.fedavg import FedAvg
 from undrift.result import Folder, Result
 from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare
-from undrift.tree import Tree, tree_add
+from undrift.tree import Tree, tree_add, tree_to
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
         raise UndriftError("compile and checkpoint_every are not built yet; leave them out.")
     with Folder(out) as folder, arithmetic(precision, deterministic):
         params = run.model.start
-        states = bound(run, 0).start(params)
+        states = tree_to(bound(run, 0).start(params), run.resident.device)
         history: list[dict[str, Any]] = []
         total_steps = 0
         for t in range(rounds):

@@ -28,6 +28,16 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Tree:
     return pytree.tree_unflatten(leaves, spec)
 
 
+def tree_to(tree: Tree, device: torch.device) -> Tree:
+    """The tree as contiguous tensors on `device`; Python's own numbers become scalars."""
+
+    def leaf(x: Any) -> torch.Tensor:
+        exact = torch.float64 if isinstance(x, float) else None
+        return torch.as_tensor(x, dtype=exact, device=device).contiguous()
+
+    return tree_map(leaf, tree)
+
+
 def tree_add(a: Tree, b: Tree) -> Tree:
     return tree_map(torch.add, a, b)
 

@@ -15,7 +15,7 @@ from undrift.method import Method
 from undrift.models.functional import Params
 from undrift.random import derive
 from undrift.roles import Batch, Plan
-from undrift.tree import Tree, tree_add, tree_map, tree_stack
+from undrift.tree import Tree, tree_add, tree_map, tree_stack, tree_to
 
 
 class Resident:
@@ -51,7 +51,7 @@ class Kept:
         """These clients' states along a new first axis; what a newcomer has is what `keep` says."""
         found: list[Tree] = [() for _ in method.parts]
         for i, states in self.states.items():
-            fresh = method.parts[i].keep(start)
+            fresh = tree_to(method.parts[i].keep(start), next(iter(start.values())).device)
             found[i] = tree_stack([states.get(int(c), fresh) for c in clients])
         return found
 
@@ -101,7 +101,7 @@ def draw_up(
     numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
     shared = {
         "start": params,
-        "received": tree_map(lambda v: torch.as_tensor(v, device=device).contiguous(), received),
+        "received": tree_to(received, device),
         "round": torch.tensor(plan.round, device=device),
         "numbers": numbers["parts"],
         **numbers["rates"],

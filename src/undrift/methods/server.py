@@ -51,8 +51,7 @@ class ServerAdam(ServerOptimizer):
     ranges: ClassVar[dict[str, str]] = {"beta1": "[0, 1)", "beta2": "[0, 1)"}
 
     def start(self, params: Tree) -> Tree:
-        device = next(iter(params.values())).device
-        return {"m": tree_zeros(params), "v": tree_zeros(params), "tau": torch.zeros((), device=device)}
+        return {"m": tree_zeros(params), "v": tree_zeros(params), "tau": torch.zeros(())}
 
     def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
         tau = state["tau"] + 1

@@ -1,0 +1,51 @@
+"""The same promises on a GPU. CI has none; these run where torch sees one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import undrift as ud
+from tests.problems import distance, make_clients, net, same_bits
+from tests.test_engines import METHOD, Normed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)
+SIZES = [23, 5, 0, 41, 10, 17, 1]
+
+
+def test_lanes_plain_and_cpu_agree_in_float64_every_hook_included():
+    data = make_clients(SIZES)
+    settings = {"rounds": 10, "local": LOCAL, "participation": 4}
+    cpu = ud.train(net(dropout=0.3), data, METHOD, device="cpu", engine="lanes", lanes=2, **settings)
+    for engine in ("lanes", "plain"):
+        gpu = ud.train(net(dropout=0.3), data, METHOD, device="cuda", engine=engine, lanes=2, **settings)
+        assert gpu.choices["device"].startswith("cuda")
+        assert distance({n: w.cpu() for n, w in gpu.params.items()}, cpu.params) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_two_runs_give_the_same_bits(engine):
+    data = make_clients(SIZES, torch.float32)
+    settings = {"rounds": 5, "local": LOCAL, "participation": 4, "engine": engine}
+    runs = [ud.train(net(torch.float32, 0.3), data, ud.FedProx(mu=0.1), **settings) for _ in range(2)]
+    assert runs[0].choices["device"].startswith("cuda") and same_bits(runs[0].params, runs[1].params)
+
+
+def test_float32_agrees_with_the_cpu():
+    data = make_clients(SIZES, torch.float32)
+    runs = [ud.train(net(torch.float32, 0.3), data, rounds=10, local=LOCAL, device=d) for d in ("cpu", "cuda")]
+    assert distance({n: w.cpu() for n, w in runs[1].params.items()}, runs[0].params) < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_lower_precisions_train(precision):
+    data = ud.load("digits", ud.Dirichlet(0.3), clients=10)
+    run = ud.train("cnn", data, rounds=15, local=ud.Local(epochs=2, batch_size=32, lr=0.1), precision=precision)
+    assert run.history[-1]["accuracy"] > 0.8 and run.params["0.weight"].dtype == torch.float32
+
+
+def test_batch_norm_and_switches_are_put_back():
+    before = torch.backends.cuda.matmul.allow_tf32
+    run = ud.train(Normed(), make_clients([12, 8, 20]), rounds=2, local=LOCAL, precision="tf32", deterministic=False)
+    assert run.choices["engine"] == "plain" and torch.backends.cuda.matmul.allow_tf32 == before
