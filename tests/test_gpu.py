@@ -39,10 +39,13 @@ def test_float32_agrees_with_the_cpu():
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
-def test_lower_precisions_train(precision):
+def test_lower_precisions_train_and_keep_the_parameters_in_float32(precision):
     data = ud.load("digits", ud.Dirichlet(0.3), clients=10)
-    run = ud.train("cnn", data, rounds=15, local=ud.Local(epochs=2, batch_size=32, lr=0.1), precision=precision)
-    assert run.history[-1]["accuracy"] > 0.8 and run.params["0.weight"].dtype == torch.float32
+    settings = {"rounds": 15, "local": ud.Local(epochs=2, batch_size=32, lr=0.1)}
+    full, low, again = (ud.train("cnn", data, precision=p, **settings) for p in ("auto", precision, precision))
+    assert low.params["0.weight"].dtype == torch.float32 and same_bits(low.params, again.params)
+    assert 1e-6 < distance(low.params, full.params) < 0.1
+    assert abs(low.history[-1]["loss"] - full.history[-1]["loss"]) < 0.1
 
 
 def test_batch_norm_and_switches_are_put_back():
