@@ -27,6 +27,26 @@ def net(dtype: torch.dtype = torch.float64, dropout: float = 0.0, classes: int =
     return torch.nn.Sequential(*layers).to(dtype)
 
 
+class Point(torch.nn.Module):
+    """One parameter vector, whatever the input: clients with targets (a, b) have the loss ½·a·(w − b)²."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((1,), start, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w.expand(len(x), 1)
+
+
+def quadratic(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 0.5 * y[:, 0] * (z[:, 0] - y[:, 1]) ** 2
+
+
+def quadratics(pairs: list[tuple[float, float]]) -> ud.FederatedDataset:
+    clients = [(torch.zeros(1, 1), torch.tensor([pair], dtype=torch.float64)) for pair in pairs]
+    return ud.FederatedDataset.from_clients(clients, task=ud.Task(loss=quadratic))
+
+
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """‖a − b‖ / ‖b‖ over all parameters as one vector."""
     flat = [torch.cat([tree[name].detach().double().flatten() for name in b]) for tree in (a, b)]

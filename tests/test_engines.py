@@ -154,13 +154,16 @@ class Everything(ud.Part):
         return params if self.skip == "project" else ud.tree_map(lambda w: w.clamp(-0.3, 0.3), params)
 
     def update(self, delta, client):
-        return delta if self.skip == "update" else ud.tree_map(lambda d: d / client.work, delta)
+        return delta if self.skip == "update" else ud.tree_map(lambda d, a: d / a, delta, client.work)
 
     def upload(self, delta, client):
         if self.skip == "upload":
-            return {"d": ud.tree_map(torch.zeros_like, delta), "w": client.work * 0}, client.kept
-        memory = ud.tree_map(lambda m, d: 0.5 * m - 0.01 * d / client.rate_sum, client.kept["memory"], delta)
-        return {"d": delta, "w": client.work * client.weight}, {"memory": memory, "times": client.kept["times"] + 1}
+            return {"d": ud.tree_map(torch.zeros_like, delta), "w": client.work["3.bias"] * 0}, client.kept
+        memory = ud.tree_map(lambda m, d, r: 0.5 * m - 0.01 * d / r, client.kept["memory"], delta, client.rate_sum)
+        return {"d": delta, "w": client.work["3.bias"] * client.weight}, {
+            "memory": memory,
+            "times": client.kept["times"] + 1,
+        }
 
     def transform(self, update, totals, state):
         if self.skip == "transform":
@@ -434,7 +437,7 @@ def test_draws_inside_a_model_come_from_the_clients_key(uneven, name):
 @pytest.mark.parametrize("engine", ["lanes", "plain", "auto"])
 def test_draws_from_global_state_are_refused(uneven, engine):
     model = Drawing(lambda x, training: x * torch.bernoulli(torch.full_like(x, 0.5)) if training else x)
-    with pytest.raises(ud.UndriftError, match=r"torch.bernoulli, which draws from global state"):
+    with pytest.raises(ud.UndriftError, match="draws from torch's global generator"):
         ud.train(model, uneven, rounds=1, local=LOCAL, engine=engine)
 
 
@@ -463,3 +466,179 @@ def test_a_tensor_that_stands_in_two_places_is_traced_as_two():
     one, two = torch.ones(2), torch.full((2,), 2.0)
     assert traced(one, one).tolist() == [0, 0] and traced(two, one).tolist() == [1, 1]
     assert len(traced.programs) == 1
+
+
+@dataclass(frozen=True)
+class Reordered(ud.Part):
+    """FedAvg in disguise: every tree comes back in another order, as a dict built from elsewhere would."""
+
+    def back(self, tree):
+        return {n: tree[n] for n in reversed(tree)}
+
+    def gradient(self, g, params, client):
+        return self.back(g)
+
+    def rate(self, k, client):
+        return self.back({n: torch.ones_like(w) for n, w in client.start.items()})
+
+    def project(self, params, client):
+        return self.back(params)
+
+    def update(self, delta, client):
+        return self.back(delta)
+
+    def transform(self, update, totals, state):
+        return self.back(update), state
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_the_order_of_a_hooks_dict_does_not_matter(uneven, engine):
+    plain, disguised = (
+        ud.train(net(), uneven, m, rounds=3, local=LOCAL, engine=engine).params for m in (ud.FedAvg(), Reordered())
+    )
+    assert list(disguised) == list(plain) and distance(disguised, plain) < 1e-14
+
+
+@dataclass(frozen=True)
+class Missing(ud.Part):
+    def gradient(self, g, params, client):
+        return {"0.weight": g["0.weight"]}
+
+
+def test_a_hook_that_loses_parameters_is_told(uneven):
+    with pytest.raises(
+        ud.UndriftError, match=r"Missing.gradient must return a dict with the parameters' own names \(0.weight"
+    ):
+        ud.train(net(), uneven, Missing(), rounds=1, local=LOCAL)
+
+
+class Scaled(torch.nn.Module):
+    """A parameter without axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(6, 4), torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def test_a_scalar_parameter_keeps_its_precision():
+    data = make_clients([23, 5, 41], torch.float32)
+    lanes, plain = both(Scaled(), data, ud.FedProx(mu=0.1) + ud.FedNova(), rounds=3, participation=3)
+    assert {w.dtype for w in (*lanes.params.values(), *plain.params.values())} == {torch.float32}
+    assert distance(lanes.params, plain.params) < 1e-5 and lanes.params["scale"].shape == ()
+
+
+@dataclass(frozen=True)
+class Votes(ud.Part):
+    """Uploads a bool, a byte and a Python number, which must add up like numbers."""
+
+    def start(self, params):
+        return {"yes": 0, "bytes": 0, "ones": 0}
+
+    def upload(self, delta, client):
+        return {"yes": client.n > 0, "bytes": torch.full((), 100, dtype=torch.int8), "ones": 1}, client.kept
+
+    def transform(self, update, totals, state):
+        return update, totals.sums
+
+    def history(self, state):
+        return {name: int(v) for name, v in state.items()}
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_votes_and_counts_add_up(uneven, engine):
+    row = ud.train(net(), uneven, Votes(), rounds=1, local=LOCAL, engine=engine).history[0]
+    assert (row["yes"], row["bytes"], row["ones"]) == (6, 600, 6)
+
+
+def test_what_stands_beside_a_part_does_not_change_its_draws(uneven):
+    alone = ud.train(net(), uneven, ud.GradientNoise(std=0.1), rounds=2, local=LOCAL)
+    beside = ud.train(net(), uneven, ud.FedAvg() + ud.FedProx(mu=0) + ud.GradientNoise(std=0.1), rounds=2, local=LOCAL)
+    assert same_bits(alone.params, beside.params)
+
+
+class Counting(torch.nn.Module):
+    """Training changes a buffer that belongs to no norm."""
+
+    def __init__(self, replaces=False):
+        super().__init__()
+        self.layer, self.replaces = torch.nn.Linear(6, 4).double(), replaces
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training and self.replaces:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        elif self.training:
+            self.mean.mul_(0.5).add_(0.5 * x.mean(0).detach())
+        return self.layer(x - self.mean)
+
+
+def test_buffers_that_training_changes_are_averaged_wherever_they_are(uneven):
+    run = ud.train(Counting(), uneven, rounds=1, local=ud.Local(steps=1, lr=0.1))
+    assert run.choices["engine"] == "plain" and "buffer 'mean'" in run.choices["why"]
+    means = torch.stack([0.5 * uneven[int(i)][0].mean(0) for i in uneven.nonempty])
+    shares = torch.tensor(uneven.sizes[uneven.nonempty] / uneven.sizes.sum())
+    assert torch.allclose(run.model.mean, shares @ means, rtol=1e-12)
+    with pytest.raises(ud.UndriftError, match="replaces its buffer 'mean'; change it in place"):
+        ud.train(Counting(replaces=True), uneven, rounds=1, local=LOCAL)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer.double(), torch.nn.Linear(2, 4).double()
+
+    def forward(self, x):
+        x = x.view(-1, 3, 2)
+        out = self.layer(x, x, x)[0] if isinstance(self.layer, torch.nn.MultiheadAttention) else self.layer(x)[0]
+        return self.head(out[:, -1])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_dropout_hidden_in_a_kernel_is_refused_and_none_is_fine(uneven, kind, dropout):
+    if kind == "attention":
+        layer = torch.nn.MultiheadAttention(2, 1, dropout=dropout, batch_first=True)
+    else:
+        layer = torch.nn.LSTM(2, 2, num_layers=2, dropout=dropout, batch_first=True)
+    if dropout:
+        with pytest.raises(ud.UndriftError, match="draws from torch's global generator"):
+            ud.train(Attention(layer), uneven, rounds=1, local=LOCAL)
+    else:
+        assert ud.train(Attention(layer), uneven, rounds=1, local=LOCAL).history
+
+
+@dataclass(frozen=True)
+class Branch(ud.Part):
+    mu: ud.Number
+
+    def gradient(self, g, params, client):
+        return g if client.n > 3 else ud.tree_map(lambda g: self.mu * g, g)
+
+
+def test_an_if_on_a_tensor_is_explained(uneven):
+    with pytest.raises(ud.UndriftError, match=r'no `if` on their values; engine="plain" runs it'):
+        ud.train(net(), uneven, Branch(mu=1), rounds=1, local=LOCAL)
+    assert ud.train(net(), uneven, Branch(mu=1), rounds=1, local=LOCAL, engine="plain").history
+
+
+def test_padding_far_beyond_the_data_is_avoided():
+    data = make_clients([400, *[2] * 60])
+    run = ud.train(net(), data, rounds=1, local=ud.Local(steps=1, batch_size=None, lr=0.1))
+    assert run.choices["engine"] == "plain" and "padding" in run.choices["why"]
+
+
+def test_batch_norm_on_a_single_sample_is_explained():
+    with pytest.raises(ud.UndriftError, match="a batch_size that leaves no client a last batch of one"):
+        ud.train(Normed(), make_clients([9, 8]), rounds=1, local=ud.Local(epochs=1, batch_size=8, lr=0.1))
+
+
+def test_half_precision_sums_do_not_overflow():
+    x, y = torch.randn(30_000, 6).half(), torch.zeros(30_000).long()
+    model = torch.nn.Linear(6, 4).half()
+    run = ud.train(
+        model, ud.FederatedDataset.from_clients([(x, y)]), rounds=1, local=ud.Local(steps=2, batch_size=64, lr=1.0)
+    )
+    assert all(torch.isfinite(w).all() and w.dtype == torch.float16 for w in run.params.values())

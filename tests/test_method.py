@@ -16,10 +16,26 @@ class Uniform(ud.Part):
     implies_weighting = "uniform"
 
 
+@dataclass(frozen=True)
+class Mistimed(ud.Part):
+    measures = "befor"
+
+
+@dataclass(frozen=True)
+class Untimed(ud.Part):
+    def measure(self, params, batch, client):
+        return batch.mask.sum()
+
+
+@dataclass(frozen=True)
+class Weighting(ud.Part):
+    weighting: ud.Number = 0.5  # a field of one's own may have this name
+
+
 def test_plus_keeps_the_order_of_parts():
     method = ud.FedAvg() + ud.FedProx(mu=0.1) + (ud.ServerSGD() + Uniform())
     assert [type(p).__name__ for p in method.parts] == ["FedAvg", "FedProx", "ServerSGD", "Uniform"]
-    assert repr(ud.FedProx(mu=0.1) + ud.FedAvg()) == "FedProx(mu=0.1) + FedAvg(weighting=None)"
+    assert repr(ud.FedProx(mu=0.1) + ud.FedAvg()) == "FedProx(mu=0.1, target=None) + FedAvg(weighting=None)"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +43,12 @@ def test_plus_keeps_the_order_of_parts():
     [
         (lambda: ud.ServerSGD() + ud.ServerAdam(lr=0.1), "ServerSGD and ServerAdam contradict each other"),
         (lambda: ud.FedProx(mu=1) + ud.FedAvg() + ud.FedProx(mu=2), "FedProx stands twice"),
-        (lambda: ud.FedAvg(weighting="samples") + Uniform(), "Uniform needs the uniform mean"),
+        (
+            lambda: ud.FedAvg(weighting="samples") + Uniform(),
+            "FedAvg needs the samples mean and Uniform needs the uniform mean",
+        ),
+        (lambda: as_method(Mistimed()), 'Mistimed.measures must be "before"'),
+        (lambda: as_method(Untimed()), "Untimed has a measure hook; say when"),
         (lambda: ud.FedAvg(weighting="equal"), 'must be "samples" or "uniform"'),
         (lambda: ud.FedAvg() + 3, "3 is not a part"),
         (lambda: as_method(3), "must be a part such as FedAvg"),
@@ -55,7 +76,7 @@ def test_expressions_say_what_the_code_says():
 
 
 def test_weighting():
-    assert as_method(ud.FedProx(mu=1)).weighting == "samples"
+    assert as_method(ud.FedProx(mu=1)).weighting == "samples" == as_method(Weighting()).weighting
     assert (ud.FedProx(mu=1) + Uniform()).weighting == "uniform"
     assert (ud.FedAvg(weighting="uniform") + ud.ServerAdam(lr=1)).weighting == "uniform"
 

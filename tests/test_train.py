@@ -163,7 +163,7 @@ GOOD = {"rounds": 1, "local": LOCAL}
         ({"method": "FedAwg()"}, "no method called 'FedAwg'. Did you mean 'FedAvg'"),
         ({"model": "mpl"}, "no model called 'mpl'. Did you mean 'mlp'"),
         ({"model": 3}, "model must be an nn.Module or the name"),
-        ({"model": torch.nn.Linear(5, 4)}, "does not take samples of shape (6,)"),
+        ({"model": torch.nn.Linear(5, 4)}, "does not take the clients' samples of shape (6,)"),
         ({"model": torch.nn.Linear(6, 3).double()}, "labels run from 0 to 3, but the model has 3 outputs"),
         ({"model": "cnn"}, "needs pictures"),
         ({"local": ud.Local(steps=1, lr=-1)}, "Local(lr) is -1"),
@@ -183,6 +183,11 @@ GOOD = {"rounds": 1, "local": LOCAL}
         ({"loss": lambda z, y: z.sum()}, "one value a sample"),
         ({"metrics": ["acuracy"]}, "no metric called 'acuracy'. Did you mean 'accuracy'"),
         ({"evaluate_every": 0}, "evaluate_every must be"),
+        ({"metrics": 5}, "metrics must be names"),
+        ({"metrics": {"mean": lambda z, y: z.mean()}}, "The mean must give one value a sample"),
+        ({"loss": "mse"}, "The loss does not take outputs (2, 4)"),
+        ({"local": ud.Local(steps=1, lr=ud.inverse(1, 0))}, "Local(lr) must be a number or a function of the round"),
+        ({"local": ud.Local(steps=1, lr="0.1")}, "Local(lr) must be a number"),
         ({"method": ud.FedProx(mu=lambda t: -t)}, None),
     ],
 )
@@ -196,7 +201,28 @@ def test_bad_input_gets_a_sentence_and_writes_nothing(uneven, tmp_path, change, 
 
 def test_float_labels_are_refused_for_cross_entropy(uneven):
     x, y = uneven[0]
-    with pytest.raises(ud.UndriftError, match="whole-number labels, but the data's are floats"):
+    with pytest.raises(ud.UndriftError, match="whole-number labels, but the clients' are floats"):
         ud.train(net(), ud.FederatedDataset.from_clients([(x, y.double())]), **GOOD)
     with pytest.raises(ud.UndriftError, match="labels run from -1 to 2"):
         ud.train(net(), ud.FederatedDataset.from_clients([(x, y - 1)]), **GOOD)
+
+
+def test_the_test_sets_faults_are_found_before_training(uneven):
+    x, y = uneven[0]
+    faults = {
+        "test data's are floats": (x, y.double()),
+        "does not take the test data's": (x[:, :5], y),
+        "test data's targets": (x, y[:, None]),
+        "test data's labels run from": (x, y + 4),
+    }
+    for sentence, test in faults.items():
+        with pytest.raises(ud.UndriftError, match=sentence):
+            ud.train(net(), ud.FederatedDataset.from_clients([(x, y)], test=test), **GOOD)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(uneven, tmp_path):
+    ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ud.UndriftError, match="is taken; choose another folder"):
+        ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

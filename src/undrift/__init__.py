@@ -11,8 +11,25 @@ __version__ = "0.1.0"
 METHODS = {
     "FedAvg": "undrift.methods.fedavg",
     "FedProx": "undrift.methods.fedprox",
+    "Scaffold": "undrift.methods.scaffold",
+    "FedNova": "undrift.methods.fednova",
+    "FedDyn": "undrift.methods.feddyn",
+    "FedRS": "undrift.methods.logits",
+    "FedLC": "undrift.methods.logits",
+    "TwoDLRD": "undrift.methods.decay",
+    "AllDecreasing": "undrift.methods.decay",
+    "AdditiveTuning": "undrift.methods.decay",
+    "FirstStepOnly": "undrift.methods.decay",
+    "FedCurv": "undrift.methods.curvature",
+    "FedCL": "undrift.methods.curvature",
+    "SignAgreement": "undrift.methods.techniques",
+    "Projection": "undrift.methods.techniques",
+    "GradientNoise": "undrift.methods.techniques",
+    "ServerTraining": "undrift.methods.techniques",
     "ServerSGD": "undrift.methods.server",
     "ServerAdam": "undrift.methods.server",
+    "ServerYogi": "undrift.methods.server",
+    "ServerAdagrad": "undrift.methods.server",
 }
 PARTITIONS = dict.fromkeys(
     ("IID", "Dirichlet", "DirichletPrior", "Shards", "SortedShards", "LabelSplit", "QuantitySkew", "ByKey"),
@@ -22,6 +39,7 @@ _PUBLIC = (
     METHODS
     | PARTITIONS
     | {
+        "TemporalEnsemble": "undrift.methods.temporal",
         "train": "undrift.train",
         "Result": "undrift.result",
         "FederatedDataset": "undrift.data.dataset",
@@ -62,9 +80,17 @@ if TYPE_CHECKING:
     from undrift.errors import UndriftError
     from undrift.local import Local, batches
     from undrift.method import Method, Part
+    from undrift.methods.curvature import FedCL, FedCurv
+    from undrift.methods.decay import AdditiveTuning, AllDecreasing, FirstStepOnly, TwoDLRD
     from undrift.methods.fedavg import FedAvg
+    from undrift.methods.feddyn import FedDyn
+    from undrift.methods.fednova import FedNova
     from undrift.methods.fedprox import FedProx
-    from undrift.methods.server import ServerAdam, ServerSGD
+    from undrift.methods.logits import FedLC, FedRS
+    from undrift.methods.scaffold import Scaffold
+    from undrift.methods.server import ServerAdagrad, ServerAdam, ServerSGD, ServerYogi
+    from undrift.methods.techniques import GradientNoise, Projection, ServerTraining, SignAgreement
+    from undrift.methods.temporal import TemporalEnsemble
     from undrift.result import Result
     from undrift.roles import Batch, Client, Plan, Server, Totals
     from undrift.schedule import Number, decay, inverse

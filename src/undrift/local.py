@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Local:
         if (self.steps is None) == (self.epochs is None):
             raise UndriftError("Local needs either steps or epochs, and not both.")
         size = self.batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
             raise UndriftError(
                 f"Local(batch_size) must be a whole number from 1, or None for all samples, not {size!r}."
             )
@@ -46,7 +47,8 @@ class Local:
         check_number(self.momentum, rounds, "Local(momentum)", "[0, 1)")
         check_number(self.weight_decay, rounds, "Local(weight_decay)")
         if self.per_client:
-            given = np.asarray(self.steps)
+            given = np.array(self.steps, dtype=object)
+            given = given.astype(np.int64) if all(isinstance(k, int | np.integer) for k in given.flat) else given
             if given.shape != (len(data),) or given.dtype.kind not in "iu" or given.min() < 1:
                 raise UndriftError(
                     f"Local(steps) as a list needs one whole number from 1 for each of the {len(data)} clients."
@@ -63,7 +65,7 @@ class Local:
     def step_counts(self, t: int, clients: Array, sizes: Array) -> Array:
         """How many steps each of these clients takes in round `t`."""
         if self.per_client:
-            return np.asarray(np.asarray(self.steps)[clients])
+            return np.asarray(self.steps)[clients]
         if self.steps is not None:
             return np.full(len(clients), whole_steps(value(self.steps, t)))
         epochs = value(self.epochs, t)
@@ -133,14 +135,16 @@ def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, l
     words = philox((block, epoch_of[segment], 0, 0), (key[0][client_of[segment]], key[1][client_of[segment]]))
     real = (block[:, None] * 4 + np.arange(4)) < lengths[segment][:, None]
     tagged = (segment[:, None] << 32 | np.stack(words, 1))[real]  # the segment above the word: one sort serves all
-    order: Array = np.argsort(tagged, kind="stable") - np.repeat(begins, lengths)
-    return order
+    return np.argsort(tagged, kind="stable") - np.repeat(begins, lengths)
 
 
 def batches(data: FederatedDataset, local: Local, *, client: int, round: int, seed: int) -> list[Tensor]:
     """The sample indices of each local step of `client` in `round` (from 0): a list of tensors into `data[client]`."""
-    if not 0 <= client < len(data):
-        raise UndriftError(f"There are {len(data)} clients, so no client {client}.")
+    client, round = operator.index(client), operator.index(round)
+    if not 0 <= client < len(data) or round < 0:
+        raise UndriftError(
+            f"There are clients 0 to {len(data) - 1} and rounds from 0: no client {client}, round {round}."
+        )
     local.check(data, round + 1)
     ids, sizes = np.array([client]), data.sizes[client : client + 1]
     if not sizes[0]:

@@ -66,9 +66,11 @@ def get_metrics(metrics: Any, loss: Loss) -> dict[str, Metric]:
         return {"accuracy": accuracy} if loss is cross_entropy else {}
     if isinstance(metrics, str):
         metrics = [metrics]
+    if isinstance(metrics, list | tuple):
+        metrics = {str(name): name for name in metrics}
     if not isinstance(metrics, dict):
-        for name in metrics:
-            if name not in METRICS:
-                raise unknown("metric", str(name), METRICS)
-        return {name: METRICS[name] for name in metrics}
-    return dict(metrics)
+        raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
+    for function in metrics.values():
+        if not callable(function) and function not in METRICS:
+            raise unknown("metric", str(function), METRICS)
+    return {name: f if callable(f) else METRICS[f] for name, f in metrics.items()}

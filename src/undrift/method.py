@@ -8,15 +8,19 @@ so nothing may hide on `self`.
 from __future__ import annotations
 
 import copy
+import zlib
 from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
 from undrift.roles import Batch, Client, Plan, Server, Totals
 from undrift.schedule import check_number, nested, number_fields, value
 from undrift.tree import Tree
+
+BROADCAST, REFINE, FINISH = 2**31, 2**31 + 1, 2**31 + 2
 
 
 class Part:
@@ -162,27 +166,30 @@ class Method:
         return plan
 
     def broadcast(self, params: Tree, states: list[Tree], server: Server) -> list[Tree]:
-        return [
-            p.broadcast(params, s, _own(server, i)) for i, (p, s) in enumerate(zip(self.parts, states, strict=True))
-        ]
+        return [p.broadcast(params, s, _own(server, p, BROADCAST)) for p, s in zip(self.parts, states, strict=True)]
 
     def transform(self, totals: Totals, states: list[Tree]) -> tuple[Tree, list[Tree]]:
         update, after = totals.update, list(states)
         for i, part in enumerate(self.parts):
             update, after[i] = part.transform(update, replace(totals, sums=totals.sums[i]), states[i])
+            update = aligned(update, totals.update, part, "transform")
         return update, after
 
     def refine(self, params: Tree, server: Server) -> Tree:
-        for i, part in self.overriding("refine"):
-            params = part.refine(params, _own(server, i))
+        for _, part in self.overriding("refine"):
+            params = aligned(part.refine(params, _own(server, part, REFINE)), params, part, "refine")
         return params
 
     def after(self, params: Tree, previous: Tree, states: list[Tree]) -> list[Tree]:
-        return [p.after(params, previous, s) for p, s in zip(self.parts, states, strict=True)]
+        new = list(states)
+        for i, part in self.overriding("after"):
+            new[i] = part.after(params, previous, states[i])
+        return new
 
     def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
         for i, part in self.overriding("finish"):
-            params = part.finish(params, replace(totals, sums=totals.sums[i]), _own(server, i))
+            own = replace(totals, sums=totals.sums[i])
+            params = aligned(part.finish(params, own, _own(server, part, FINISH)), params, part, "finish")
         return params
 
     def history(self, states: list[Tree]) -> dict[str, Any]:
@@ -205,19 +212,37 @@ def as_method(method: Any) -> Method:
     raise UndriftError(f"method must be a part such as FedAvg(), a sum of parts, or a string, not {method!r}.")
 
 
-def part_stream(i: int) -> int:
-    """Where the draws of part `i` begin among a step's streams; those below the first are dropout's."""
-    return (i + 1) << 16
+def part_stream(part: Part) -> int:
+    """Where a part's draws begin among a step's streams: by its name, so that what stands beside it changes nothing.
+
+    The first 2¹⁶ streams are the model's own (dropout).
+    """
+    return (1 + zlib.crc32(type(part).__name__.encode()) % 0xFFFE) << 16
 
 
-def _own(server: Server, i: int) -> Server:
-    return replace(server, key=server.key.stream_at(part_stream(i)))
+def aligned(tree: Any, params: Tree, part: Part, hook: str) -> Tree:
+    """What a hook returned, in the order and the precision of the parameters."""
+    if not isinstance(tree, dict) or tree.keys() != params.keys():
+        raise UndriftError(
+            f"{type(part).__name__}.{hook} must return a dict with the parameters' own names ({', '.join(params)})."
+        )
+    return {name: tree[name].to(w.dtype) for name, w in params.items()}
+
+
+def _own(server: Server, part: Part, hook: int) -> Server:
+    """The server as this part's hook sees it; each hook draws from a step of its own, far above local steps."""
+    key = replace(server.key, step=torch.full_like(server.key.step, hook), stream=part_stream(part))
+    return replace(server, key=key)
 
 
 def _refuse_contradictions(parts: tuple[Part, ...]) -> None:
     for j, later in enumerate(parts):
         if not is_dataclass(later):
             raise UndriftError(f"{type(later).__name__} must be a dataclass: put @dataclass(frozen=True) above it.")
+        if later.measures not in (None, "before", "after", "finish"):
+            raise UndriftError(f'{type(later).__name__}.measures must be "before", "after" or "finish".')
+        if later.measures is None and type(later).measure is not Part.measure:
+            raise UndriftError(f'{type(later).__name__} has a measure hook; say when: measures = "before", say.')
         for earlier in parts[:j]:
             first, second = type(earlier).__name__, type(later).__name__
             if first == second:
@@ -231,15 +256,13 @@ def _named(part: Part, names: tuple[str, ...]) -> bool:
 
 
 def _weighting(parts: tuple[Part, ...]) -> str:
-    """By samples, unless FedAvg's argument or what a part implies says otherwise."""
-    implied = next((p for p in parts if p.implies_weighting), None)
-    asked = next((w for p in parts if (w := getattr(p, "weighting", None)) is not None), None)
-    if implied and asked and asked != implied.implies_weighting:
-        raise UndriftError(
-            f"{type(implied).__name__} needs the {implied.implies_weighting} mean, so "
-            f'FedAvg(weighting="{asked}") contradicts it; leave that argument out.'
-        )
-    return asked or (implied.implies_weighting if implied else None) or "samples"
+    """By samples, unless parts imply something else; they must agree."""
+    implying = [part for part in parts if part.implies_weighting]
+    for part in implying[1:]:
+        if part.implies_weighting != implying[0].implies_weighting:
+            needs = [f"{type(p).__name__} needs the {p.implies_weighting} mean" for p in (implying[0], part)]
+            raise UndriftError(f"{' and '.join(needs)}; they contradict each other.")
+    return str(implying[0].implies_weighting) if implying else "samples"
 
 
 def _numbers(owner: Any, t: int) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def bits(key: Key, count: int) -> Tensor:
 
 
 def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on (0, 1): never 0, so that a logarithm is safe."""
+    """Uniform on (0, 1), in float32 and above never 0 nor 1, so that a logarithm is safe."""
     words = bits(key, math.prod(shape))
     if dtype == torch.float64:
         return ((words.to(dtype) + 0.5) * 2.0**-32).reshape(tuple(shape))

@@ -10,9 +10,11 @@ from typing import Any
 import undrift
 from undrift.errors import UndriftError, unknown
 from undrift.method import Method, Part, as_method
+from undrift.methods.temporal import TemporalEnsemble
 from undrift.schedule import decay, inverse
 
-SCHEDULES: dict[str, Callable[..., Any]] = {"decay": decay, "inverse": inverse}
+INNER: dict[str, Callable[..., Any]] = {"decay": decay, "inverse": inverse, "TemporalEnsemble": TemporalEnsemble}
+"""What may stand in a part's arguments."""
 
 
 def known_parts() -> dict[str, Callable[..., Any]]:
@@ -22,17 +24,20 @@ def known_parts() -> dict[str, Callable[..., Any]]:
     while waiting:
         cls = waiting.pop()
         waiting += cls.__subclasses__()
-        if "__dataclass_fields__" in vars(cls):  # base classes that parts share are not parts
+        if not cls.__module__.startswith("undrift."):  # of ours, METHODS says which are for users
             found[cls.__name__] = cls
     return found | {name: getattr(undrift, name) for name in undrift.METHODS}
 
 
 def parse_method(text: str) -> Method:
-    return as_method(parse(text, "method", known_parts(), SCHEDULES))
+    return as_method(parse(text, "method", known_parts(), INNER))
 
 
 def parse_partition(text: str) -> Any:
-    return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
+    try:
+        return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
+    except TypeError:
+        raise UndriftError(f"Partitions do not add up; choose one of those in {text!r}.") from None
 
 
 def parse(

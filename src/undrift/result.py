@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor, nn
 
+from undrift.errors import UndriftError
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -29,6 +31,11 @@ class Result:
         return pd.DataFrame(self.history)
 
 
+def _plain(x: Any) -> Any:
+    """A part's history may hold tensors and arrays."""
+    return x.tolist() if hasattr(x, "tolist") else str(x)
+
+
 class Folder:
     """A run's folder: `metrics.jsonl` grows with the rounds, `model.safetensors` is written at the end.
 
@@ -41,6 +48,8 @@ class Folder:
 
     def __enter__(self) -> Folder:
         if self.path:
+            if self.path.is_file() or (self.path / "metrics.jsonl").exists():
+                raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
             self.path.mkdir(parents=True, exist_ok=True)
             self.metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
         return self
@@ -51,7 +60,7 @@ class Folder:
 
     def row(self, row: dict[str, Any]) -> None:
         if self.metrics:
-            self.metrics.write(json.dumps(row) + "\n")
+            self.metrics.write(json.dumps(row, default=_plain) + "\n")
             self.metrics.flush()
 
     def model(self, model: nn.Module) -> None:

@@ -33,7 +33,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one client. Where `mask` is 0 the row is padding and must count for nothing."""
+    """Samples of one client. `mask` is 1.0, or 0.0 where a row is padding and must count for nothing."""
 
     x: Tensor
     y: Tensor
@@ -50,10 +50,12 @@ class Client:
     """How many samples it has."""
     weight: Tensor
     """Its weight in the mean, before normalisation: its samples, or 1."""
-    label_counts: Tensor | None
-    """Samples of each class, where labels are classes."""
+    label_counts: Tensor
+    """Samples of each of the model's outputs; empty where targets are not classes."""
     steps: Tensor
     """Its number of local steps in this round."""
+    lr: Tensor
+    """This round's learning rate, before any part's `rate`."""
     start: Tree
     """The weights it received."""
     key: Key
@@ -71,9 +73,9 @@ class Client:
     prepared: Tree = None
     """What this part's `prepare` returned."""
     rate_sum: Tree = None
-    """After training: the sum over steps of the rates used; a tree where a part's rate is one."""
+    """After training: the sum over steps of the rates used, by parameter (each a number, or a tensor of its shape)."""
     work: Tree = None
-    """After training: FedNova's `a`, the sum of rate multipliers × v with v ← ρv + 1."""
+    """After training: FedNova's `a`, the sum of rate multipliers × v with v ← ρv + 1, by parameter."""
 
 
 @dataclass(frozen=True)

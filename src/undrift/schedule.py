@@ -50,7 +50,10 @@ class inverse:  # noqa: N801
 
 def value(number: Any, t: int) -> float:
     """What `number` is in round `t`."""
-    return float(number(t) if callable(number) else number)
+    found = number(t) if callable(number) else number
+    if isinstance(found, str):
+        raise TypeError("a string is no number")
+    return float(found)
 
 
 def whole_steps(x: float) -> int:
@@ -87,7 +90,7 @@ def check_number(number: Any, rounds: int, where: str, interval: str = "[0, inf)
     for t in range(rounds if callable(number) else 1):
         try:
             x = value(number, t)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever a user's function may raise
             raise UndriftError(
                 f"{where} must be a number or a function of the round that gives one, not {number!r} ({error})."
             ) from error

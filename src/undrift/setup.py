@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,23 +56,38 @@ class Setup:
     def population(self) -> int:
         return len(self.data.nonempty)
 
-    def plan(self, t: int, clients: np.ndarray | None = None) -> Plan:
+    def plan(self, t: int) -> Plan:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
-        if clients is None:
-            clients = self.data.nonempty[
-                choose_clients(derive(self.seed, "cohort", t), self.population, self.cohort_size)
-            ]
-        steps = self.local.step_counts(t, clients, self.data.sizes[clients])
+        drawn = choose_clients(derive(self.seed, "cohort", t), self.population, self.cohort_size)
+        clients = self.data.nonempty[drawn]
         rates = {name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")}
-        return Plan(round=t, clients=clients, steps=steps, **rates)
+        return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
+
+    def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
+        return self.local.step_counts(t, clients, self.data.sizes[clients])
+
+    def checked(self, plan: Plan) -> Plan:
+        """The plan after the parts' own hooks, refused where no engine could carry it out."""
+        steps = np.asarray(plan.steps)
+        whole = steps.dtype.kind in "iu" and steps.shape == plan.clients.shape
+        _require(whole and steps.min() >= 1, "A part's plan must leave each client a whole number of steps from 1.")
+        for name in ("momentum", "weight_decay"):
+            fine = not getattr(plan, name) or getattr(self.engine.program, name)
+            _require(fine, f"A part's plan sets {name}, which Local leaves at 0 in every round; set it there.")
+        return replace(plan, steps=steps)
 
     def orders(self, plan: Plan, params: Params, received: list[Tree]) -> Orders:
         """The plan as tensors for the engine."""
-        size, width = self.local.batch_size, self.local.widest(self.data.sizes)
-        batches = cohort_batches(
-            self.seed, plan.round, plan.clients, self.data.sizes[plan.clients], plan.steps, size, width
-        )
-        return draw_up(plan, self.method, self.resident, params, received, self.kept, self.seed, batches)
+        sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
+        batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
+        kept = self.kept if plan.steps.any() else None
+        return draw_up(plan, self.method, self.resident, params, received, kept, self.seed, batches, self.model.outputs)
+
+    def everyone(self, t: int, params: Params) -> Orders:
+        """All clients that have data, for a survey without training."""
+        nobody_trains = np.zeros(self.population, np.int64)
+        plan = replace(self.plan(t), clients=self.data.nonempty, steps=nobody_trains)
+        return self.orders(plan, params, [() for _ in self.method.parts])
 
     def server(self, t: int) -> Server:
         words = torch.tensor(derive(self.seed, "server", t), device=self.resident.device)
@@ -96,19 +111,17 @@ def prepare(
     lanes: int | None,
 ) -> Setup:
     """Check every argument and choose what was left to us. Refuses with a sentence; touches nothing."""
+    kind = type(data).__name__
     _require(
-        isinstance(data, FederatedDataset),
-        f"data must be a FederatedDataset, from ud.load or from_clients, not {type(data).__name__}.",
+        isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}."
     )
     _require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
     _require(_whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
     _require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
-    _require(
-        precision in ("auto", "tf32", "bfloat16"), f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.'
-    )
-    _require(
-        lanes is None or (_whole(lanes) and lanes >= 1), f"lanes must be a whole number from 1, or None, not {lanes!r}."
-    )
+    precisions = ("auto", "tf32", "bfloat16")
+    _require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
+    fine = lanes is None or (_whole(lanes) and lanes >= 1)
+    _require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
     method = as_method(method)
     where = _device(device)
     cohort_size = _cohort_size(participation, len(data.nonempty))
@@ -116,17 +129,22 @@ def prepare(
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
 
-    resident = Resident(data, where)
     chosen_loss = get_loss(loss if loss is not None else data.task.loss)
-    sample = data.take(data.store, data.index[:1])[0]
+    chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
+    shape = data.take(data.store, data.index[:1])[0].shape[1:]
     if isinstance(model, str):
         classes = data.classes or (data.store["y"].shape[1] if data.store["y"].dim() > 1 else 1)
-        model = models.get(model, classes=classes, shape=sample.shape[1:], seed=seed)
-    _require(
-        isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {type(model).__name__}."
-    )
+        model = models.get(model, classes=classes, shape=shape, seed=seed)
+    kind = type(model).__name__
+    _require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
     function = Model(model, where, precision)
-    _check_outputs(function, data, resident, chosen_loss, sample.shape[1:])
+    resident = Resident(data, where, function.exact)
+    splits = {"clients'": Rows(data.store, data.index, data.take)}
+    for name in ("test", "validation", "server"):
+        rows = getattr(data, f"{name}_rows")
+        splits |= {f"{name} data's": rows} if rows else {}
+    for whose, rows in splits.items():
+        _check_split(function, whose, rows, where, chosen_loss, chosen_metrics)
 
     moves = [value(local.momentum, t) for t in range(rounds if callable(local.momentum) else 1)]
     decays = [value(local.weight_decay, t) for t in range(rounds if callable(local.weight_decay) else 1)]
@@ -138,7 +156,7 @@ def prepare(
         resident=resident,
         local=local,
         loss=chosen_loss,
-        metrics=get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss),
+        metrics=chosen_metrics,
         test=data.test_rows.to(where) if data.test_rows else None,
         server_data=tuple(t.to(where) for t in data.server) if data.server else None,
         cohort_size=cohort_size,
@@ -166,67 +184,72 @@ def prepare(
 @contextlib.contextmanager
 def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     """The process-wide switches of a run, put back as they were when it ends."""
-    matmul, cudnn, strict = (
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    strict, lenient = (
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     try:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-        torch.use_deterministic_algorithms(deterministic or strict)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
         with torch.no_grad():
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
-        torch.use_deterministic_algorithms(strict)
+        torch.use_deterministic_algorithms(strict, warn_only=lenient)
 
 
-def _check_outputs(model: Model, data: FederatedDataset, resident: Resident, loss: Loss, shape: Any) -> None:
-    """One forward pass: the model takes these samples, the loss takes its outputs, the labels are among them."""
+def _check_split(
+    model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
+) -> None:
+    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels."""
+    y = rows.store["y"]
     if loss is cross_entropy:
-        _require(
-            not data.store["y"].is_floating_point(),
-            "Cross-entropy needs whole-number labels, but the data's are floats; convert them with y.long(), "
-            "or choose another loss.",
-        )
-    row = torch.from_numpy(resident.index[:2]).to(resident.device)
-    batch = resident.batch(row, torch.ones_like(row))
+        sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
+        _require(not y.is_floating_point(), sentence + "or choose another loss.")
+    pair = rows.index[:1].repeat(2)
+    x, target = (t.to(device) for t in rows.take(rows.store, pair))
     try:
-        with torch.no_grad():
-            output = model(model.start, batch.x)
+        output = model.examine(x)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise
-        raise UndriftError(f"The model does not take samples of shape {tuple(shape)}: {error}") from error
+        raise UndriftError(
+            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}"
+        ) from error
     if loss is cross_entropy:
-        outputs = output.shape[-1]
-        splits = {"clients'": data.store["y"]} | {
-            f"{n} data's": r.store["y"] for n in ("test", "validation", "server") if (r := getattr(data, f"{n}_rows"))
-        }
-        for whose, y in splits.items():
-            low, high = int(y.min()), int(y.max())
+        outputs, taken = output.shape[-1], y[rows.index]
+        low, high = int(taken.min()), int(taken.max())
+        _require(
+            low >= 0 and high < outputs,
+            f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
+            f"labels must be from 0 to {outputs - 1}.",
+        )
+    for name, function in {"loss": loss, **metrics}.items():
+        shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"
+        try:
+            values = function(output, target)
+        except Exception as error:  # whatever a user's function may raise
+            raise UndriftError(f"The {name} does not take {shapes}: {error}") from error
+        for tensor in values if isinstance(values, tuple) else (values,):
+            fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             _require(
-                low >= 0 and high < outputs,
-                f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
-                f"labels must be from 0 to {outputs - 1}.",
+                fine, f"The {name} must give one value a sample, shape (2,) for two samples, not {found}; got {shapes}."
             )
-    losses = loss(output, batch.y)
-    _require(
-        losses.shape == (len(row),),
-        f"The loss must give one value a sample: shape ({len(row)},) here, not {tuple(losses.shape)}.",
-    )
 
 
 def _cohort_size(participation: Any, population: int) -> int:
-    number = isinstance(participation, int | float) and not isinstance(participation, bool)
+    number = _whole(participation) or isinstance(participation, float)
     _require(number, f"participation must be a count (an int) or a fraction (a float), not {participation!r}.")
-    if isinstance(participation, int):
+    if _whole(participation):
         _require(participation >= 1, f"participation must be at least 1 client, not {participation}.")
         _require(
             participation <= population,
             f"participation asks for {participation} clients a round, but only {population} have data.",
         )
-        return participation
+        return int(participation)
     _require(0 < participation <= 1, f"participation as a fraction must be in (0, 1], not {participation}.")
     return max(1, int(participation * population + 0.5))
 
@@ -243,7 +266,7 @@ def _device(device: Any) -> torch.device:
 
 
 def _whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def _require(fine: bool, sentence: str) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -65,12 +63,12 @@ def train(
         params = run.model.start
         states = tree_to(bound(run, 0).start(params), run.resident.device)
         history: list[dict[str, Any]] = []
-        total_steps = 0
+        total_steps = constant_steps = 0
         for t in range(rounds):
             began = time.perf_counter()
             method, server = bound(run, t), run.server(t)
 
-            plan = method.plan(run.plan(t), states)
+            plan = run.checked(method.plan(run.plan(t), states))
             received = method.broadcast(params, states, server)
             orders = run.orders(plan, params, received)
             cohort = run.engine.run(orders, run.kept)
@@ -89,11 +87,13 @@ def train(
             if run.resident.device.type == "cuda":
                 torch.cuda.synchronize()
             total_steps += int(plan.steps.sum())
+            constant_steps += int(run.steps_at(0, plan.clients).sum())
             row = {
                 "round": t + 1,
                 "clients": plan.clients.tolist(),
                 "steps": int(plan.steps.sum()),
                 "total_steps": total_steps,
+                "steps_fraction": total_steps / constant_steps,
                 "samples": int(orders.batches.counts.sum()),
                 "seconds": time.perf_counter() - began,
                 **method.history(states),
@@ -118,8 +118,7 @@ def finish(run: Setup, method: Method, params: Tree, t: int) -> Tree:
     """Once, after the last round: what parts measure over all clients, and what they make of it."""
     if not method.overriding("finish"):
         return params
-    plan = replace(run.plan(t, run.data.nonempty), steps=np.zeros(run.population, np.int64))
-    everyone = run.orders(plan, params, [() for _ in method.parts])
+    everyone = run.everyone(t, params)
     weight = everyone.lanes["weight"].sum()
     totals = Totals(run.engine.survey(everyone), run.population, weight, run.population, None)
     return method.finish(params, totals, run.server(t))

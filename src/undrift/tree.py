@@ -24,6 +24,10 @@ def tree_leaves(tree: Tree) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
+def tree_structure(tree: Tree) -> Any:
+    return pytree.tree_structure(tree)
+
+
 def tree_unflatten(leaves: list[Any], spec: Any) -> Tree:
     return pytree.tree_unflatten(leaves, spec)
 

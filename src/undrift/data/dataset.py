@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ class FederatedDataset:
         task: Task | None = None,
     ) -> FederatedDataset:
         """Data that are split already: one `(x, y)` of arrays or tensors a client. Rows keep their order."""
+        if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
+            raise UndriftError(f"from_clients needs a list with one (x, y) a client, not {type(clients).__name__}.")
         pairs = [_pair(pair, f"client {i}") for i, pair in enumerate(clients)]
         full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[0])]
         if not full:
@@ -141,7 +144,7 @@ class FederatedDataset:
         y = self.store["y"]
         return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
 
-    @property
+    @cached_property
     def classes(self) -> int:
         """How many classes the labels name, the test set's included; 0 where targets are not classes."""
         if self.labels is None:
@@ -153,7 +156,7 @@ class FederatedDataset:
         """How many samples of each class each client holds: clients × classes. All clients, unless some are named."""
         if self.labels is None:
             raise UndriftError("label_counts needs targets that are classes: one whole number a sample.")
-        if self._label_counts is None and (clients is None or len(self) * self.classes <= 10_000_000):
+        if self._label_counts is None and (clients is None or len(self) * self.classes <= 1_000_000):
             self._label_counts = self._count(np.arange(len(self)))
         if self._label_counts is None:
             return self._count(np.asarray(clients))
@@ -169,32 +172,31 @@ class FederatedDataset:
 
     def _refuse_not_finite(self) -> None:
         for what, tensor in self.store.items():
-            if bad := _first_bad(tensor):
-                spot = torch.nonzero(self.index == bad[0]).flatten()
-                if len(spot):
+            for row in _not_finite(tensor):
+                if len(spot := torch.nonzero(self.index == row).flatten()):  # somebody holds it
                     client = int(np.searchsorted(self.offsets, int(spot[0]), side="right")) - 1
-                    row = int(spot[0]) - int(self.offsets[client])
-                    raise UndriftError(
-                        f"Client {client}, row {row} has {bad[1]} in its {what}; clean or drop that row."
-                    )
+                    place = f"Client {client}, row {int(spot[0]) - int(self.offsets[client])}"
+                    raise UndriftError(f"{place} has {_what(tensor[row])} in its {what}; clean or drop that row.")
         for split in ("test", "validation", "server"):
             rows: Rows | None = getattr(self, f"{split}_rows")
-            for what, tensor in rows.store.items() if rows and rows.store is not self.store else ():
-                if bad := _first_bad(tensor):
-                    raise UndriftError(
-                        f"The {split} data's row {bad[0]} has {bad[1]} in its {what}; clean or drop that row."
-                    )
+            if rows is None:
+                continue
+            for what, tensor in rows.store.items():
+                for row in _not_finite(tensor):
+                    if len(spot := torch.nonzero(rows.index == row).flatten()):
+                        place = f"The {split} data's row {int(spot[0])}"
+                        raise UndriftError(f"{place} has {_what(tensor[row])} in its {what}; clean or drop that row.")
 
 
-def _first_bad(tensor: Tensor) -> tuple[int, str] | None:
-    """The first row that holds NaN or infinity, and which."""
+def _not_finite(tensor: Tensor) -> list[int]:
+    """The rows that hold NaN or infinity. A finite sum spares looking at each."""
     if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
-        return None
-    bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
-    if not bool(bad.any()):  # finite numbers whose sum overflowed
-        return None
-    row = int(torch.nonzero(bad)[0])
-    return row, "NaN" if bool(torch.isnan(tensor[row]).any()) else "infinity"
+        return []
+    return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
+
+
+def _what(row: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(row).any()) else "infinity"
 
 
 def _pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:

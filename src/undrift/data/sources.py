@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,12 +63,12 @@ def load(
     client's own share for testing that client.
     """
     if name not in SOURCES:
-        raise unknown("data set", name, SOURCES)
+        raise unknown("data set", str(name), SOURCES)
     partition = _partition(partition)
     natural = isinstance(partition, ByKey)
     if natural and clients is not None:
         raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
-    if not natural and (isinstance(clients, bool) or not isinstance(clients, int) or clients < 1):
+    if not natural and (isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1):
         raise UndriftError(f"clients must be a whole number from 1, not {clients!r}.")
     fractions = {
         "server_fraction": server_fraction,
@@ -76,7 +76,7 @@ def load(
         "client_test_fraction": client_test_fraction,
     }
     for argument, fraction in fractions.items():
-        if not 0 <= fraction < 1:
+        if not isinstance(fraction, int | float) or not 0 <= fraction < 1:
             raise UndriftError(f"{argument} must be in [0, 1), not {fraction!r}.")
     if server_fraction + validation_fraction >= 1:
         raise UndriftError(
@@ -141,7 +141,7 @@ def _partition(partition: Any) -> Partition:
     if isinstance(partition, str):
         from undrift.registry import parse_partition
 
-        return cast(Partition, parse_partition(partition))
+        return parse_partition(partition)
     if not callable(partition) or isinstance(partition, type):
         raise UndriftError(f"partition must be one such as Dirichlet(0.1), or its name in a string, not {partition!r}.")
-    return cast(Partition, partition)
+    return partition

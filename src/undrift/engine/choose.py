@@ -25,9 +25,11 @@ from undrift.tree import tree_expand
 CPU_CONVOLUTION_FLOPS = 8e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
 CPU_LANE_BYTES = 8 * 2**20
-"""What all lanes' weights together may take on a CPU: beyond its cache, more lanes cost more than they save."""
+"""What all lanes' weights and batches may take on a CPU: beyond its cache, more lanes cost more than they save."""
+CPU_PADDING = 4
+"""How many times the mean batch the widest may be before padding all to it costs a CPU more than lanes save."""
 GPU_LANE_SHARE = 0.05
-"""The share of a GPU's memory for all lanes' weights; gradients, velocities, activations and data take the rest."""
+"""The share of a GPU's memory for all lanes' weights and batches; gradients, activations and data take the rest."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Choice:
     why: str
 
 
-def obstacle(module: nn.Module) -> str | None:
+def obstacle(model: Model) -> str | None:
     """Why a model cannot run as lanes, by its layers."""
-    for layer in module.modules():
+    for layer in model.module.modules():
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase):
             return f"nn.{name} has no vmap rule"
@@ -47,25 +49,26 @@ def obstacle(module: nn.Module) -> str | None:
             isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
         ):
             return f"{name} in training mode looks across the rows of a batch and changes its statistics"
-    return None
+    return f"training changes its buffer {next(iter(model.tracked))!r}" if model.tracked else None
 
 
 def choose(
     engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
 ) -> Choice:
     """The engine for a run whose rounds look like `orders`; `steps` are all non-empty clients', `width` a batch's."""
-    blocked = obstacle(program.model.module)
+    blocked = obstacle(program.model) or (_vmap_failure(program, data, orders) if engine != "plain" else None)
     if engine == "lanes" and blocked:
         raise UndriftError(f'engine="lanes" cannot train this model: {blocked}. Use engine="plain" or "auto".')
     if engine == "plain":
         return Choice("plain", 1, "asked for")
-    if engine == "auto":
-        blocked = blocked or _vmap_failure(program, data, orders)
-        if blocked:
-            return Choice("plain", 1, blocked)
+    if blocked:
+        return Choice("plain", 1, blocked)
     cohort = len(orders.plan.clients)
     if lanes is not None:
         return Choice("lanes", min(lanes, cohort), "asked for")
+    batches = np.minimum(data.data.sizes[data.data.nonempty], width)
+    if engine == "auto" and data.device.type == "cpu" and width > CPU_PADDING * batches.mean():
+        return Choice("plain", 1, "clients' batches differ so much in size that padding costs more than lanes save")
     return Choice("lanes", *_lanes(program.model, data, cohort, steps, width))
 
 
@@ -79,10 +82,12 @@ def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: 
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
         return 1, "on a CPU convolutions of this size are fastest one client at a time"
     busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
-    weights = sum(w.numel() * w.element_size() for w in model.start.values())
+    x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
+    batch = 2 * width * x.numel() * x.element_size()  # and at least as much again for what the layers make of it
+    lane = batch + sum(w.numel() * w.element_size() for w in model.start.values())
     on_gpu = device.type == "cuda"
     memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES
-    room = max(1, int(memory // weights))
+    room = max(1, int(memory // lane))
     if room >= busy:
         return busy, "as many as keep busy while the longest client trains"
     return math.ceil(busy / math.ceil(busy / room)), "as many as memory serves well"

@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from undrift.losses import Loss
-from undrift.method import Method, Part, part_stream
+from undrift.method import Method, Part, aligned, part_stream
 from undrift.models.functional import Model, Params
 from undrift.random import Key
 from undrift.roles import Batch, Client
 from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
+
+# Where a hook draws outside a local step, these stand in the step's place, so that no two hooks draw alike.
+PREPARE, CONCLUDE = 2**31, 2**31 + 1
+MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", "finish"), start=1)}
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,9 @@ class Program:
         """Only `update` and `upload` may read `rate_sum` and `work`; without them nobody pays for the sums."""
         return bool(self.method.overriding("update") or self.method.overriding("upload"))
 
-    def clients(self, lane: Tree, shared: Tree, k: Tensor) -> list[tuple[Part, Client]]:
+    def clients(self, lane: Tree, shared: Tree, step: Tensor | int) -> list[tuple[Part, Client]]:
         """Every part, with this round's numbers in it, beside the client as that part sees it."""
+        step = torch.full_like(lane["id"], step) if isinstance(step, int) else step
         base = Client(
             id=lane["id"],
             round=shared["round"],
@@ -49,34 +54,29 @@ class Program:
             weight=lane["weight"],
             label_counts=lane["label_counts"],
             steps=lane["steps"],
+            lr=shared["lr"],
             start=shared["start"],
-            key=Key(lane["key"], k),
+            key=Key(lane["key"], step),
             model=self.model,
             loss=self.loss,
         )
         own = {name: lane[name] for name in ("kept", "measured", "prepared") if name in lane}
-        return [
-            (
-                part,
-                replace(
-                    base,
-                    key=base.key.stream_at(part_stream(i)),
-                    received=shared["received"][i],
-                    **{n: v[i] for n, v in own.items()},
-                ),
-            )
-            for i, part in enumerate(self.method.bind(shared["numbers"]).parts)
-        ]
+        views = []
+        for i, part in enumerate(self.method.bind(shared["numbers"]).parts):
+            mine: dict[str, Any] = {name: trees[i] for name, trees in own.items()}
+            key = base.key.stream_at(part_stream(part))
+            views.append((part, replace(base, key=key, received=shared["received"][i], **mine)))
+        return views
 
-    def measure(self, params: Params, lane: Tree, shared: Tree, batch: Batch, when: str) -> Tree:
-        """One batch of each measuring part's sums."""
+    def measure(self, params: Params, lane: Tree, shared: Tree, batch: Batch, when: str, number: int) -> Tree:
+        """Each measuring part's sums over batch `number` of a pass over the client's data."""
         return [
-            part.measure(params, batch, client) if part.measures == when else ()
-            for part, client in self.clients(lane, shared, torch.zeros_like(lane["id"]))
+            tree_map(_summable, part.measure(params, batch, client)) if part.measures == when else ()
+            for part, client in self.clients(lane, shared, MEASURE[when] + number)
         ]
 
     def prepare(self, lane: Tree, shared: Tree) -> Tree:
-        return [part.prepare(client) for part, client in self.clients(lane, shared, torch.zeros_like(lane["id"]))]
+        return [part.prepare(client) for part, client in self.clients(lane, shared, PREPARE)]
 
     def begin(self, lane: Tree, shared: Tree) -> Tree:
         """Training state before the first step."""
@@ -85,9 +85,7 @@ class Program:
             state["velocity"] = tree_zeros(shared["start"])
         if self.reads_rates:
             k = torch.zeros_like(lane["id"])
-            zeros = tree_map(
-                lambda m: torch.zeros_like(m) + 0.0 * shared["lr"], self.multiplier(k, self.clients(lane, shared, k))
-            )
+            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(lane, shared, k), shared["start"]))
             state |= {"rate_sum": zeros, "work": zeros, "inertia": torch.zeros_like(shared["lr"])}
         return state
 
@@ -109,14 +107,16 @@ class Program:
         if self.weight_decay:
             g = tree_map(lambda g, w: g + shared["weight_decay"] * w, g, params)
         for part, client in clients:
-            g = part.gradient(g, params, client)
+            g = aligned(part.gradient(g, params, client), params, part, "gradient")
         if self.momentum:
-            g = after["velocity"] = tree_map(lambda v, g: shared["momentum"] * v + g, state["velocity"], g)
-        multiplier = self.multiplier(k, clients)
+            velocity = tree_map(lambda v, g: shared["momentum"] * v + g, state["velocity"], g)
+            g = after["velocity"] = {n: v.to(params[n].dtype) for n, v in velocity.items()}
+        multiplier = self.multiplier(k, clients, params)
         rate = tree_map(lambda m: m * shared["lr"], multiplier)
-        params = _times(rate, g, lambda rate, g, w: torch.addcmul(w, rate.to(w.dtype), g, value=-1), params)
+        rates: Tree = rate if isinstance(rate, dict) else dict.fromkeys(params, rate)
+        params = {n: torch.addcmul(w, rates[n].to(w.dtype), g[n], value=-1) for n, w in params.items()}
         for part, client in clients:
-            params = part.project(params, client)
+            params = aligned(part.project(params, client), params, part, "project")
         after["params"] = params
         if self.reads_rates:
             after["inertia"] = shared["momentum"] * state["inertia"] + 1
@@ -124,16 +124,18 @@ class Program:
             after["work"] = tree_map(lambda a, m: a + m * after["inertia"], state["work"], multiplier)
         return after
 
-    def multiplier(self, k: Tensor, clients: list[tuple[Part, Client]]) -> Tree:
-        """The product of the parts' rates in step k: a number, or a tree where one of them is."""
+    def multiplier(self, k: Tensor, clients: list[tuple[Part, Client]], params: Params) -> Tree:
+        """The product of the parts' rates in step k: a float64 number, or a tree where one of them is."""
         product: Tree = torch.ones((), dtype=torch.float64, device=k.device)
-        for part, client in clients:
-            if type(part).rate is not Part.rate:
-                rate = part.rate(k, client)
-                if isinstance(product, dict):
-                    product = _times(rate, product, lambda rate, p: rate * p)
-                else:
-                    product = tree_map(lambda r, p=product: r * p, rate)
+        rating = {i for i, _ in self.method.overriding("rate")}
+        for part, client in (pair for i, pair in enumerate(clients) if i in rating):
+            rate = part.rate(k.to(self.model.exact), client)
+            if isinstance(rate, dict):
+                rate = aligned(rate, params, part, "rate")
+                product = product if isinstance(product, dict) else dict.fromkeys(params, product)
+                product = {n: r * product[n] for n, r in rate.items()}
+            else:
+                product = tree_map(lambda p, rate=rate: p * rate, product)
         return product
 
     def latest(self, before: list[Tree], after: list[Tree]) -> list[Tree]:
@@ -146,18 +148,22 @@ class Program:
         """What the client sends (its weighted update, each part's sums, weighted statistics) and what it keeps."""
         delta = tree_sub(state["params"], shared["start"])
         update, sums, kept = delta, [], []
-        rates = {name: state[name] for name in ("rate_sum", "work") if name in state}
-        for part, client in [(p, replace(c, **rates)) for p, c in self.clients(lane, shared, lane["steps"])]:
-            update = part.update(update, client)
+        rates: dict[str, Any] = {}
+        for name in ("rate_sum", "work") if self.reads_rates else ():
+            rates[name] = state[name] if isinstance(state[name], dict) else dict.fromkeys(delta, state[name])
+        for part, client in [(p, replace(c, **rates)) for p, c in self.clients(lane, shared, CONCLUDE)]:
+            update = aligned(part.update(update, client), delta, part, "update")
             own_sums, own_kept = part.upload(delta, client)
-            sums.append(own_sums)
+            sums.append(tree_map(_summable, own_sums))
             kept.append(own_kept)
-        weighted = [tree_map(lambda t: t * lane["weight"], tree) for tree in (update, statistics or {})]
+        # In at least float32: a half-precision update times a client's samples would overflow.
+        weighted = [
+            tree_map(lambda t: t.to(self.model.exact) * lane["weight"], tree) for tree in (update, statistics or {})
+        ]
         return (weighted[0], sums, weighted[1]), kept
 
 
-def _times(rate: Tree, tree: Tree, combine: Any, *rest: Tree) -> Tree:
-    """`combine(rate, leaf, …)` over the leaves of `tree`, with one rate for all of them or a tree of rates."""
-    if isinstance(rate, dict):
-        return tree_map(combine, rate, tree, *rest)
-    return tree_map(lambda *leaves: combine(rate, *leaves), tree, *rest)
+def _summable(leaf: Any) -> Tensor:
+    """Votes and counts add up as whole numbers: bytes would overflow, and True + True is True."""
+    leaf = torch.as_tensor(leaf)
+    return leaf if leaf.is_floating_point() else leaf.long()

@@ -21,21 +21,21 @@ from undrift.tree import Tree, tree_add, tree_map, tree_stack, tree_to
 class Resident:
     """The clients' data on the device: samples are gathered there by index, and only indices travel."""
 
-    def __init__(self, data: FederatedDataset, device: torch.device) -> None:
-        self.data, self.device = data, device
+    def __init__(self, data: FederatedDataset, device: torch.device, dtype: torch.dtype) -> None:
+        self.data, self.device, self.dtype = data, device, dtype
         self.store = {name: tensor.to(device) for name, tensor in data.store.items()}
         self.index = data.index.numpy()
 
     def rows(self, clients: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Rows of the store, from positions within each client's own data (clients along the first axis)."""
         offsets = self.data.offsets[clients].reshape(-1, *[1] * (positions.ndim - 1))
-        rows: np.ndarray = self.index[offsets + positions]
-        return rows
+        return self.index[offsets + positions]
 
     def batch(self, rows: Tensor, mask: Tensor) -> Batch:
         """The samples at `rows`, which may have any number of axes."""
         x, y = self.data.take(self.store, rows.reshape(-1))
-        return Batch(x.reshape(*rows.shape, *x.shape[1:]), y.reshape(*rows.shape, *y.shape[1:]), mask)
+        x, y = (t.reshape(*rows.shape, *t.shape[1:]) for t in (x, y))
+        return Batch(x, y, mask.to(self.dtype))
 
 
 class Kept:
@@ -79,34 +79,43 @@ def draw_up(
     data: Resident,
     params: Params,
     received: list[Tree],
-    kept: Kept,
+    kept: Kept | None,
     seed: int,
     batches: Batches,
+    outputs: int,
 ) -> Orders:
-    """The cohort of `plan` as tensors on the device."""
+    """The cohort of `plan` as tensors on the device. Without `kept`, clients bring none of their state."""
     sizes, device = data.data.sizes[plan.clients], data.device
     weight = sizes if method.weighting == "samples" else np.ones(len(sizes))
-    words = np.stack(derive(seed, "client", plan.round, plan.clients), 1)
-    counts = data.data.label_counts(plan.clients) if data.data.labels is not None else torch.zeros(len(sizes), 0)
     lanes = {
         "id": torch.as_tensor(plan.clients),
-        "n": torch.as_tensor(sizes),
-        "weight": torch.as_tensor(weight, dtype=torch.float64),
-        "label_counts": counts,
-        "steps": torch.as_tensor(plan.steps),
-        "key": torch.as_tensor(words),
+        "n": torch.as_tensor(sizes, dtype=data.dtype),
+        "weight": torch.as_tensor(weight, dtype=data.dtype),
+        "label_counts": _label_counts(data.data, plan.clients, outputs),
+        "steps": torch.as_tensor(plan.steps, dtype=data.dtype),
+        "key": torch.as_tensor(np.stack(derive(seed, "client", plan.round, plan.clients), 1)),
     }
-    lanes = tree_map(lambda t: t.to(device), lanes) | {"kept": kept.stack(method, plan.clients, params)}
     rates = {name: getattr(plan, name) for name in ("lr", "momentum", "weight_decay")}
     numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
+    start = tree_map(torch.Tensor.contiguous, params)
+    lanes = tree_map(lambda t: t.to(device), lanes)
+    lanes["kept"] = kept.stack(method.bind(numbers["parts"]), plan.clients, start) if kept else [() for _ in received]
     shared = {
-        "start": params,
+        "start": start,
         "received": tree_to(received, device),
         "round": torch.tensor(plan.round, device=device),
         "numbers": numbers["parts"],
         **numbers["rates"],
     }
     return Orders(plan, shared, lanes, batches)
+
+
+def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> Tensor:
+    """Samples of each of the model's outputs; none where labels are not among them."""
+    if data.labels is None or not 0 < data.classes <= outputs:
+        return torch.zeros(len(clients), 0, dtype=torch.int64)
+    counts = data.label_counts(clients)
+    return torch.nn.functional.pad(counts, (0, outputs - counts.shape[1]))
 
 
 def on_device(numbers: Tree, device: torch.device) -> Tree:
@@ -124,6 +133,7 @@ class Sums:
         self.kept: dict[int, dict[int, Tree]] = {}
 
     def add(self, sent: Tree) -> None:
+        """Add what one client, or several lanes' sum, sends."""
         self.total = sent if self.total is None else tree_add(self.total, sent)
 
     def keep(self, kept: list[Tree], which: Kept, clients: list[int]) -> None:
@@ -146,8 +156,8 @@ class Outcome:
     kept: dict[int, dict[int, Tree]]
 
 
-def outcome(sums: Sums, lanes: Tree) -> Outcome:
-    weight = lanes["weight"].sum()
+def outcome(sums: Sums, orders: Orders) -> Outcome:
+    weight = orders.lanes["weight"].sum()
     updates, own, statistics = sums.total
-    update, means = tree_map(lambda total: total / weight, (updates, statistics))
-    return Outcome(update, own, weight, means, sums.kept)
+    update = tree_map(lambda total, w: (total / weight).to(w.dtype), updates, orders.shared["start"])
+    return Outcome(update, own, weight, tree_map(lambda total: total / weight, statistics), sums.kept)

@@ -8,6 +8,8 @@ fixes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from undrift.engine.plain import MEASURE_BATCH
 from undrift.engine.trace import Traced
 from undrift.models.functional import Params
 from undrift.roles import Batch
-from undrift.tree import Tree, tree_add, tree_expand, tree_leaves, tree_map, tree_unflatten
+from undrift.tree import Tree, tree_add, tree_expand, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 class LanesEngine:
@@ -40,12 +42,13 @@ class LanesEngine:
             state = self._steps(state, lane, orders, stretch)
             for where, clients in _groups(stretch.ends, lanes):
                 self._end(orders, self._get(state, where, lanes), self._get(lane, where, lanes), clients, sums, kept)
-        return outcome(sums, orders.lanes)
+        return outcome(sums, orders)
 
     def _steps(self, state: Tree, lane: Tree, orders: Orders, stretch: Stretch) -> Tree:
         """A stretch of local steps of every lane. Trees are taken apart once, not at every step."""
         rows, counts, k = self._batches(orders, stretch)
         program, tree = self.step.at(state, lane, orders.shared, rows[0], counts[0], k[0])
+        assert tree == tree_structure(state), "a step must leave the training state's shape as it found it"
         leaves, rest = tree_leaves(state), tree_leaves((lane, orders.shared))
         for i in range(len(stretch.rows)):
             leaves = program(*leaves, *rest, rows[i], counts[i], k[i])
@@ -76,7 +79,7 @@ class LanesEngine:
             prepared = self.program.prepare(lane, shared)
             return prepared, self.program.begin({**lane, "prepared": prepared}, shared)
 
-        return _contiguous(vmap(one)(lane))  # type: ignore[no-any-return]
+        return _contiguous(vmap(one)(lane))
 
     def _end(self, orders: Orders, state: Tree, lane: Tree, clients: list[int], sums: Sums, kept: Kept) -> None:
         """Add up what clients that have finished send, and keep what they keep."""
@@ -98,7 +101,7 @@ class LanesEngine:
             lane = tree_map(lambda t, clients=clients: t[clients], orders.lanes)
             start = tree_expand(orders.shared["start"], len(clients))
             sums.add(tree_map(lambda t: t.sum(0), self.measure(start, lane, orders, clients, "finish")))
-        return sums.total  # type: ignore[no-any-return]
+        return sums.total
 
     def measure(self, params: Tree, lane: Tree, orders: Orders, clients: list[int], when: str) -> list[Tree]:
         """A pass over all data of these clients without training, all of them side by side."""
@@ -108,16 +111,16 @@ class LanesEngine:
         sizes = self.data.data.sizes[ids]
         found = None
 
-        def one(params: Params, lane: Tree, x: Tensor, y: Tensor, mask: Tensor) -> Tree:
-            return self.program.measure(params, lane, orders.shared, Batch(x, y, mask), when)
+        def one(params: Params, lane: Tree, x: Tensor, y: Tensor, mask: Tensor, number: int) -> Tree:
+            return self.program.measure(params, lane, orders.shared, Batch(x, y, mask), when, number)
 
-        for begin in range(0, int(sizes.max()), MEASURE_BATCH):
+        for number, begin in enumerate(range(0, int(sizes.max()), MEASURE_BATCH)):
             width = min(MEASURE_BATCH, int(sizes.max()) - begin)
             positions = begin + np.arange(width)[None]
             rows = self.data.rows(ids, np.minimum(positions, sizes[:, None] - 1))
             mask = torch.from_numpy(positions < sizes[:, None]).to(self.data.device)
             batch = self.data.batch(torch.from_numpy(rows).to(self.data.device), mask)
-            sums = vmap(one)(params, lane, batch.x, batch.y, batch.mask)
+            sums = vmap(partial(one, number=number))(params, lane, batch.x, batch.y, batch.mask)
             found = sums if found is None else tree_add(found, sums)
         return found  # type: ignore[return-value]
 

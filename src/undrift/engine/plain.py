@@ -12,6 +12,7 @@ from torch import Tensor
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
+from undrift.errors import UndriftError
 from undrift.models.functional import Params
 from undrift.roles import Batch
 from undrift.tree import Tree, tree_add, tree_map
@@ -44,12 +45,20 @@ class PlainEngine:
             sent, keeps = self.program.conclude(state, lane, orders.shared, statistics)
             sums.add(sent)
             sums.keep(tree_map(lambda t: t[None], keeps), kept, [client])
-        return outcome(sums, orders.lanes)
+        return outcome(sums, orders)
 
     def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
         with torch.enable_grad():
             params = {name: w.detach().requires_grad_() for name, w in state["params"].items()}
-            loss = self.program.objective(params, lane, shared, batch, k, statistics)
+            try:
+                loss = self.program.objective(params, lane, shared, batch, k, statistics)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise UndriftError(
+                    "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that "
+                    "leaves no client a last batch of one, or a norm that does not look across samples (GroupNorm)."
+                ) from error
             found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
         return self.program.advance(state, dict(zip(params, found, strict=True)), lane, shared, k)
 
@@ -59,16 +68,16 @@ class PlainEngine:
         for c, client in enumerate(orders.plan.clients.tolist()):
             lane = tree_map(lambda t, c=c: t[c], orders.lanes)
             sums.add(self.measure(orders.shared["start"], lane, orders.shared, client, "finish"))
-        return sums.total  # type: ignore[no-any-return]
+        return sums.total
 
     def measure(self, params: Params, lane: Tree, shared: Tree, client: int, when: str) -> list[Tree]:
         """A pass over all of a client's data without training."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         n, found = int(self.data.data.sizes[client]), None
-        for begin in range(0, n, MEASURE_BATCH):
+        for number, begin in enumerate(range(0, n, MEASURE_BATCH)):
             batch = self.batch(client, np.arange(begin, min(n, begin + MEASURE_BATCH)))
-            sums = self.program.measure(params, lane, shared, batch, when)
+            sums = self.program.measure(params, lane, shared, batch, when, number)
             found = sums if found is None else tree_add(found, sums)
         return found  # type: ignore[return-value]
 

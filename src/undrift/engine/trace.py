@@ -15,6 +15,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from undrift.errors import UndriftError
+
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
 
 
@@ -48,7 +50,15 @@ class Traced:
         # Tracing knows tensors by identity: one that stands in two places must look like two, or later calls
         # with different ones would read the first for both. And a program whose views hold for contiguous
         # tensors must get contiguous ones.
-        program = make_fx(flat)(*[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves])
+        try:
+            program = make_fx(flat)(*[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves])
+        except UndriftError:
+            raise
+        except Exception as error:  # whatever a user's model or hook may raise
+            raise UndriftError(
+                f"The lanes engine cannot trace the model or one of the method's hooks: {error} A hook must be tensor "
+                'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.'
+            ) from error
         return _without_idle_views(program), shape[-1]
 
 

@@ -20,3 +20,4 @@ class FedAvg(Part):
     def __post_init__(self) -> None:
         if self.weighting not in (None, "samples", "uniform"):
             raise UndriftError(f'FedAvg(weighting) must be "samples" or "uniform", not {self.weighting!r}.')
+        object.__setattr__(self, "implies_weighting", self.weighting)

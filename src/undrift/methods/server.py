@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from undrift.method import Part
 from undrift.roles import Totals
@@ -37,11 +38,8 @@ class ServerSGD(ServerOptimizer):
 
 
 @dataclass(frozen=True)
-class ServerAdam(ServerOptimizer):
-    """FedAdam with Adam's bias correction. With `q = −Δ` and τ = 1 in the first round:
-
-    `m ← β₁m + (1−β₁)q`, `v ← β₂v + (1−β₂)q²`, `w ← w − lr·√(1−β₂^τ)/(1−β₁^τ) · m/(√v + ε)`.
-    """
+class Adaptive(ServerOptimizer):
+    """What three share. With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `w ← w − lr·m/(√v + ε)`, m and v from zero."""
 
     lr: Number
     beta1: Number = 0.9
@@ -56,7 +54,40 @@ class ServerAdam(ServerOptimizer):
     def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
         tau = state["tau"] + 1
         m = tree_map(lambda m, d: self.beta1 * m - (1 - self.beta1) * d, state["m"], update)
-        v = tree_map(lambda v, d: self.beta2 * v + (1 - self.beta2) * d * d, state["v"], update)
-        lr = self.lr * torch.sqrt(1 - self.beta2**tau) / (1 - self.beta1**tau)
-        step = tree_map(lambda m, v: -lr * m / (torch.sqrt(v) + self.eps), m, v)
+        v = tree_map(lambda v, d: self.second_moment(v, d * d), state["v"], update)
+        rate = self.rate_at(tau)
+        step = tree_map(lambda m, v: -rate * m / (torch.sqrt(v) + self.eps), m, v)
         return step, {"m": m, "v": v, "tau": tau}
+
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def rate_at(self, tau: Tensor) -> Tensor:
+        return self.lr
+
+
+@dataclass(frozen=True)
+class ServerAdam(Adaptive):
+    """FedAdam: `v ← β₂v + (1−β₂)q²`, and the rate `lr·√(1−β₂^τ)/(1−β₁^τ)`, τ = 1 in the first round."""
+
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return self.beta2 * v + (1 - self.beta2) * squared
+
+    def rate_at(self, tau: Tensor) -> Tensor:
+        return self.lr * torch.sqrt(1 - self.beta2**tau) / (1 - self.beta1**tau)
+
+
+@dataclass(frozen=True)
+class ServerYogi(Adaptive):
+    """FedYogi: `v ← v − (1−β₂)·sign(v − q²)·q²`, without bias correction."""
+
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return v - (1 - self.beta2) * torch.sign(v - squared) * squared
+
+
+@dataclass(frozen=True)
+class ServerAdagrad(Adaptive):
+    """FedAdagrad: `v ← v + q²`, without bias correction (and without β₂)."""
+
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return v + squared

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.errors import UndriftError
 from undrift.random import Key, keep_mask, normal, uniform
@@ -22,20 +23,51 @@ class Model:
     """`model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
 
     Trainable parameters are the function's argument; frozen ones (`requires_grad=False`) stay in the module, one
-    copy for all clients, and are never sent. So do buffers; those that training changes, a norm's running
+    copy for all clients, and are never sent. So do buffers; those that training changes, such as a norm's running
     statistics, are `tracked`: the module holds the global ones, and a client trains on a copy.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, precision: str = "auto") -> None:
-        frozen = {id(p): p for p in module.parameters() if not p.requires_grad}
-        # The caller's module keeps its weights; what is frozen nobody writes, so that is not copied.
-        self.module = copy.deepcopy(module, frozen).to(device)
+        # The caller's module keeps its weights. What is frozen nobody writes, so that is not copied, unless it must
+        # move: `to` would move the caller's own.
+        shared = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device}
+        self.module = copy.deepcopy(module, shared).to(device)
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
         if not self.start:
             raise UndriftError("The model has no trainable parameters; set requires_grad=True on those to train.")
-        self.tracked: Params = {n: b for n, b in self.module.named_buffers() if n in _tracked_names(self.module)}
         self.dtype = next(iter(self.start.values())).dtype
+        self.exact = torch.promote_types(self.dtype, torch.float32)
+        """The precision of numbers about clients, and of sums."""
         self.compute = torch.bfloat16 if precision == "bfloat16" else self.dtype
+        self.norms = _of_norms(self.module)
+        self.outputs = 0
+        self.tracked: Params = {}
+
+    def examine(self, x: Tensor) -> Tensor:
+        """Run the model once on `x` in each mode, on a copy: refuses draws that no key governs, finds what it tracks.
+
+        Returns the outputs in evaluation mode.
+        """
+        twin = copy.copy(self)
+        twin.module = copy.deepcopy(self.module, {id(p): p for p in self.module.parameters()})
+        before = dict(twin.module.named_buffers())
+        values = {name: b.clone() for name, b in before.items()}
+        key = Key(
+            torch.zeros(2, dtype=torch.int64, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
+        )
+        with torch.no_grad(), RefuseDraws():
+            output = twin(twin.start, x)
+            with KeyedDraws(key):
+                twin.module.train()(x.to(self.dtype) if x.is_floating_point() else x)
+        for name, after in twin.module.named_buffers():
+            if before[name] is not after:
+                raise UndriftError(
+                    f"The model replaces its buffer {name!r}; change it in place instead ({name}.copy_(…))."
+                )
+            if not torch.equal(values[name], after):
+                self.tracked[name] = self.module.get_buffer(name)
+        self.outputs = output.shape[-1] if output.dim() > 1 else 0
+        return output
 
     def __call__(self, params: Params, x: Tensor) -> Tensor:
         """Outputs in evaluation mode: no dropout, running statistics as they are."""
@@ -54,7 +86,8 @@ class Model:
             output = functional_call(self.module, {**params, **statistics}, (x,))
         else:  # activations in low precision, parameters and everything after the output in their own
             rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-            low = {n: t.to(self.compute) if t.is_floating_point() else t for n, t in (rest | params).items()}
+            whole = {n: t for n, t in (rest | params).items() if n in self.norms or not t.is_floating_point()}
+            low = {n: t.to(self.compute) for n, t in (rest | params).items() if n not in whole} | whole
             output = functional_call(self.module, {**low, **statistics}, (x,)).to(self.dtype)
         if not isinstance(output, Tensor):
             raise UndriftError(
@@ -79,14 +112,33 @@ class Model:
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def _tracked_names(module: nn.Module) -> set[str]:
-    """The buffers that training changes: the running statistics of norms."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, NORMS)
-        for name, _ in layer.named_buffers(recurse=False)
-    }
+def _of_norms(module: nn.Module) -> set[str]:
+    """The parameters and buffers of batch and instance norms, which keep their precision."""
+    layers = {prefix: layer for prefix, layer in module.named_modules() if isinstance(layer, NORMS)}
+    return {f"{prefix}.{n}".lstrip(".") for prefix, layer in layers.items() for n in layer.state_dict()}
+
+
+class RefuseDraws(TorchDispatchMode):
+    """Inside it, an operation that would draw from torch's global generator is refused, however deep it is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(func, args, kwargs or {}):
+            raise UndriftError(
+                f"The model draws from torch's global generator ({func}), so runs would not repeat. Use nn.Dropout, "
+                "torch.rand or torch.randn (or their _like forms), which undrift draws from the client's key; set a "
+                "dropout inside an attention or recurrent layer to 0."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _idle(func: Any, args: Any, kwargs: Any) -> bool:
+    """Operations that could draw but do not: attention and recurrent kernels with dropout 0 or out of training."""
+    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    chance = next((named[name] for name in ("dropout_p", "dropout", "p") if name in named), None)
+    return chance == 0 or named.get("train") is False or named.get("training") is False
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -104,13 +156,6 @@ class KeyedDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DRAWS:
             return DRAWS[func](self._next, *args, **kwargs)
-        if func in UNKEYED:
-            raise UndriftError(
-                f"The model calls torch.{func.__name__}, which draws from global state; use dropout, torch.rand or "
-                "torch.randn (or their _like forms), which undrift draws from the client's key."
-            )
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
-            raise UndriftError("The model's attention has dropout inside scaled_dot_product_attention; set that to 0.")
         return func(*args, **kwargs)
 
     def _next(self) -> Key:
@@ -126,8 +171,7 @@ def _drop(key: Next, x: Tensor, shape: torch.Size, p: float, training: bool) -> 
         return x
     if p >= 1:
         return torch.zeros_like(x)
-    kept: Tensor = torch.where(keep_mask(key(), shape, p), x / (1 - p), 0.0)
-    return kept
+    return torch.where(keep_mask(key(), shape, p), x / (1 - p), 0.0)
 
 
 def _dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -135,8 +179,9 @@ def _dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, in
 
 
 def _channel_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Whole channels at a time: the mask has one entry for each of the first two axes."""
-    return _drop(key, input, torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)]), p, training)
+    """Whole channels at a time: the mask has one entry for each of the first two axes; of two axes, for the first."""
+    first = 1 if input.dim() == 2 else 2
+    return _drop(key, input, torch.Size([*input.shape[:first], *[1] * (input.dim() - first)]), p, training)
 
 
 def _alpha_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
@@ -144,9 +189,8 @@ def _alpha_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = Fa
     if not training or p == 0:
         return input
     low = -1.0507009873554805 * 1.6732632423543772
-    a = float(((1 - p) * (1 + p * low * low)) ** -0.5)
-    kept: Tensor = torch.where(keep_mask(key(), input.shape, p), input, low)
-    return kept * a - a * p * low
+    a = ((1 - p) * (1 + p * low * low)) ** -0.5
+    return torch.where(keep_mask(key(), input.shape, p), input, low) * a - a * p * low
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -173,19 +217,4 @@ DRAWS: dict[Any, Callable[..., Tensor]] = {
     torch.rand_like: _draw(uniform, like=True),
     torch.randn: _draw(normal, like=False),
     torch.randn_like: _draw(normal, like=True),
-}
-UNKEYED = {
-    F.feature_alpha_dropout,
-    torch.bernoulli,
-    torch.multinomial,
-    torch.normal,
-    torch.poisson,
-    torch.randint,
-    torch.randint_like,
-    torch.randperm,
-    torch.rrelu,
-    F.rrelu,
-    F.gumbel_softmax,
-    F.fractional_max_pool2d,
-    F.fractional_max_pool3d,
 }

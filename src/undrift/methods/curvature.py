@@ -1,0 +1,111 @@
+"""Penalties weighted by curvature: FedCurv (Shoham et al., 2019) and FedCL (Yao and Sun, 2020).
+
+Both use the diagonal of the empirical Fisher information, the mean over samples of squared per-sample gradients of
+the true label's log-likelihood, which is minus the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from undrift.errors import UndriftError
+from undrift.method import Part
+from undrift.methods.temporal import Targeted, TemporalEnsemble
+from undrift.models.functional import Model
+from undrift.roles import Batch, Client, Server, Totals
+from undrift.schedule import Number
+from undrift.tree import Tree, tree_add, tree_map, tree_stack, tree_zeros
+
+ELEMENTS = 2**26
+"""How many numbers the per-sample gradients of one chunk may have."""
+
+
+def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
+    """The sum over a batch's real rows of squared per-sample gradients."""
+
+    def one(x: Tensor, y: Tensor, real: Tensor) -> Tree:
+        g = grad(lambda p: loss(model(p, x[None]), y[None]).sum())(params)
+        return tree_map(lambda g: g.square() * real, g)
+
+    rows = max(1, ELEMENTS // sum(w.numel() for w in params.values()))
+    loops = any(isinstance(layer, nn.RNNBase) for layer in model.module.modules())  # they have no vmap rule
+    total = None
+    for chunk in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
+        each = tree_stack([one(*row) for row in zip(*chunk, strict=True)]) if loops else vmap(one)(*chunk)
+        sums = tree_map(lambda f: f.sum(0), each)
+        total = sums if total is None else tree_add(total, sums)
+    return total
+
+
+@dataclass(frozen=True)
+class FedCurv(Part):
+    """Penalty `λ·Σ_{j≠i}(w − ŵⱼ)ᵀ diag(Fⱼ)(w − ŵⱼ)` over the clients j of the previous round, ŵⱼ their local models.
+
+    Only `ΣFⱼ` and `ΣFⱼŵⱼ` travel: the gradient is `2λ(w·ΣF − ΣFŵ)`, from which a client that was there takes its own
+    away. No penalty in the first round. `weight=0` is FedAvg.
+    """
+
+    weight: Number
+
+    measures: ClassVar[str | None] = "after"
+
+    def start(self, params: Tree) -> Tree:
+        return {"F": tree_zeros(params), "Fw": tree_zeros(params)}
+
+    def keep(self, params: Tree) -> Tree:
+        return {"F": tree_zeros(params), "Fw": tree_zeros(params), "round": torch.tensor(-2)}
+
+    def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
+        return state
+
+    def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
+        return squared_gradients(client.model, client.loss, params, batch)
+
+    def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
+        own = torch.where(client.kept["round"] == client.round - 1, 1.0, 0.0)
+
+        def penalised(g: Tensor, w: Tensor, f: Tensor, fw: Tensor, own_f: Tensor, own_fw: Tensor) -> Tensor:
+            return g + 2 * self.weight * ((f - own * own_f) * w - (fw - own * own_fw))
+
+        all_, kept = client.received, client.kept
+        return tree_map(penalised, g, params, all_["F"], all_["Fw"], kept["F"], kept["Fw"])
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        fisher = tree_map(lambda f: f / client.n, client.measured)
+        sums = {"F": fisher, "Fw": tree_map(lambda f, w, d: f * (w + d), fisher, client.start, delta)}
+        return sums, {**sums, "round": client.round}
+
+    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+        return update, totals.sums
+
+
+@dataclass(frozen=True)
+class FedCL(Targeted):
+    """Penalty `α·(w − w₀)ᵀ diag(F)(w − w₀)`: gradient `g + 2α·F·(w − w₀)`. `weight=0` is FedAvg.
+
+    F is the server's, on its own data (`data.server`) at the global model. `target=TemporalEnsemble(beta)` puts the
+    ensemble in w₀'s place; F stays at the global model.
+    """
+
+    weight: Number
+    target: TemporalEnsemble | None = None
+
+    def check(self, local: Any, data: Any) -> None:
+        if data.server_rows is None:
+            raise UndriftError("FedCL needs proxy data at the server: load with server_fraction=0.01, say.")
+
+    def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
+        assert server.data is not None
+        x, y = server.data
+        sums = squared_gradients(server.model, server.loss, params, Batch(x, y, torch.ones(len(x), device=x.device)))
+        return {**super().broadcast(params, state, server), "F": tree_map(lambda f: f / len(x), sums)}
+
+    def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
+        fisher, anchor = client.received["F"], self.anchor(client)
+        return tree_map(lambda g, w, w0, f: g + 2 * self.weight * f * (w - w0), g, params, anchor, fisher)

@@ -1,0 +1,45 @@
+"""Losses that know which classes a client holds: FedRS (Li and Zhan, 2021) and FedLC (Zhang et al., 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from undrift.errors import UndriftError
+from undrift.method import Part
+from undrift.roles import Client
+from undrift.schedule import Number
+
+
+class ByClass(Part):
+    """What both share: they need classes to count."""
+
+    def check(self, local: Any, data: Any) -> None:
+        if data.labels is None:
+            raise UndriftError(f"{type(self).__name__} needs labels that are classes: one whole number a sample.")
+
+
+@dataclass(frozen=True)
+class FedRS(ByClass):
+    """Restricted softmax: logits of classes the client does not hold are multiplied by α. `alpha=1` is FedAvg."""
+
+    alpha: Number
+
+    ranges: ClassVar[dict[str, str]] = {"alpha": "[0, 1]"}
+
+    def logits(self, z: Tensor, client: Client) -> Tensor:
+        return torch.where(client.label_counts > 0, z, self.alpha * z)
+
+
+@dataclass(frozen=True)
+class FedLC(ByClass):
+    """Calibrated logits: `z_c − τ·n_c^(−1/4)`, n_c the client's count of class c, at least 1e-8. `tau=0` is FedAvg."""
+
+    tau: Number
+
+    def logits(self, z: Tensor, client: Client) -> Tensor:
+        margin = client.label_counts.to(z.dtype).clamp(min=1e-8) ** -0.25
+        return z - self.tau * margin

@@ -1,0 +1,51 @@
+"""SCAFFOLD (Karimireddy et al., 2020), option II: control variates cancel each client's own drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrift.errors import UndriftError
+from undrift.method import Part
+from undrift.roles import Client, Server, Totals
+from undrift.tree import Tree, tree_add, tree_map, tree_sub, tree_zeros
+
+
+@dataclass(frozen=True)
+class Scaffold(Part):
+    """Gradient `g − cᵢ + c`; `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`; server `c ← c + (1/N)·Σ(cᵢ⁺ − cᵢ)`, N all clients.
+
+    `Σγ` are the rates really used, elementwise where they differ, so that cᵢ stays the client's mean gradient.
+    """
+
+    def check(self, local: Any, data: Any) -> None:
+        if callable(local.momentum) or local.momentum:
+            raise UndriftError("Scaffold and client momentum contradict each other; set Local(momentum=0).")
+
+    def start(self, params: Tree) -> Tree:
+        return tree_zeros(params)
+
+    def keep(self, params: Tree) -> Tree:
+        return tree_zeros(params)
+
+    def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
+        return state
+
+    def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
+        return tree_map(lambda g, own, all_: g - own + all_, g, client.kept, client.received)
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        new = tree_map(_variate, client.kept, client.received, delta, client.rate_sum)
+        return tree_sub(new, client.kept), new
+
+    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+        return update, tree_add(state, tree_map(lambda change: change / totals.population, totals.sums))
+
+
+def _variate(own: Tensor, all_: Tensor, delta: Tensor, rate_sum: Tensor) -> Tensor:
+    # What no rate has moved tells nothing about its gradient: its variate stays.
+    moved = own - all_ - delta / torch.where(rate_sum > 0, rate_sum, 1.0)
+    return torch.where(rate_sum > 0, moved, own)
