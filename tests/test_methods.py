@@ -36,6 +36,7 @@ OFF = [
     (ud.Projection(radius=float("inf"), center="global"), ud.FedAvg()),
     (ud.SignAgreement(threshold=0), ud.FedAvg()),
     (ud.ServerSGD(lr=1, momentum=0), ud.FedAvg()),
+    (ud.FedNLR(ratio=1), ud.FedAvg()),
     (ud.TwoDLRD(window=1, C=0), UNIFORM),
     (ud.AllDecreasing(window=1, factor=1), UNIFORM),
     (ud.AdditiveTuning(window=1, C=0), UNIFORM),
@@ -73,6 +74,8 @@ STRONGER = [
     (ud.ServerAdagrad(lr=0.01), ud.ServerAdagrad(lr=0.1)),
     (ud.ServerTraining(lr=0.01), ud.ServerTraining(lr=0.1)),
     (ud.FirstStepOnly(after=4), ud.FirstStepOnly(after=1)),
+    (ud.FedNLR(ratio=1.5), ud.FedNLR(ratio=4)),
+    (ud.FedNLR(depth=0, width=0.1), ud.FedNLR(depth=3, width=0.1)),
     (ud.FedAvg(), ud.Scaffold()),
     (ud.FedAvg(), ud.FedNova()),
 ]
@@ -227,6 +230,9 @@ def test_contradictions_are_refused_by_name(make, sentence):
         (ud.Projection(radius=0), LOCAL, r"Projection\(radius\) is 0"),
         (ud.FedProx(mu=1, target=TE(beta=1)), LOCAL, r"FedProx\(target=TemporalEnsemble\)\(beta\) is 1"),
         (ud.TwoDLRD(window=-1), LOCAL, r"TwoDLRD\(window\) is -1"),
+        (ud.FedNLR(ratio=0.5), LOCAL, r"FedNLR\(ratio\) is 0.5; it must be in \[1, inf\)"),
+        (ud.FedNLR(ratio={"head": 2.0}), LOCAL, "no layer called 'head'. Known: 0, 3"),
+        (ud.FedNLR(base=0.1, depth=0.1, width=0.1), LOCAL, "gives layer '0' a ratio of 0.24"),
     ],
 )
 def test_what_cannot_run_is_refused_before_training(method, local, sentence):

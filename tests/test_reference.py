@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -95,7 +97,36 @@ COMPOSITIONS = {
         [("FedAvg", "uniform"), ("FedRS", 0.7), ("FedLC", 0.1), ("FedCurv", 0.5), ("ServerAdam", 0.02)],
     ),
 }
-EVERYTHING = METHODS | COMPOSITIONS
+NLR = ud.FedNLR(base=1.0, depth=0.45, width=0.3)
+WITH_NLR = {
+    "FedNLR": (NLR, []),
+    "FedDyn + FedNLR": (ud.FedDyn(alpha=0.3) + NLR, [("FedDyn", 0.3)]),
+    "Scaffold + FedNLR": (ud.Scaffold() + NLR, [("Scaffold", None)]),
+    "FedRS + FedNLR": (ud.FedRS(0.5) + NLR, [("FedRS", 0.5)]),
+    "FedLC + FedNLR": (NLR + ud.FedLC(0.5), [("FedLC", 0.5)]),
+    "FedNova + FedNLR": (ud.FedNova() + NLR, [("FedNova", None)]),
+    "TwoDLRD + FedNLR": (ud.TwoDLRD(window=1, C=0.4) + NLR, [("TwoDLRD", {"window": 1, "C": 0.4})]),
+}
+EVERYTHING = METHODS | COMPOSITIONS | WITH_NLR
+
+
+def neuron_scales(data):
+    """FedNLR's scales for `net()`, from its equations: layers of 8 and 4 neurons, tanh after the first."""
+
+    def scales(w, i):
+        x, _ = data[i]
+        w1, b1, w2, b2 = w.split([48, 8, 32, 4])
+        hidden = torch.tanh(x @ w1.view(8, 6).T + b1)
+        logits = hidden @ w2.view(4, 8).T + b2
+        found = []
+        for layer, h in enumerate((hidden.mean(0), logits.mean(0)), start=1):
+            mu = 1.0 + 0.45 * layer / 2 + 0.3 * math.log10(len(h))
+            temperature = (h.max() - h.min()) / math.log(mu)
+            found.append(len(h) * torch.softmax(h / temperature, 0))
+        s1, s2 = found
+        return torch.cat([s1.repeat_interleave(6), s1, s2.repeat_interleave(8), s2])
+
+    return scales
 
 
 def cases():
@@ -114,7 +145,8 @@ def test_method_follows_its_equations_on_both_engines(uneven, name, local):
     plain = ud.train(net(), uneven, method, engine="plain", **settings)
     cohorts = [row["clients"] for row in lanes.history]
     assert len({tuple(c) for c in cohorts}) > 2  # sampled, and not the same every time
-    expected = simulate(net(), uneven, LOCALS[local], cohorts, parts, SEED)
+    scales = neuron_scales(uneven) if "FedNLR" in name else None
+    expected = simulate(net(), uneven, LOCALS[local], cohorts, parts, SEED, scales)
     assert distance(lanes.params, expected) < 1e-9
     assert distance(plain.params, expected) < 1e-9
     if "decays" in lanes.history[-1] and local == "full batches":

@@ -16,6 +16,8 @@ METHODS = {
     "FedDyn": "undrift.methods.feddyn",
     "FedRS": "undrift.methods.logits",
     "FedLC": "undrift.methods.logits",
+    "FedNLR": "undrift.methods.fednlr",
+    "CCVR": "undrift.methods.ccvr",
     "TwoDLRD": "undrift.methods.decay",
     "AllDecreasing": "undrift.methods.decay",
     "AdditiveTuning": "undrift.methods.decay",
@@ -40,6 +42,7 @@ _PUBLIC = (
     | PARTITIONS
     | {
         "TemporalEnsemble": "undrift.methods.temporal",
+        "bound_neurons": "undrift.methods.fednlr",
         "train": "undrift.train",
         "Result": "undrift.result",
         "FederatedDataset": "undrift.data.dataset",
@@ -80,10 +83,12 @@ if TYPE_CHECKING:
     from undrift.errors import UndriftError
     from undrift.local import Local, batches
     from undrift.method import Method, Part
+    from undrift.methods.ccvr import CCVR
     from undrift.methods.curvature import FedCL, FedCurv
     from undrift.methods.decay import AdditiveTuning, AllDecreasing, FirstStepOnly, TwoDLRD
     from undrift.methods.fedavg import FedAvg
     from undrift.methods.feddyn import FedDyn
+    from undrift.methods.fednlr import FedNLR, bound_neurons
     from undrift.methods.fednova import FedNova
     from undrift.methods.fedprox import FedProx
     from undrift.methods.logits import FedLC, FedRS

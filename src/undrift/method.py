@@ -109,6 +109,9 @@ class Part:
     def check(self, local: Any, data: Any) -> None:
         """Before anything runs: raise `UndriftError` with the sentence that says what to change."""
 
+    def check_model(self, model: Any, rounds: int) -> None:
+        """Likewise, for what depends on the model: `model.layers` lists its layers."""
+
     def history(self, state: Tree) -> dict[str, Any]:
         """What the round's history gets."""
         return {}

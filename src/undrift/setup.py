@@ -146,6 +146,8 @@ def prepare(
     for whose, rows in splits.items():
         _check_split(function, whose, rows, where, chosen_loss, chosen_metrics)
 
+    for part in method.parts:
+        part.check_model(function, rounds)
     moves = [value(local.momentum, t) for t in range(rounds if callable(local.momentum) else 1)]
     decays = [value(local.weight_decay, t) for t in range(rounds if callable(local.weight_decay) else 1)]
     program = Program(function, method, chosen_loss, momentum=any(moves), weight_decay=any(decays))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.errors import UndriftError
+from undrift.models.layers import Layer, Watch
 from undrift.random import Key, keep_mask, normal, uniform
 
 Params = dict[str, Tensor]
@@ -42,6 +44,7 @@ class Model:
         self.norms = _of_norms(self.module)
         self.outputs = 0
         self.tracked: Params = {}
+        self.layers: list[Layer] = []
 
     def examine(self, x: Tensor) -> Tensor:
         """Run the model once on `x` in each mode, on a copy: refuses draws that no key governs, finds what it tracks.
@@ -67,6 +70,8 @@ class Model:
             if not torch.equal(values[name], after):
                 self.tracked[name] = self.module.get_buffer(name)
         self.outputs = output.shape[-1] if output.dim() > 1 else 0
+        with torch.no_grad():
+            self.layers = twin.watch(twin.start, x).layers()
         return output
 
     def __call__(self, params: Params, x: Tensor) -> Tensor:
@@ -78,22 +83,39 @@ class Model:
         with KeyedDraws(key):
             return self._call(params, x, statistics or {}, training=True)
 
-    def _call(self, params: Params, x: Tensor, statistics: Params, training: bool) -> Tensor:
+    def activations(self, params: Params, x: Tensor) -> dict[str, Tensor]:
+        """What each layer's neurons do, in evaluation mode: by layer, samples × neurons."""
+        return self.watch(params, x).activations()
+
+    def features(self, params: Params, x: Tensor) -> Tensor:
+        """What the last layer is given, in evaluation mode: samples × features."""
+        return self.watch(params, x).calls[-1].input
+
+    def watch(self, params: Params, x: Tensor) -> Watch:
+        """A forward pass in evaluation mode, watched."""
+        seen = Watch()
+        self._call(params, x, {}, training=False, watch=seen)
+        return seen
+
+    def _call(
+        self, params: Params, x: Tensor, statistics: Params, training: bool, watch: Watch | None = None
+    ) -> Tensor:
         if self.module.training != training:
             self.module.train(training)
         x = x.to(self.compute) if x.is_floating_point() else x
-        if self.compute == self.dtype:
-            output = functional_call(self.module, {**params, **statistics}, (x,))
-        else:  # activations in low precision, parameters and everything after the output in their own
-            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-            whole = {n: t for n, t in (rest | params).items() if n in self.norms or not t.is_floating_point()}
-            low = {n: t.to(self.compute) for n, t in (rest | params).items() if n not in whole} | whole
-            output = functional_call(self.module, {**low, **statistics}, (x,)).to(self.dtype)
+        tensors = {**dict(self.module.named_parameters()), **params} if watch else params
+        if self.compute != self.dtype:  # activations in low precision, parameters and all after the output in their own
+            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | params
+            whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
+            tensors = {n: t.to(self.compute) for n, t in rest.items() if n not in whole} | whole
+        if watch:
+            watch.names = {id(tensor): name for name, tensor in tensors.items()}
+        with watch or contextlib.nullcontext():
+            output = functional_call(self.module, {**tensors, **statistics}, (x,))
         if not isinstance(output, Tensor):
-            raise UndriftError(
-                f"The model must return one tensor, not {type(output).__name__}; wrap it in a module that does."
-            )
-        return output
+            kind = type(output).__name__
+            raise UndriftError(f"The model must return one tensor, not {kind}; wrap it in a module that does.")
+        return output.to(self.dtype) if output.is_floating_point() else output
 
     def track(self, statistics: Params) -> None:
         """Make these the global running statistics."""

@@ -1,0 +1,88 @@
+"""CCVR (Luo et al., 2021): after the last round the classifier is retrained on features drawn from class Gaussians."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from undrift.errors import UndriftError
+from undrift.losses import cross_entropy
+from undrift.method import Part
+from undrift.models.functional import Model
+from undrift.random import bits, normal
+from undrift.roles import Batch, Client, Server, Totals
+from undrift.schedule import Number
+from undrift.tree import Tree, tree_map
+
+
+@dataclass(frozen=True)
+class CCVR(Part):
+    """Every client sends counts, sums and outer products of its penultimate features by class. The server forms each
+    class's mean and covariance (`n − 1`), draws `samples_per_class` virtual features a class, and retrains the last
+    layer alone on them, from where it stands.
+
+    The paper gives neither rate nor epochs: here SGD with `lr`, `epochs` and `batch_size`. A class of one sample
+    has no spread; one of none is not drawn.
+    """
+
+    samples_per_class: int = 200
+    lr: Number = 0.01
+    epochs: int = 10
+    batch_size: int = 64
+
+    measures: ClassVar[str | None] = "finish"
+
+    def __post_init__(self) -> None:
+        for name in ("samples_per_class", "epochs", "batch_size"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise UndriftError(f"CCVR({name}) must be a whole number from 1, not {count!r}.")
+
+    def check(self, local: Any, data: Any) -> None:
+        if data.labels is None:
+            raise UndriftError("CCVR needs labels that are classes: one whole number a sample.")
+
+    def check_model(self, model: Model, rounds: int) -> None:
+        last = model.layers[-1] if model.layers else None
+        if last is None or last.params[0][0] not in model.start or model.start[last.params[0][0]].dim() != 2:
+            raise UndriftError(
+                "CCVR retrains the last linear layer, but the model's last layer is no trainable linear one."
+            )
+
+    def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
+        features = client.model.features(params, batch.x).to(batch.mask.dtype)
+        member = (batch.y[:, None] == torch.arange(client.model.outputs, device=batch.y.device)) * batch.mask[:, None]
+        outer = torch.einsum("bc,bd,be->cde", member, features, features)
+        return {"n": member.sum(0), "sum": member.T @ features, "outer": outer}
+
+    def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
+        x, y = self.virtual(totals.sums, server)
+        names = [name for name, _, _ in server.model.layers[-1].params]
+        head = {name: params[name] for name in names}
+
+        def loss(head: Tree, rows: Tensor) -> Tensor:
+            z = torch.nn.functional.linear(x[rows], *[head[name].to(x.dtype) for name in names])
+            return cross_entropy(z, y[rows]).mean()
+
+        for epoch in range(self.epochs):
+            order = torch.argsort(bits(server.key.stream_at(1 + epoch), len(x)), stable=True)
+            for rows in order.split(self.batch_size):
+                head = tree_map(lambda w, g: w - self.lr * g, head, grad(loss)(head, rows))
+        return {**params, **head}
+
+    def virtual(self, sums: Tree, server: Server) -> tuple[Tensor, Tensor]:
+        """Features drawn from each class's Gaussian, and their classes."""
+        n, total, outer = sums["n"], sums["sum"], sums["outer"]
+        mean = total / n.clamp(min=1)[:, None]
+        scatter = outer - n[:, None, None] * mean[:, :, None] * mean[:, None, :]
+        covariance = scatter / (n - 1).clamp(min=1)[:, None, None]
+        values, vectors = torch.linalg.eigh(covariance)
+        root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # covariance = root·rootᵀ; rounding may leave −ε
+        drawn = normal(server.key, (len(n), self.samples_per_class, mean.shape[1]), mean.dtype)
+        x = mean[:, None] + drawn @ root.transpose(1, 2)
+        held = torch.nonzero(n > 0).flatten()
+        return x[held].flatten(0, 1), held.repeat_interleave(self.samples_per_class)

@@ -1,0 +1,120 @@
+"""FedNLR: a learning rate for every neuron, from how active it is on the client's own data.
+
+Before its first step a client runs the global model over all its data and averages each neuron's activation, `h̄`.
+A softmax turns a layer's averages into scales with mean 1 and a set ratio between the largest and the smallest:
+
+    μ_l = base + depth·l/L + width·log₁₀ M_l      T_l = (max h̄ − min h̄)/ln μ_l      s = M_l·softmax(h̄/T_l)
+
+for layer l of L with M_l neurons. Everything that steps a neuron's incoming weights and bias is multiplied by its s.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from undrift.errors import UndriftError, unknown
+from undrift.method import Part
+from undrift.models.functional import Model
+from undrift.models.layers import Layer
+from undrift.roles import Batch, Client, Totals
+from undrift.schedule import Number, value
+from undrift.tree import Tree, tree_map
+
+
+@dataclass(frozen=True)
+class FedNLR(Part):
+    """Neuron-wise rates. `ratio` sets μ_l outright: a number, or a dict by layer name (others 1). `ratio=1` is off."""
+
+    base: Number = 1.0
+    depth: Number = 1.0
+    width: Number = 1.0
+    ratio: Number | None = None
+
+    measures: ClassVar[str | None] = "before"
+    ranges: ClassVar[dict[str, str]] = {"ratio": "[1, inf)"}
+
+    def ratios(self, layers: list[Layer]) -> dict[str, Any]:
+        """μ_l by layer."""
+        if self.ratio is not None:
+            by_name = (
+                self.ratio if isinstance(self.ratio, dict) else dict.fromkeys((x.name for x in layers), self.ratio)
+            )
+            return {layer.name: by_name.get(layer.name, 1.0) for layer in layers}
+        return {
+            layer.name: self.base + self.depth * (i + 1) / len(layers) + self.width * math.log10(layer.width)
+            for i, layer in enumerate(layers)
+        }
+
+    def check_model(self, model: Model, rounds: int) -> None:
+        if isinstance(self.ratio, dict) and (strange := self.ratio.keys() - {layer.name for layer in model.layers}):
+            raise unknown("layer", min(strange), [layer.name for layer in model.layers])
+        for t in range(rounds if any(callable(n) for n in (self.base, self.depth, self.width)) else 1):
+            numbers = {n: value(getattr(self, n), t) for n in ("base", "depth", "width")}
+            for name, mu in FedNLR(**numbers).ratios(model.layers).items() if self.ratio is None else ():
+                if mu < 1:
+                    raise UndriftError(
+                        f"FedNLR(base, depth, width) gives layer {name!r} a ratio of {mu:g}; it must be 1 or more."
+                    )
+
+    def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
+        found = client.model.activations(params, batch.x)
+        return {name: (h.to(batch.mask.dtype) * batch.mask[:, None]).sum(0) for name, h in found.items()}
+
+    def prepare(self, client: Client) -> Tree:
+        scales = tree_map(torch.ones_like, client.start)
+        temperatures = {}
+        ratios = self.ratios(client.model.layers)
+        for layer in client.model.layers:
+            s, temperatures[layer.name] = neuron_scales(client.measured[layer.name] / client.n, ratios[layer.name])
+            for name, axis, gates in layer.params:
+                if name in scales:  # frozen ones have no rate
+                    shape = [-1 if a == axis else 1 for a in range(scales[name].dim())]
+                    scales[name] = scales[name] * s.repeat(gates).reshape(shape).to(scales[name].dtype)
+        return {"scales": scales, "temperatures": temperatures}
+
+    def rate(self, k: Tensor, client: Client) -> Tree:
+        return client.prepared["scales"]
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        ratios = {name: torch.as_tensor(mu) + 0.0 for name, mu in self.ratios(client.model.layers).items()}
+        return {"temperature": client.prepared["temperatures"], "ratio": ratios}, client.kept
+
+    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+        return update, tree_map(lambda total: total / totals.size, totals.sums)
+
+    def history(self, state: Tree) -> dict[str, Any]:
+        return {name: {layer: float(x) for layer, x in by.items()} for name, by in state.items()}
+
+
+def neuron_scales(h: Tensor, ratio: Any) -> tuple[Tensor, Tensor]:
+    """`M·softmax(h/T)` and `T = (max h − min h)/ln μ`; exactly 1 where all averages are equal or μ is 1."""
+    log_ratio = torch.log(torch.as_tensor(ratio, dtype=torch.float64, device=h.device))
+    spread = h.max() - h.min()
+    flat = (spread <= 0) | (log_ratio <= 0)
+    temperature = torch.where(flat, torch.inf, spread / torch.where(flat, 1.0, log_ratio))
+    s = len(h) * torch.softmax(h / torch.where(flat, 1.0, temperature), 0)
+    return torch.where(flat, 1.0, s), temperature
+
+
+def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int, int]]:
+    """The neurons that fire for one class alone: by layer, neuron → class (the paper's Definition 1).
+
+    A neuron is bound to class c if its smallest activation over c's samples exceeds its largest over all others.
+    """
+    function = Model(model, x.device)
+    with torch.no_grad():
+        found = function.activations(function.start, x)
+    bound: dict[str, dict[int, int]] = {}
+    for name, h in found.items():
+        bound[name] = {}
+        for c in y.unique().tolist():
+            own, rest = h[y == c], h[y != c]
+            if len(rest):
+                neurons = torch.nonzero(own.amin(0) > rest.amax(0)).flatten().tolist()
+                bound[name] |= dict.fromkeys(neurons, c)
+    return bound
