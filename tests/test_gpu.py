@@ -8,6 +8,7 @@ import torch
 import undrift as ud
 from tests.problems import distance, make_clients, net, same_bits
 from tests.test_engines import METHOD, Normed
+from tests.test_reference import EVERYTHING
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -22,6 +23,32 @@ def test_lanes_plain_and_cpu_agree_in_float64_every_hook_included():
         gpu = ud.train(net(dropout=0.3), data, METHOD, device="cuda", engine=engine, lanes=2, **settings)
         assert gpu.choices["device"].startswith("cuda")
         assert distance({n: w.cpu() for n, w in gpu.params.items()}, cpu.params) < 1e-10
+
+
+@pytest.mark.parametrize("method", [m for m, _ in EVERYTHING.values()], ids=list(EVERYTHING))
+def test_every_method_agrees_with_the_cpu(method):
+    data, local = make_clients(SIZES), ud.Local(epochs=1, batch_size=8, lr=0.1)
+    settings = {"rounds": 3, "local": local, "participation": 4, "engine": "lanes"}
+    cpu, gpu = (ud.train(net(), data, method, device=d, **settings) for d in ("cpu", "cuda"))
+    assert distance({n: w.cpu() for n, w in gpu.params.items()}, cpu.params) < 1e-7
+
+
+def test_frozen_weights_of_the_callers_model_stay_where_they_are():
+    model = net(torch.float32)
+    model[0].weight.requires_grad_(False)
+    ud.train(model, make_clients(SIZES, torch.float32), rounds=1, local=LOCAL, device="cuda")
+    assert model[0].weight.device.type == "cpu"
+
+
+def test_kept_state_moves_to_the_host_when_it_would_not_fit(monkeypatch):
+    from undrift.engine import cohort
+
+    local = ud.Local(epochs=1, batch_size=8, lr=0.1)
+    runs = []
+    for share in (0.0, 0.25):
+        monkeypatch.setattr(cohort, "KEPT_SHARE", share)
+        runs.append(ud.train(net(), make_clients(SIZES), ud.Scaffold(), rounds=4, local=local, participation=4))
+    assert same_bits(runs[0].params, runs[1].params)
 
 
 @pytest.mark.parametrize("engine", ["lanes", "plain"])

@@ -163,7 +163,7 @@ def prepare(
         server_data=tuple(t.to(where) for t in data.server) if data.server else None,
         cohort_size=cohort_size,
         seed=seed,
-        kept=Kept(method),
+        kept=Kept(method, where, len(data.nonempty)),
         engine=PlainEngine(program, resident),
         choices={},
     )

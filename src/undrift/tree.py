@@ -42,6 +42,11 @@ def tree_to(tree: Tree, device: torch.device) -> Tree:
     return tree_map(leaf, tree)
 
 
+def tree_bytes(tree: Tree) -> int:
+    """What the tree's tensors take, on a disk or on a wire."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree))
+
+
 def tree_add(a: Tree, b: Tree) -> Tree:
     return tree_map(torch.add, a, b)
 

@@ -15,7 +15,7 @@ from undrift.method import Method
 from undrift.models.functional import Params
 from undrift.random import derive
 from undrift.roles import Batch, Plan
-from undrift.tree import Tree, tree_add, tree_map, tree_stack, tree_to
+from undrift.tree import Tree, tree_add, tree_bytes, tree_map, tree_stack, tree_to
 
 
 class Resident:
@@ -38,26 +38,40 @@ class Resident:
         return Batch(x, y, mask.to(self.dtype))
 
 
+KEPT_SHARE = 0.25
+"""The share of a GPU's memory that all clients' kept state may take before it moves to the host's."""
+
+
 class Kept:
     """What clients keep between rounds: a tree a part and client, only for those that have taken part.
 
-    Nothing is written before a round is accepted; `commit` then takes all of its clients' states at once.
+    Nothing is written before a round is accepted; `commit` then takes all of its clients' states at once. They lie
+    where they are used, or in the host's memory if those of all clients might take too much of a GPU's.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, device: torch.device, population: int) -> None:
         self.states: dict[int, dict[int, Tree]] = {i: {} for i, _ in method.overriding("keep")}
+        self.device, self.population = device, population
 
     def stack(self, method: Method, clients: np.ndarray, start: Params) -> list[Tree]:
         """These clients' states along a new first axis; what a newcomer has is what `keep` says."""
         found: list[Tree] = [() for _ in method.parts]
         for i, states in self.states.items():
-            fresh = tree_to(method.parts[i].keep(start), next(iter(start.values())).device)
-            found[i] = tree_stack([states.get(int(c), fresh) for c in clients])
+            fresh = tree_to(method.parts[i].keep(start), self.device)
+            found[i] = tree_stack([tree_to(states.get(int(c), fresh), self.device) for c in clients])
         return found
 
     def commit(self, new: dict[int, dict[int, Tree]]) -> None:
+        home = self._home(new)
         for i, states in new.items():
-            self.states[i] |= states
+            self.states[i] |= {client: tree_to(state, home) for client, state in states.items()}
+
+    def _home(self, new: dict[int, dict[int, Tree]]) -> torch.device:
+        if self.device.type == "cpu":
+            return self.device
+        one = sum(tree_bytes(next(iter(states.values()))) for states in new.values() if states)
+        room = KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+        return self.device if one * self.population <= room else torch.device("cpu")
 
 
 @dataclass(frozen=True)

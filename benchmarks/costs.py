@@ -1,0 +1,184 @@
+"""What each method costs beside FedAvg, measured, and the catalogue page that is made of it and of the docstrings.
+
+    python -m benchmarks.costs [--repeats 5] [--write docs/methods.md]
+
+Time is a whole round's on the digits MLP (20 clients, batch 10), bytes are those of the trees that really travel and
+stay, in multiples of the weights. Both sides run in one process, take turns, and the figure is the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import statistics
+from pathlib import Path
+
+import torch
+
+import undrift as ud
+from undrift.method import Part, as_method
+from undrift.setup import prepare
+from undrift.tree import tree_bytes, tree_map
+
+TE = "target=TemporalEnsemble(0.2)"
+METHODS: dict[str, list[str]] = {
+    "The base": ["FedAvg()"],
+    "Decaying learning rates": [
+        "TwoDLRD(window=10)",
+        "AllDecreasing(window=10)",
+        "AdditiveTuning(window=10)",
+        "FirstStepOnly(after=2)",
+    ],
+    "Server optimizers": [
+        "ServerSGD(momentum=0.9)",
+        "ServerAdam(lr=0.01)",
+        "ServerYogi(lr=0.01)",
+        "ServerAdagrad(lr=0.01)",
+    ],
+    "Four techniques": [
+        "SignAgreement(threshold=2)",
+        "Projection(radius=3)",
+        "GradientNoise(std=1e-4)",
+        "ServerTraining(lr=0.1)",
+    ],
+    "Neuron-wise rates and their baselines": [
+        "FedNLR()",
+        "FedProx(mu=0.01)",
+        "Scaffold()",
+        "FedNova()",
+        "FedDyn(alpha=0.1)",
+        "FedRS(alpha=0.5)",
+        "FedLC(tau=1)",
+        "CCVR()",
+    ],
+    "Better targets": [f"FedProx(mu=0.01, {TE})", "FedCurv(weight=1)", "FedCL(weight=1)", f"FedCL(weight=1, {TE})"],
+}
+LOCAL = ud.Local(epochs=1, batch_size=10, lr=0.1)
+ROUNDS = 60
+
+
+def data() -> ud.FederatedDataset:
+    return ud.load("digits", ud.IID(), clients=20, server_fraction=0.05)
+
+
+def seconds(method: str, held: ud.FederatedDataset) -> float:
+    history = ud.train("mlp", held, method, rounds=ROUNDS, local=LOCAL, evaluate_every=ROUNDS).history
+    return statistics.median(row["seconds"] for row in history[2:-1])  # the first trace, the last finishes
+
+
+def traffic(expression: str, held: ud.FederatedDataset) -> dict[str, float]:
+    """Bytes down, up and kept a client, and at the server, in multiples of the weights."""
+    options = {"loss": None, "metrics": None, "device": "cpu", "precision": "auto", "engine": "lanes", "lanes": None}
+    run = prepare("mlp", held, expression, rounds=1, local=LOCAL, participation=1.0, seed=0, **options)
+    with torch.no_grad():
+        method = run.method.bind(tree_map(lambda x: torch.tensor(x, dtype=torch.float64), run.method.numbers(0)))
+        states = method.start(run.model.start)
+        received = method.broadcast(run.model.start, states, run.server(0))
+        orders = run.orders(run.checked(method.plan(run.plan(0), states)), run.model.start, received)
+        outcome = run.engine.run(orders, run.kept)
+    weights = tree_bytes(run.model.start)
+    kept = sum(tree_bytes(next(iter(states.values()))) for states in outcome.kept.values())
+    return {
+        "down": 1 + tree_bytes(orders.shared["received"]) / weights,
+        "up": 1 + tree_bytes(outcome.sums) / weights,
+        "kept": kept / weights,
+        "server": tree_bytes(states) / weights,
+    }
+
+
+def contradictions(part: Part) -> list[str]:
+    """The methods that cannot stand beside this one, tried out."""
+    found = []
+    for expression in sorted({e for group in METHODS.values() for e in group}):
+        other = as_method(expression).parts[0]
+        if type(other) is not type(part) and type(other).__name__ not in found:
+            try:
+                part + other
+            except ud.UndriftError:
+                found.append(type(other).__name__)
+    return found
+
+
+def times(x: float) -> str:
+    return "–" if x < 0.005 else f"{x:.2f}"
+
+
+def page(rows: dict[str, dict[str, float]]) -> str:
+    """The catalogue, in Markdown."""
+    lines = [
+        "# The methods",
+        "",
+        "*Made by `python -m benchmarks.costs --write docs/methods.md` from the docstrings and from measurements.*",
+        "",
+        "Every method is FedAvg plus changes; they add up with `+`, and every number may be a schedule of the round.",
+        "",
+        "## What they cost",
+        "",
+        "In multiples of FedAvg's round, and of the weights' bytes: what a client gets and sends, what it keeps",
+        "between rounds, what the server keeps. Digits MLP, 20 clients, batch 10, one epoch, two CPU threads, "
+        f"torch {torch.__version__}.",
+        "",
+        "| method | round | down | up | client keeps | server keeps |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in rows.items():
+        cells = [f"{row['round']:.2f}", *(times(row[k]) for k in ("down", "up", "kept", "server"))]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines += ["", "CCVR's work comes once, after the last round, and is not in its figure; nor are its uploads then."]
+    told: set[type] = set()
+    for title, group in METHODS.items():
+        lines += ["", f"## {title}"]
+        for part in dict.fromkeys(type(as_method(e).parts[0]) for e in group):
+            if part in told:
+                continue
+            told.add(part)
+            lines += ["", f"### {part.__name__}", "", inspect.getdoc(part) or ""]
+            lines += ["", *numbers(part)]
+            example = next(as_method(e).parts[0] for e in group if e.startswith(part.__name__ + "("))
+            beside = contradictions(example)
+            if beside:
+                lines += ["", f"Not beside: {', '.join(beside)}."]
+    lines += [
+        "",
+        "### TemporalEnsemble",
+        "",
+        inspect.getdoc(ud.TemporalEnsemble) or "",
+        "",
+        *numbers(ud.TemporalEnsemble),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def numbers(part: type) -> list[str]:
+    found = []
+    for field in dataclasses.fields(part):
+        if "Number" in str(field.type):
+            default = "" if field.default is dataclasses.MISSING else f", by default {field.default}"
+            interval = getattr(part, "ranges", {}).get(field.name, "[0, inf)")
+            found.append(f"- `{field.name}` in {interval}{default}")
+        else:
+            found.append(
+                f"- `{field.name}`"
+                + ("" if field.default is dataclasses.MISSING else f", by default {field.default!r}")
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    held, rows = data(), {}
+    for expression in (e for group in METHODS.values() for e in group):
+        ratios = [seconds(expression, held) / seconds("FedAvg()", held) for _ in range(arguments.repeats)]
+        rows[expression] = {"round": statistics.median(ratios), **traffic(expression, held)}
+        print(f"{expression:50}" + "".join(f"{k} {v:6.2f}  " for k, v in rows[expression].items()), flush=True)
+    if arguments.write:
+        arguments.write.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
