@@ -174,3 +174,39 @@ def test_one_full_step_of_everyone_is_a_step_of_central_training(uneven):
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert distance(run.params, model.state_dict()) < 1e-12
+
+
+HOOKS = """start plan broadcast keep measure prepare logits gradient rate project update upload transform
+refine after""".split()  # noqa: SIM905
+RATES = ("TwoDLRD", "AllDecreasing", "AdditiveTuning", "FirstStepOnly", "FedNLR")
+FOR_HISTORY = {(name, hook) for name in RATES for hook in ("upload", "transform")} | {("FirstStepOnly", "start")}
+
+
+def overridden():
+    """Every hook of every method that the weights depend on."""
+    for name, (method, _) in (METHODS | {"FedNLR": WITH_NLR["FedNLR"]}).items():
+        kind = type(method)
+        idle = ("start", "broadcast", "after") if getattr(method, "target", "") is None and kind is not ud.FedCL else ()
+        for hook in HOOKS:
+            overrides = getattr(kind, hook) is not getattr(ud.Part, hook)
+            if overrides and hook not in idle and (kind.__name__, hook) not in FOR_HISTORY:
+                yield pytest.param(name, hook, id=f"{name}.{hook}")
+
+
+@pytest.mark.parametrize(("name", "hook"), list(overridden()))
+def test_a_disconnected_hook_is_noticed(uneven, name, hook, monkeypatch):
+    """Take any hook away from any method, and it no longer follows its equations."""
+    method, parts = (METHODS | WITH_NLR)[name]
+    local, rounds = ud.Local(epochs=2, batch_size=8, lr=0.4), 12
+    settings = {"rounds": rounds, "local": local, "participation": 3, "seed": SEED, "evaluate_every": rounds}
+    whole = ud.train(net(), uneven, method, engine="plain", **settings)
+    cohorts = [row["clients"] for row in whole.history]
+    scales = neuron_scales(uneven) if name == "FedNLR" else None
+    expected = simulate(net(), uneven, local, cohorts, parts, SEED, scales)
+    assert distance(whole.params, expected) < 1e-9
+    monkeypatch.setattr(type(method), hook, getattr(ud.Part, hook))
+    try:
+        broken = ud.train(net(), uneven, method, engine="plain", **settings)
+    except Exception:  # a hook that others stand on: noticed, too
+        return
+    assert distance(broken.params, expected) > 1e-9
