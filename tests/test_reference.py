@@ -186,7 +186,8 @@ def overridden():
     """Every hook of every method that the weights depend on."""
     for name, (method, _) in (METHODS | {"FedNLR": WITH_NLR["FedNLR"]}).items():
         kind = type(method)
-        idle = ("start", "broadcast", "after") if getattr(method, "target", "") is None and kind is not ud.FedCL else ()
+        idle = ("start", "after", *(["broadcast"] if kind is ud.FedProx else []))  # without a target of one's own
+        idle = idle if getattr(method, "target", "") is None else ()
         for hook in HOOKS:
             overrides = getattr(kind, hook) is not getattr(ud.Part, hook)
             if overrides and hook not in idle and (kind.__name__, hook) not in FOR_HISTORY:
