@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undrift.engine.packing import pack, stretches, utilisation
+from undrift.engine.packing import pack, stretches
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=25), st.integers(1, 12))
@@ -30,9 +29,3 @@ def test_every_step_of_every_client_is_taken_once_and_in_order(steps, lanes):
 def test_lanes_are_about_as_busy_as_can_be(steps, lanes):
     loads = [sum(steps[c] for c in queue) for queue in pack(np.array(steps), lanes)]
     assert max(loads) <= sum(steps) / lanes + max(steps)  # Graham's bound
-
-
-def test_utilisation():
-    assert utilisation(np.array([4, 4, 4, 4]), 4) == 1
-    assert utilisation(np.array([4, 1, 1, 1, 1]), 2) == 1
-    assert utilisation(np.array([4, 1]), 2) == pytest.approx(5 / 8)

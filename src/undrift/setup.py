@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +14,15 @@ import torch
 from torch import nn
 
 from undrift import models
+from undrift.checks import check_split, cohort_size_of, find_device, require, whole
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.choose import build, choose
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Resident, draw_up
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
-from undrift.errors import UndriftError
 from undrift.local import Local, cohort_batches
-from undrift.losses import Loss, Metric, cross_entropy, get_loss, get_metrics
+from undrift.losses import Loss, Metric, get_loss, get_metrics
 from undrift.method import Method, as_method
 from undrift.models.functional import Model, Params
 from undrift.random import Key, derive
@@ -70,10 +71,10 @@ class Setup:
         """The plan after the parts' own hooks, refused where no engine could carry it out."""
         steps = np.asarray(plan.steps)
         whole = steps.dtype.kind in "iu" and steps.shape == plan.clients.shape
-        _require(whole and steps.min() >= 1, "A part's plan must leave each client a whole number of steps from 1.")
+        require(whole and steps.min() >= 1, "A part's plan must leave each client a whole number of steps from 1.")
         for name in ("momentum", "weight_decay"):
             fine = not getattr(plan, name) or getattr(self.engine.program, name)
-            _require(fine, f"A part's plan sets {name}, which Local leaves at 0 in every round; set it there.")
+            require(fine, f"A part's plan sets {name}, which Local leaves at 0 in every round; set it there.")
         return replace(plan, steps=steps)
 
     def orders(self, plan: Plan, params: Params, received: list[Tree]) -> Orders:
@@ -112,19 +113,17 @@ def prepare(
 ) -> Setup:
     """Check every argument and choose what was left to us. Refuses with a sentence; touches nothing."""
     kind = type(data).__name__
-    _require(
-        isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}."
-    )
-    _require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
-    _require(_whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
-    _require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
+    require(isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}.")
+    require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
+    require(whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
+    require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
     precisions = ("auto", "tf32", "bfloat16")
-    _require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
-    fine = lanes is None or (_whole(lanes) and lanes >= 1)
-    _require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
+    require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
+    fine = lanes is None or (whole(lanes) and lanes >= 1)
+    require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
     method = as_method(method)
-    where = _device(device)
-    cohort_size = _cohort_size(participation, len(data.nonempty))
+    where = find_device(device)
+    cohort_size = cohort_size_of(participation, len(data.nonempty))
     local.check(data, rounds)
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
@@ -136,7 +135,7 @@ def prepare(
         classes = data.classes or (data.store["y"].shape[1] if data.store["y"].dim() > 1 else 1)
         model = models.get(model, classes=classes, shape=shape, seed=seed)
     kind = type(model).__name__
-    _require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
+    require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
     function = Model(model, where, precision)
     resident = Resident(data, where, function.exact)
     splits = {"clients'": Rows(data.store, data.index, data.take)}
@@ -144,7 +143,7 @@ def prepare(
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
     for whose, rows in splits.items():
-        _check_split(function, whose, rows, where, chosen_loss, chosen_metrics)
+        check_split(function, whose, rows, where, chosen_loss, chosen_metrics)
 
     for part in method.parts:
         part.check_model(function, rounds)
@@ -194,83 +193,10 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     try:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it, and cuBLAS reads it late
             torch.use_deterministic_algorithms(True)
         with torch.no_grad():
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
         torch.use_deterministic_algorithms(strict, warn_only=lenient)
-
-
-def _check_split(
-    model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
-) -> None:
-    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels."""
-    y = rows.store["y"]
-    if loss is cross_entropy:
-        sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
-        _require(not y.is_floating_point(), sentence + "or choose another loss.")
-    pair = rows.index[:1].repeat(2)
-    x, target = (t.to(device) for t in rows.take(rows.store, pair))
-    try:
-        output = model.examine(x)
-    except UndriftError:
-        raise
-    except Exception as error:  # whatever a user's forward pass may raise
-        raise UndriftError(
-            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}"
-        ) from error
-    if loss is cross_entropy:
-        outputs, taken = output.shape[-1], y[rows.index]
-        low, high = int(taken.min()), int(taken.max())
-        _require(
-            low >= 0 and high < outputs,
-            f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
-            f"labels must be from 0 to {outputs - 1}.",
-        )
-    for name, function in {"loss": loss, **metrics}.items():
-        shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"
-        try:
-            values = function(output, target)
-        except Exception as error:  # whatever a user's function may raise
-            raise UndriftError(f"The {name} does not take {shapes}: {error}") from error
-        for tensor in values if isinstance(values, tuple) else (values,):
-            fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
-            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            _require(
-                fine, f"The {name} must give one value a sample, shape (2,) for two samples, not {found}; got {shapes}."
-            )
-
-
-def _cohort_size(participation: Any, population: int) -> int:
-    number = _whole(participation) or isinstance(participation, float)
-    _require(number, f"participation must be a count (an int) or a fraction (a float), not {participation!r}.")
-    if _whole(participation):
-        _require(participation >= 1, f"participation must be at least 1 client, not {participation}.")
-        _require(
-            participation <= population,
-            f"participation asks for {participation} clients a round, but only {population} have data.",
-        )
-        return int(participation)
-    _require(0 < participation <= 1, f"participation as a fraction must be in (0, 1], not {participation}.")
-    return max(1, int(participation * population + 0.5))
-
-
-def _device(device: Any) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise UndriftError(
-            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); leave it out to choose by itself."
-        ) from error
-
-
-def _whole(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
-
-
-def _require(fine: bool, sentence: str) -> None:
-    if not fine:
-        raise UndriftError(sentence)

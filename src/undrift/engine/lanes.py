@@ -26,8 +26,6 @@ from undrift.tree import Tree, tree_add, tree_expand, tree_leaves, tree_map, tre
 
 
 class LanesEngine:
-    name = "lanes"
-
     def __init__(self, program: Program, data: Resident, lanes: int) -> None:
         self.program, self.data, self.lanes = program, data, lanes
         self.step, self.start, self.conclude = Traced(self._step), Traced(self._start), Traced(self._conclude)

@@ -58,9 +58,3 @@ def stretches(steps: np.ndarray, lanes: int) -> Iterator[Stretch]:
         yield Stretch(
             begins, rows, clients.copy(), [(lane, int(clients[lane])) for lane in np.flatnonzero(ended).tolist()]
         )
-
-
-def utilisation(steps: np.ndarray, lanes: int) -> float:
-    """The share of the lanes' steps that train a client."""
-    longest = max(int(steps[queue].sum()) for queue in pack(steps, lanes))
-    return float(steps.sum() / (longest * lanes))

@@ -21,8 +21,6 @@ MEASURE_BATCH = 256
 
 
 class PlainEngine:
-    name = "plain"
-
     def __init__(self, program: Program, data: Resident) -> None:
         self.program, self.data = program, data
 

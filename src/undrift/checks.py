@@ -1,0 +1,87 @@
+"""What a run's arguments must be: each refusal is a sentence that says what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from undrift.data.dataset import Rows
+from undrift.errors import UndriftError
+from undrift.losses import Loss, Metric, cross_entropy
+from undrift.models.functional import Model
+
+
+def check_split(
+    model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
+) -> None:
+    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels."""
+    y = rows.store["y"]
+    if loss is cross_entropy:
+        sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
+        require(not y.is_floating_point(), sentence + "or choose another loss.")
+    pair = rows.index[:1].repeat(2)
+    x, target = (t.to(device) for t in rows.take(rows.store, pair))
+    try:
+        output = model.examine(x)
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a user's forward pass may raise
+        raise UndriftError(
+            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}"
+        ) from error
+    if loss is cross_entropy:
+        outputs, taken = output.shape[-1], y[rows.index]
+        low, high = int(taken.min()), int(taken.max())
+        require(
+            low >= 0 and high < outputs,
+            f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
+            f"labels must be from 0 to {outputs - 1}.",
+        )
+    for name, function in {"loss": loss, **metrics}.items():
+        shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"
+        try:
+            values = function(output, target)
+        except Exception as error:  # whatever a user's function may raise
+            raise UndriftError(f"The {name} does not take {shapes}: {error}") from error
+        for tensor in values if isinstance(values, tuple) else (values,):
+            fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            require(
+                fine, f"The {name} must give one value a sample, shape (2,) for two samples, not {found}; got {shapes}."
+            )
+
+
+def cohort_size_of(participation: Any, population: int) -> int:
+    number = whole(participation) or isinstance(participation, float)
+    require(number, f"participation must be a count (an int) or a fraction (a float), not {participation!r}.")
+    if whole(participation):
+        require(participation >= 1, f"participation must be at least 1 client, not {participation}.")
+        require(
+            participation <= population,
+            f"participation asks for {participation} clients a round, but only {population} have data.",
+        )
+        return int(participation)
+    require(0 < participation <= 1, f"participation as a fraction must be in (0, 1], not {participation}.")
+    return max(1, int(participation * population + 0.5))
+
+
+def find_device(device: Any) -> torch.device:
+    if device is None or device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UndriftError(
+            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); leave it out to choose by itself."
+        ) from error
+
+
+def whole(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def require(fine: bool, sentence: str) -> None:
+    if not fine:
+        raise UndriftError(sentence)
