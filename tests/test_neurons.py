@@ -73,7 +73,7 @@ def test_layers_are_found_with_the_parameters_their_neurons_own():
     assert [(layer.name, layer.width) for layer in model.layers] == [
         ("first", 4), ("second", 4), ("shrink", 4), ("hidden", 5), ("head", 3),
     ]  # fmt: skip
-    owned = {layer.name: [name for name, _, _ in layer.params] for layer in model.layers}
+    owned = {layer.name: list(layer.params) for layer in model.layers}
     assert owned["first"] == ["first.weight", "first.bias", "norm.weight", "norm.bias"]
     assert owned["second"] == ["second.weight", "group.weight", "group.bias"]
     assert owned["hidden"] == ["hidden.weight", "hidden.bias"]  # a layer norm's pair has scale 1
@@ -103,9 +103,8 @@ def test_recurrent_units_own_a_row_in_every_gate(kind, gates):
     module, x = Reader(), torch.randn(7, 6)
     model = examined(module, x)
     assert [layer.name for layer in model.layers] == ["cell[0]", "cell[1]", "head"]
-    assert model.layers[1].params == tuple(
-        (f"cell.{n}_l1", 0, gates) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    )
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    assert model.layers[1].params == {f"cell.{n}_l1": (0, gates) for n in names}
     alone = kind(2, 5, batch_first=True)
     alone.load_state_dict(
         {n: getattr(module.cell, n) for n in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")}
@@ -214,5 +213,137 @@ def test_ccvr_is_the_same_on_both_engines_and_helps_a_biased_classifier(uneven):
 
 def test_ccvr_refuses_what_has_no_classifier():
     model = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 4, 1), nn.Flatten()).double()
-    with pytest.raises(ud.UndriftError, match="last linear layer"):
+    with pytest.raises(ud.UndriftError, match="must end with a trainable linear one"):
         ud.train(model, make_clients([5]), ud.CCVR(), rounds=1, local=ud.Local(steps=1, lr=0.1))
+
+
+class Odd(nn.Module):
+    """A forward pass given as a function of the module, over two layers `a` and `b` and a head."""
+
+    def __init__(self, forward, a, b=None, head=None):
+        super().__init__()
+        self.a, self.b, self.head, self.run = a, b, head or nn.Identity(), forward
+
+    def forward(self, x):
+        return self.head(self.run(self, x))
+
+
+def activations(forward, a, b=None, head=None, x=None):
+    torch.manual_seed(1)
+    module = Odd(forward, a, b, head).eval()
+    x = torch.randn(5, 6) if x is None else x
+    model = examined(module, x)
+    assert model.layers  # found from the sample, before anything is read
+    return module, x, model, model.activations(model.start, x)
+
+
+def test_neurons_of_sequences_lie_along_the_last_axis_whatever_the_lengths():
+    for after in (lambda m, x: F.relu(m.a(x)).mean(1), lambda m, x: F.relu(m.a(x).flatten(1)).view(5, 4, 4).mean(1)):
+        module, x, _, found = activations(after, nn.Linear(3, 4), head=nn.Linear(4, 2), x=torch.randn(5, 4, 3))
+        assert torch.allclose(found["a"], F.relu(module.a(x)).mean(1))  # four steps of four neurons
+
+
+def test_moved_or_joined_channels_are_read_before_they_move():
+    def forward(m, x):
+        return F.relu(torch.cat([m.a(x), m.b(x)], 1)).mean(1, keepdim=True)
+
+    module, x, _, found = activations(forward, nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(1, 2))
+    assert torch.allclose(found["a"], module.a(x)) and torch.allclose(found["b"], module.b(x))
+
+
+def test_clamp_is_a_rectifier_and_the_last_layer_is_always_raw():
+    module, x, _, found = activations(
+        lambda m, x: torch.sigmoid(m.b(m.a(x).clamp(min=0))), nn.Linear(6, 3), nn.Linear(3, 2)
+    )
+    assert torch.allclose(found["a"], module.a(x).clamp(min=0))
+    assert torch.allclose(found["b"], module.b(module.a(x).clamp(min=0)))
+
+
+def test_a_norm_after_the_non_linearity_and_one_called_twice_take_the_scale_once():
+    _, _, model, _ = activations(lambda m, x: m.b(F.relu(m.a(x))), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert list(model.layers[0].params) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    twice = lambda m, x: F.relu(m.b(m.a(F.relu(m.b(m.a(x))))))  # noqa: E731
+    _, _, model, _ = activations(twice, nn.Linear(6, 6), nn.GroupNorm(2, 6), nn.Linear(6, 2))
+    assert list(model.layers[0].params) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+
+
+def test_two_weights_of_one_module_are_two_layers():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w2 = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return F.linear(F.relu(F.linear(x, self.w1)), self.w2)
+
+    assert [layer.name for layer in examined(Two(), torch.randn(5, 6)).layers] == ["w1", "w2"]
+
+
+def test_what_fednlr_cannot_see_is_said(caplog):
+    data, local = make_clients([8, 8], torch.float32), ud.Local(steps=1, lr=0.1)
+
+    class Bare(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.w, self.linear = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 4) if linear else nn.Identity()
+
+        def forward(self, x):
+            return self.linear(x @ self.w)
+
+    with pytest.raises(ud.UndriftError, match="found no linear, convolution or recurrent layer"):
+        ud.train(Bare(False), data, ud.FedNLR(), rounds=1, local=local)
+    ud.train(Bare(True), data, ud.FedNLR(), rounds=1, local=local)
+    assert "FedNLR leaves w at scale 1" in caplog.text
+    first = Odd(lambda m, x: m.a(x.view(-1, 3, 2).transpose(0, 1)).mean(0), nn.Linear(2, 4))
+    with pytest.raises(ud.UndriftError, match="Layer 'a' of the model does not have the samples along its first axis"):
+        ud.train(first, data, ud.FedNLR(), rounds=1, local=local)
+    ud.train(first, data, rounds=1, local=local)  # without FedNLR nobody minds
+
+
+@pytest.mark.parametrize("method", [ud.FedCurv(weight=1.0), ud.FedCL(weight=1.0), ud.ServerTraining(lr=0.1)])
+def test_methods_that_differentiate_work_on_models_that_do_not_vmap(method):
+    from tests.test_engines import Branching, Normed, Recurrent
+
+    for module in (Branching, Normed, Recurrent):
+        data, local = make_clients([12, 8, 20]), ud.Local(epochs=1, batch_size=8, lr=0.1)
+        run = ud.train(module(), data, method, rounds=3, local=local)
+        assert run.choices["engine"] == "plain"
+        assert distance(run.params, ud.train(module(), data, rounds=3, local=local).params) > 1e-6
+
+
+def test_attention_without_dropout_trains():
+    layer = nn.TransformerEncoderLayer(2, 1, 8, dropout=0.0, batch_first=True)
+    model = Odd(lambda m, x: m.a(x.view(-1, 3, 2)).mean(1), layer, head=nn.Linear(2, 4))
+    assert ud.train(model, make_clients([8, 8], torch.float32), rounds=1, local=ud.Local(steps=1, lr=0.1)).history
+
+
+def test_ccvr_takes_a_frozen_bias_and_refuses_a_norm_after_the_head():
+    data, local = make_clients([12, 9, 15], torch.float32), ud.Local(steps=1, lr=0.1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    model[2].bias.requires_grad_(False)
+    run = ud.train(model, data, ud.CCVR(), rounds=1, local=local)
+    assert torch.equal(run.model[2].bias, model[2].bias) and not torch.equal(run.model[2].weight, model[2].weight)
+    with pytest.raises(ud.UndriftError, match="must end with a trainable linear one"):
+        ud.train(nn.Sequential(*model, nn.LayerNorm(4)), data, ud.CCVR(), rounds=1, local=local)
+
+
+def test_ccvr_covariances_keep_their_digits_in_float32():
+    x = (100 + 0.01 * torch.randn(500, 4)).float()
+    data = ud.FederatedDataset.from_clients([(x, torch.zeros(500).long())])
+    seen = {}
+
+    class Spy(ud.CCVR):
+        def virtual(self, sums, server):
+            seen["x"] = super().virtual(sums, server)[0]
+            return super().virtual(sums, server)
+
+    from dataclasses import dataclass
+
+    ud.train(
+        nn.Linear(4, 2),
+        data,
+        dataclass(frozen=True)(Spy)(samples_per_class=5000),
+        rounds=1,
+        local=ud.Local(steps=1, lr=0.0),
+    )
+    assert torch.allclose(seen["x"].double().std(0), x.double().std(0), rtol=0.05)

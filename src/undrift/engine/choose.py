@@ -56,7 +56,8 @@ def choose(
     engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
 ) -> Choice:
     """The engine for a run whose rounds look like `orders`; `steps` are all non-empty clients', `width` a batch's."""
-    blocked = obstacle(program.model) or (_vmap_failure(program, data, orders) if engine != "plain" else None)
+    blocked = obstacle(program.model) or _vmap_failure(program, data, orders)
+    program.model.vmaps = blocked is None
     if engine == "lanes" and blocked:
         raise UndriftError(f'engine="lanes" cannot train this model: {blocked}. Use engine="plain" or "auto".')
     if engine == "plain":

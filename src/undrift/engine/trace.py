@@ -56,8 +56,8 @@ class Traced:
             raise
         except Exception as error:  # whatever a user's model or hook may raise
             raise UndriftError(
-                f"The lanes engine cannot trace the model or one of the method's hooks: {error} A hook must be tensor "
-                'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.'
+                f"The lanes engine cannot run the model or one of the method's hooks: {error} (A hook must be tensor "
+                'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.)'
             ) from error
         return _without_idle_views(program), shape[-1]
 

@@ -47,32 +47,34 @@ class CCVR(Part):
             raise UndriftError("CCVR needs labels that are classes: one whole number a sample.")
 
     def check_model(self, model: Model, rounds: int) -> None:
-        last = model.layers[-1] if model.layers else None
-        if last is None or last.params[0][0] not in model.start or model.start[last.params[0][0]].dim() != 2:
-            raise UndriftError(
-                "CCVR retrains the last linear layer, but the model's last layer is no trainable linear one."
-            )
+        if not _ends_with(model, *classifier(model)):
+            raise UndriftError("CCVR retrains the last layer, so the model must end with a trainable linear one.")
 
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
-        features = client.model.features(params, batch.x).to(batch.mask.dtype)
-        member = (batch.y[:, None] == torch.arange(client.model.outputs, device=batch.y.device)) * batch.mask[:, None]
+        # In float64: a covariance is a small difference of large sums.
+        features = client.model.features(params, batch.x).double()
+        classes = torch.arange(client.model.outputs, device=batch.y.device)
+        member = (batch.y[:, None] == classes) * batch.mask[:, None].double()
         outer = torch.einsum("bc,bd,be->cde", member, features, features)
         return {"n": member.sum(0), "sum": member.T @ features, "outer": outer}
 
     def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
         x, y = self.virtual(totals.sums, server)
-        names = [name for name, _, _ in server.model.layers[-1].params]
-        head = {name: params[name] for name in names}
+        layer = server.model.layers[-1]
+        head = {"weight": params[layer.weight]}
+        _, bias = classifier(server.model)
+        rest: dict[str, Any] = {"bias": bias}
+        if layer.bias in params:
+            head["bias"], rest = params[layer.bias], {}
 
         def loss(head: Tree, rows: Tensor) -> Tensor:
-            z = torch.nn.functional.linear(x[rows], *[head[name].to(x.dtype) for name in names])
-            return cross_entropy(z, y[rows]).mean()
+            return cross_entropy(torch.nn.functional.linear(x[rows], **head, **rest), y[rows]).mean()
 
         for epoch in range(self.epochs):
             order = torch.argsort(bits(server.key.stream_at(1 + epoch), len(x)), stable=True)
             for rows in order.split(self.batch_size):
                 head = tree_map(lambda w, g: w - self.lr * g, head, grad(loss)(head, rows))
-        return {**params, **head}
+        return {**params, **{getattr(layer, kind): w for kind, w in head.items()}}
 
     def virtual(self, sums: Tree, server: Server) -> tuple[Tensor, Tensor]:
         """Features drawn from each class's Gaussian, and their classes."""
@@ -85,4 +87,25 @@ class CCVR(Part):
         drawn = normal(server.key, (len(n), self.samples_per_class, mean.shape[1]), mean.dtype)
         x = mean[:, None] + drawn @ root.transpose(1, 2)
         held = torch.nonzero(n > 0).flatten()
-        return x[held].flatten(0, 1), held.repeat_interleave(self.samples_per_class)
+        return x[held].flatten(0, 1).to(server.model.dtype), held.repeat_interleave(self.samples_per_class)
+
+
+def classifier(model: Model) -> tuple[Tensor | None, Tensor | None]:
+    """The last layer's weight, if it is a trainable linear one, and its bias, frozen or not."""
+    if not model.layers:
+        return None, None
+    layer, everything = model.layers[-1], dict(model.module.named_parameters())
+    weight = model.start.get(layer.weight)
+    return weight if weight is not None and weight.dim() == 2 else None, everything.get(layer.bias)
+
+
+def _ends_with(model: Model, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the model's outputs are this layer's, or their log-softmax, tried on a sample."""
+    assert model.sample is not None
+    with torch.no_grad():
+        features, output = model.features(model.start, model.sample), model(model.start, model.sample)
+        if weight is None or features.dim() != 2:
+            return False
+        z = torch.nn.functional.linear(features.to(weight.dtype), weight, bias)
+    alike = z.shape == output.shape
+    return alike and any(torch.allclose(o, output, rtol=1e-2, atol=1e-2) for o in (z, torch.log_softmax(z, -1)))

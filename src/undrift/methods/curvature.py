@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad, vmap
 
 from undrift.errors import UndriftError
@@ -20,7 +20,7 @@ from undrift.methods.temporal import Targeted, TemporalEnsemble
 from undrift.models.functional import Model
 from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
-from undrift.tree import Tree, tree_add, tree_map, tree_stack, tree_zeros
+from undrift.tree import Tree, tree_add, tree_map, tree_zeros
 
 ELEMENTS = 2**26
 """How many numbers the per-sample gradients of one chunk may have."""
@@ -33,13 +33,25 @@ def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], pa
         g = grad(lambda p: loss(model(p, x[None]), y[None]).sum())(params)
         return tree_map(lambda g: g.square() * real, g)
 
+    if not model.vmaps:
+        return _row_by_row(model, loss, params, batch)
     rows = max(1, ELEMENTS // sum(w.numel() for w in params.values()))
-    loops = any(isinstance(layer, nn.RNNBase) for layer in model.module.modules())  # they have no vmap rule
     total = None
     for chunk in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
-        each = tree_stack([one(*row) for row in zip(*chunk, strict=True)]) if loops else vmap(one)(*chunk)
-        sums = tree_map(lambda f: f.sum(0), each)
+        sums = tree_map(lambda f: f.sum(0), vmap(one)(*chunk))
         total = sums if total is None else tree_add(total, sums)
+    return total
+
+
+def _row_by_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
+    """The same with ordinary autograd, for models that vmap refuses."""
+    total = tree_zeros(params)
+    for x, y, real in zip(batch.x.split(1), batch.y.split(1), batch.mask, strict=True):
+        with torch.enable_grad():
+            leaves = {n: w.detach().requires_grad_() for n, w in params.items()}
+            value = loss(model(leaves, x), y).sum()
+            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        total = tree_map(lambda t, g, real=real: t + g.square() * real, total, dict(zip(params, found, strict=True)))
     return total
 
 

@@ -22,7 +22,7 @@ from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
 
 @dataclass(frozen=True)
 class StepRates(Part):
-    """What all four share: a rate by local step, and the cohort's mean rates of the first four steps in the history."""
+    """What all four share: a rate by local step, and in the history the first four, averaged over who took them."""
 
     def start(self, params: Tree) -> Tree:
         return {"rates": torch.zeros(4, dtype=torch.float64)}
@@ -30,10 +30,11 @@ class StepRates(Part):
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         steps = torch.arange(4, device=client.steps.device)
         rates = torch.stack([torch.as_tensor(self.rate(k, client)) * client.lr for k in steps.unbind()])
-        return {"rates": torch.where(steps < client.steps, rates, 0.0)}, client.kept
+        taken = steps < client.steps
+        return {"rates": torch.where(taken, rates, 0.0), "taken": taken}, client.kept
 
     def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return update, {**state, "rates": totals.sums["rates"] / totals.size}
+        return update, {**state, "rates": totals.sums["rates"] / totals.sums["taken"].clamp(min=1)}
 
     def history(self, state: Tree) -> dict[str, Any]:
         return {"rates": state["rates"].tolist()}

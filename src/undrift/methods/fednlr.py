@@ -10,6 +10,8 @@ for layer l of L with M_l neurons. Everything that steps a neuron's incoming wei
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +27,8 @@ from undrift.roles import Batch, Client, Totals
 from undrift.schedule import Number, value
 from undrift.tree import Tree, tree_map
 
+log = logging.getLogger("undrift")
+
 
 @dataclass(frozen=True)
 class FedNLR(Part):
@@ -36,7 +40,7 @@ class FedNLR(Part):
     ratio: Number | None = None
 
     measures: ClassVar[str | None] = "before"
-    ranges: ClassVar[dict[str, str]] = {"ratio": "[1, inf)"}
+    ranges: ClassVar[dict[str, str]] = {"ratio": "[1, inf)"} | dict.fromkeys(("base", "depth", "width"), "(-inf, inf)")
 
     def ratios(self, layers: list[Layer]) -> dict[str, Any]:
         """μ_l by layer."""
@@ -51,6 +55,9 @@ class FedNLR(Part):
         }
 
     def check_model(self, model: Model, rounds: int) -> None:
+        if not model.layers:
+            raise UndriftError("FedNLR found no linear, convolution or recurrent layer in the model's forward pass.")
+        _say_what_is_left_out(model)
         if isinstance(self.ratio, dict) and (strange := self.ratio.keys() - {layer.name for layer in model.layers}):
             raise unknown("layer", min(strange), [layer.name for layer in model.layers])
         for t in range(rounds if any(callable(n) for n in (self.base, self.depth, self.width)) else 1):
@@ -71,7 +78,7 @@ class FedNLR(Part):
         ratios = self.ratios(client.model.layers)
         for layer in client.model.layers:
             s, temperatures[layer.name] = neuron_scales(client.measured[layer.name] / client.n, ratios[layer.name])
-            for name, axis, gates in layer.params:
+            for name, (axis, gates) in layer.params.items():
                 if name in scales:  # frozen ones have no rate
                     shape = [-1 if a == axis else 1 for a in range(scales[name].dim())]
                     scales[name] = scales[name] * s.repeat(gates).reshape(shape).to(scales[name].dtype)
@@ -92,13 +99,20 @@ class FedNLR(Part):
 
 
 def neuron_scales(h: Tensor, ratio: Any) -> tuple[Tensor, Tensor]:
-    """`M·softmax(h/T)` and `T = (max h − min h)/ln μ`; exactly 1 where all averages are equal or μ is 1."""
+    """`M·softmax(h/T)` and `T = (max h − min h)/ln μ`; exactly 1, and T 0, where all averages are equal or μ is 1."""
     log_ratio = torch.log(torch.as_tensor(ratio, dtype=torch.float64, device=h.device))
     spread = h.max() - h.min()
     flat = (spread <= 0) | (log_ratio <= 0)
-    temperature = torch.where(flat, torch.inf, spread / torch.where(flat, 1.0, log_ratio))
-    s = len(h) * torch.softmax(h / torch.where(flat, 1.0, temperature), 0)
+    temperature = torch.where(flat, 0.0, spread / torch.where(flat, 1.0, log_ratio))
+    s = len(h) * torch.softmax((h - h.max()) / torch.where(flat, 1.0, temperature), 0)
     return torch.where(flat, 1.0, s), temperature
+
+
+def _say_what_is_left_out(model: Model) -> None:
+    owned = {name for layer in model.layers for name in layer.params}
+    tables = {f"{n}.weight".lstrip(".") for n, m in model.module.named_modules() if isinstance(m, nn.Embedding)}
+    if rest := [n for n, w in model.start.items() if w.dim() > 1 and n not in owned | tables]:
+        log.warning("FedNLR leaves %s at scale 1: no layer that it knows owns them", ", ".join(rest))
 
 
 def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int, int]]:
@@ -106,7 +120,7 @@ def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int,
 
     A neuron is bound to class c if its smallest activation over c's samples exceeds its largest over all others.
     """
-    function = Model(model, x.device)
+    function = Model(copy.deepcopy(model).requires_grad_(True), x.device)
     with torch.no_grad():
         found = function.activations(function.start, x)
     bound: dict[str, dict[int, int]] = {}

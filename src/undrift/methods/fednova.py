@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from undrift.method import Part
 from undrift.roles import Client, Totals
 from undrift.tree import Tree, tree_map
@@ -14,13 +16,14 @@ from undrift.tree import Tree, tree_map
 class FedNova(Part):
     """`dᵢ = Δᵢ/aᵢ`, `w ← w + (Σ pᵢaᵢ)·Σ pᵢdᵢ`.
 
-    `aᵢ` is the work behind Δᵢ: its steps for plain SGD, more with momentum, less where rates decay.
+    `aᵢ` is the work behind Δᵢ: its steps for plain SGD, more with momentum, less where rates decay; elementwise where
+    a part's rates differ by neuron.
     """
 
     contradicts: ClassVar[tuple[str, ...]] = ("FedDyn",)
 
     def update(self, delta: Tree, client: Client) -> Tree:
-        return tree_map(lambda d, a: d / a, delta, client.work)
+        return tree_map(lambda d, a: d / torch.where(a > 0, a, 1.0), delta, client.work)  # no work, no update
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         return tree_map(lambda a: client.weight * a, client.work), client.kept

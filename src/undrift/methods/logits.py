@@ -21,6 +21,11 @@ class ByClass(Part):
         if data.labels is None:
             raise UndriftError(f"{type(self).__name__} needs labels that are classes: one whole number a sample.")
 
+    def known(self, counts: Tensor, z: Tensor) -> Tensor:
+        if counts.shape[-1] != z.shape[-1]:
+            raise UndriftError(f"{type(self).__name__} needs a model with an output for every class.")
+        return counts
+
 
 @dataclass(frozen=True)
 class FedRS(ByClass):
@@ -31,7 +36,7 @@ class FedRS(ByClass):
     ranges: ClassVar[dict[str, str]] = {"alpha": "[0, 1]"}
 
     def logits(self, z: Tensor, client: Client) -> Tensor:
-        return torch.where(client.label_counts > 0, z, self.alpha * z)
+        return torch.where(self.known(client.label_counts, z) > 0, z, self.alpha * z)
 
 
 @dataclass(frozen=True)
@@ -41,5 +46,5 @@ class FedLC(ByClass):
     tau: Number
 
     def logits(self, z: Tensor, client: Client) -> Tensor:
-        margin = client.label_counts.to(z.dtype).clamp(min=1e-8) ** -0.25
-        return z - self.tau * margin
+        margin = client.label_counts.to(client.n.dtype).clamp(min=1e-8) ** -0.25  # 1e-8 is nothing in float16
+        return z - (self.tau * self.known(margin, z)).to(z.dtype)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.func import grad
 
 from undrift.errors import UndriftError
 from undrift.method import Part
-from undrift.random import Key, bits, normal
+from undrift.random import bits, normal
 from undrift.roles import Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
@@ -89,15 +88,20 @@ class ServerTraining(Part):
     def refine(self, params: Tree, server: Server) -> Tree:
         assert server.data is not None
         x, y = server.data
+        statistics = tree_map(torch.clone, server.model.tracked)
         for epoch in range(self.epochs):
             # Fresh permutations, like a client's; this part's second half of streams shuffles, the first is dropout's.
             order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(x)), stable=True)
             for step, rows in enumerate(order.split(self.batch_size or len(x))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
 
-                def loss(params: Tree, rows: torch.Tensor = rows, key: Key = key) -> torch.Tensor:
-                    return server.loss(server.model.train(params, x[rows], key), y[rows]).mean()
-
-                g = grad(loss)(params)
+                with torch.enable_grad():
+                    leaves = {n: w.detach().requires_grad_() for n, w in params.items()}
+                    z = server.model.train(leaves, x[rows], key, statistics)
+                    found = torch.autograd.grad(
+                        server.loss(z, y[rows]).mean(), list(leaves.values()), allow_unused=True, materialize_grads=True
+                    )
+                g = dict(zip(params, found, strict=True))
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)
+        server.model.track(statistics)
         return params

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +45,23 @@ class Model:
         self.norms = _of_norms(self.module)
         self.outputs = 0
         self.tracked: Params = {}
-        self.layers: list[Layer] = []
+        self.vmaps = True
+        """Whether the model runs under vmap; the choice of an engine finds out."""
+        self.sample: Tensor | None = None
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """The model's layers in the order of the forward pass."""
+        assert self.sample is not None
+        with torch.no_grad():
+            seen = self.watch(self.start, self.sample)
+        for call in seen.calls:
+            if len(call.raw) != len(self.sample):
+                raise UndriftError(
+                    f"Layer {call.layer.name!r} of the model does not have the samples along its first axis, so its "
+                    "neurons' activations cannot be told; put the batch first (batch_first=True)."
+                )
+        return seen.layers()
 
     def examine(self, x: Tensor) -> Tensor:
         """Run the model once on `x` in each mode, on a copy: refuses draws that no key governs, finds what it tracks.
@@ -70,8 +87,7 @@ class Model:
             if not torch.equal(values[name], after):
                 self.tracked[name] = self.module.get_buffer(name)
         self.outputs = output.shape[-1] if output.dim() > 1 else 0
-        with torch.no_grad():
-            self.layers = twin.watch(twin.start, x).layers()
+        self.sample = x
         return output
 
     def __call__(self, params: Params, x: Tensor) -> Tensor:
@@ -158,7 +174,9 @@ class RefuseDraws(TorchDispatchMode):
 
 def _idle(func: Any, args: Any, kwargs: Any) -> bool:
     """Operations that could draw but do not: attention and recurrent kernels with dropout 0 or out of training."""
-    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    schema = func._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named |= {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
     chance = next((named[name] for name in ("dropout_p", "dropout", "p") if name in named), None)
     return chance == 0 or named.get("train") is False or named.get("training") is False
 

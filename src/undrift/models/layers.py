@@ -1,13 +1,14 @@
 """What a model's neurons do, found by watching its forward pass: no layer needs to be named or wrapped.
 
 A layer is a call of a linear, convolution or recurrent function with one of the model's own weights. Its neurons'
-activations are read after the first non-linearity that its output reaches, additions and norms in between included,
-or, where it reaches none, from the output itself. Functional calls (`F.relu`) are seen like modules.
+activations are read after the first non-linearity that its output reaches, with additions, norms and pooling in
+between, or, where it reaches none before its channels are moved or joined with others', from the output itself. The
+last layer's are always its raw outputs. Functional calls (`F.relu`) are seen like modules.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ RECURRENT = {"gru": 3, "lstm": 4, "rnn_tanh": 1, "rnn_relu": 1}
 NORMS = ("batch_norm", "instance_norm", "group_norm")
 NONLINEAR = frozenset(
     """relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid logsigmoid tanh hardtanh hardswish
-    hardsigmoid softplus softsign hardshrink softshrink tanhshrink threshold""".split()  # noqa: SIM905
+    hardsigmoid softplus softsign hardshrink softshrink tanhshrink threshold clamp clamp_min maximum""".split()  # noqa: SIM905
 )
+MOVES = frozenset("cat concat concatenate stack permute transpose movedim moveaxis swapaxes swapdims".split())  # noqa: SIM905
+"""After these, a channel is no longer where its layer put it."""
+
+Owned = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,12 @@ class Layer:
     """A layer's neurons and the parameters that each of them owns."""
 
     name: str
-    """The module's name: a parameter's without its last word."""
+    """The module's name; the weight's own, where that is not called `weight`."""
     width: int
-    params: tuple[tuple[str, int, int], ...]
-    """(parameter, the axis its neurons lie along, how many times over): a recurrent unit owns a row in every gate."""
+    params: Owned
+    """By parameter: the axis of its neurons, and how many times over (a recurrent unit has a row in every gate)."""
+    weight: str = ""
+    bias: str = ""
 
 
 @dataclass
@@ -43,8 +50,28 @@ class Call:
 
     layer: Layer
     input: Tensor
+    output: Tensor
+    channels_last: bool
+    raw: Tensor
     values: Tensor
     settled: bool = False
+
+    def settle(self, out: Tensor) -> None:
+        """The first non-linearity that a layer's output reaches has its activations."""
+        values = self.read(out)
+        if not self.settled and values is not None:
+            self.values, self.settled = values, True
+
+    def read(self, out: Tensor) -> Tensor | None:
+        """Samples × neurons, averaged over positions, of what an output has become: itself, pooled or flattened."""
+        shape = self.output.shape
+        pooled = not self.channels_last and out.dim() == len(shape) and out.shape[:2] == shape[:2]
+        if out.shape != shape and not pooled:
+            if out.dim() != 2 or out.shape[0] != shape[0] or out.numel() != self.output.numel():
+                return None
+            out = out.reshape(shape)
+        out = out.movedim(-1, 1) if self.channels_last else out
+        return out.flatten(2).mean(2) if out.dim() > 2 else out
 
 
 class Watch(TorchFunctionMode):
@@ -54,86 +81,92 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.names: dict[int, str] = {}
         self.calls: list[Call] = []
-        self.norms: dict[str, tuple[tuple[str, int, int], ...]] = {}
-        self.sources: dict[int, tuple[Tensor, list[Call]]] = {}  # the tensor is held, or its id would be used again
+        self.norms: dict[str, str] = {}
+        """The affine parameters of norms, each with the layer whose channels it scales."""
+        # What each tensor comes from: calls still on the way to a non-linearity, and the layer whose channels it has.
+        # The tensor is held with them, or its id would be used again.
+        self.sources: dict[int, tuple[Tensor, list[Call], Call | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").rstrip("_")
-        if name in RECURRENT and len(args) == 9 and not args[7]:
-            return self._recurrent(func, name, args)
+        if name in RECURRENT and len(args) == 9 and isinstance(args[2], list | tuple) and not args[7]:
+            self._recurrent(func, name, args)
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor | tuple | list):
             return out
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if (name == "linear" or name in CONVOLUTIONS) and id(weight) in self.names:
+        layer = name == "linear" or name in CONVOLUTIONS
+        if layer and id(weight) in self.names and isinstance(out, Tensor) and out.dim() > 1:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             self._layer(name, args[0] if args else kwargs["input"], weight, bias, out)
             return out
-        calls = [call for t in pytree.tree_leaves((args, kwargs)) for call in self.sources.get(id(t), (None, []))[1]]
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        known = [self.sources[id(t)] for t in tensors if id(t) in self.sources]
+        calls = [call for _, found, _ in known for call in found]
+        owner = next((call for _, _, call in known if call), None)
         if name in NONLINEAR:
             for call in calls:
-                _settle(call, out)
+                call.settle(pytree.tree_leaves(out)[0])
             calls = []
-        elif name in NORMS and calls:
-            owned = [id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in self.names]
-            found = tuple((self.names[i], 0, 1) for i in owned)
-            self.norms[calls[-1].layer.name] = self.norms.get(calls[-1].layer.name, ()) + found
+        elif name in NORMS and owner:
+            for t in tensors:
+                if id(t) in self.names and len(t) == owner.layer.width:
+                    self.norms.setdefault(self.names[id(t)], owner.layer.name)
+        elif name in MOVES:
+            calls, owner = [], None
         for t in pytree.tree_leaves(out):
             if isinstance(t, Tensor):
-                self.sources[id(t)] = (t, calls)
+                self.sources[id(t)] = (t, calls, owner)
         return out
 
-    def _layer(self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Any) -> None:
-        axis = CONVOLUTIONS.get(kind, 0)
-        name = self.names[id(weight)]
-        params = [(name, axis, 1)] + ([(self.names[id(bias)], 0, 1)] if id(bias) in self.names else [])
-        width = out.shape[-1] if kind == "linear" else out.shape[1]
-        values = _positions(out.movedim(-1, 1) if kind == "linear" else out, width)
-        assert values is not None
-        call = Call(Layer(name.rpartition(".")[0] or name, width, tuple(params)), x, values)
+    def _layer(self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        last = kind == "linear"
+        width, axis = out.shape[-1 if last else 1], CONVOLUTIONS.get(kind, 0)
+        found = {self.names[id(weight)]: (axis, 1)} if weight.dim() > axis and weight.shape[axis] == width else {}
+        named = self.names[id(weight)], self.names.get(id(bias), "")
+        found |= {named[1]: (0, 1)} if named[1] else {}
+        call = Call(Layer(_layer_name(named[0]), width, found, *named), x, out, last, out, out)
+        raw = call.read(out)
+        assert raw is not None
+        call.raw = call.values = raw
         self.calls.append(call)
-        self.sources[id(out)] = (out, [call])
+        self.sources[id(out)] = (out, [call], call)
 
-    def _recurrent(self, func: Any, kind: str, args: Any) -> Any:
+    def _recurrent(self, func: Any, kind: str, args: Any) -> None:
         """Layer by layer, since only the last one's hidden states come out; |h| is averaged over time."""
         x, state, weights, biased, count, _, _, _, batch_first = args
-        each = len(weights) // count
+        each, gates = len(weights) // count, RECURRENT[kind]
         for i in range(count):
             own = weights[i * each : (i + 1) * each]
             part = tuple(s[i : i + 1] for s in state) if isinstance(state, tuple) else state[i : i + 1]
-            outs = func(x, part, own, biased, 1, 0.0, False, False, batch_first)
-            hidden = outs[0] if batch_first else outs[0].transpose(0, 1)
-            named = [self.names[id(w)] for w in own if id(w) in self.names]
+            hidden = func(x, part, own, biased, 1, 0.0, False, False, batch_first)[0]
             width = hidden.shape[-1]
-            layer = Layer(f"{named[0].rpartition('.')[0]}[{i}]", width, tuple((n, 0, RECURRENT[kind]) for n in named))
-            self.calls.append(Call(layer, x, hidden.abs().mean(1), settled=True))
-            x = outs[0]
-        return func(*args)
+            named = {self.names[id(w)]: (0, gates) for w in own if id(w) in self.names and len(w) == gates * width}
+            module = _layer_name(self.names.get(id(own[0]), kind)).rpartition(".")[0]
+            values = (hidden if batch_first else hidden.transpose(0, 1)).abs().mean(1)
+            self.calls.append(
+                Call(Layer(f"{module}[{i}]", width, named), x, hidden, True, values, values, settled=True)
+            )
+            x = hidden
 
     def layers(self) -> list[Layer]:
-        """Each layer once, in the order of the forward pass, with the affine pairs of the norms that follow it."""
-        found = {call.layer.name: call.layer for call in self.calls}
-        return [Layer(n, layer.width, layer.params + self.norms.get(n, ())) for n, layer in found.items()]
+        """Each layer once, in the order of the forward pass, with the affine pairs of the norms on its channels."""
+        found: dict[str, Layer] = {}
+        for call in self.calls:
+            name, before = call.layer.name, found.get(call.layer.name)
+            found[name] = replace(call.layer, params={**(before.params if before else {}), **call.layer.params})
+        for param, name in self.norms.items():
+            found[name].params.setdefault(param, (0, 1))
+        return list(found.values())
 
     def activations(self) -> dict[str, Tensor]:
         """Each layer's activations, samples × neurons; the mean over its calls where it is called more than once."""
         by_layer: dict[str, list[Tensor]] = {}
         for call in self.calls:
-            by_layer.setdefault(call.layer.name, []).append(call.values)
+            by_layer.setdefault(call.layer.name, []).append(call.raw if call is self.calls[-1] else call.values)
         return {name: torch.stack(values).mean(0) for name, values in by_layer.items()}
 
 
-def _settle(call: Call, out: Any) -> None:
-    """The first non-linearity that a layer's output reaches has its activations."""
-    linear = out.dim() > 2 and out.shape[1] != call.layer.width and out.shape[-1] == call.layer.width
-    values = _positions(out.movedim(-1, 1) if linear else out, call.layer.width)
-    if not call.settled and values is not None:
-        call.values, call.settled = values, True
-
-
-def _positions(out: Tensor, width: int) -> Tensor | None:
-    """Samples × neurons, averaged over positions; also of a convolution's output that has been flattened."""
-    if out.dim() < 2 or out.shape[1] % width:
-        return None
-    return out.reshape(out.shape[0], width, -1).mean(2)
+def _layer_name(weight: str) -> str:
+    return weight.removesuffix(".weight") if weight != "weight" else weight
