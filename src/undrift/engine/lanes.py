@@ -120,7 +120,7 @@ class LanesEngine:
             batch = self.data.batch(torch.from_numpy(rows).to(self.data.device), mask)
             sums = vmap(partial(one, number=number))(params, lane, batch.x, batch.y, batch.mask)
             found = sums if found is None else tree_add(found, sums)
-        return found  # type: ignore[return-value]
+        return _contiguous(found)
 
     def _batches(self, orders: Orders, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor]:
         """For every step and lane of a stretch: rows of the store, how many of them are real, and the local step."""
