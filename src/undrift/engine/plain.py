@@ -12,8 +12,7 @@ from torch import Tensor
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
-from undrift.errors import UndriftError
-from undrift.models.functional import Params
+from undrift.models.functional import Params, ordinary_gradient
 from undrift.roles import Batch
 from undrift.tree import Tree, tree_add, tree_map
 
@@ -46,19 +45,8 @@ class PlainEngine:
         return outcome(sums, orders)
 
     def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
-        with torch.enable_grad():
-            params = {name: w.detach().requires_grad_() for name, w in state["params"].items()}
-            try:
-                loss = self.program.objective(params, lane, shared, batch, k, statistics)
-            except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
-                    raise
-                raise UndriftError(
-                    "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that "
-                    "leaves no client a last batch of one, or a norm that does not look across samples (GroupNorm)."
-                ) from error
-            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-        return self.program.advance(state, dict(zip(params, found, strict=True)), lane, shared, k)
+        g = ordinary_gradient(lambda w: self.program.objective(w, lane, shared, batch, k, statistics), state["params"])
+        return self.program.advance(state, g, lane, shared, k)
 
     def survey(self, orders: Orders) -> list[Tree]:
         """The "finish" measures, summed over the clients of `orders`."""

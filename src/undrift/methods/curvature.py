@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 from undrift.errors import UndriftError
 from undrift.method import Part
 from undrift.methods.temporal import Targeted, TemporalEnsemble
-from undrift.models.functional import Model
+from undrift.models.functional import Model, ordinary_gradient
 from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
@@ -47,11 +47,12 @@ def _row_by_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: 
     """The same with ordinary autograd, for models that vmap refuses."""
     total = tree_zeros(params)
     for x, y, real in zip(batch.x.split(1), batch.y.split(1), batch.mask, strict=True):
-        with torch.enable_grad():
-            leaves = {n: w.detach().requires_grad_() for n, w in params.items()}
-            value = loss(model(leaves, x), y).sum()
-            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        total = tree_map(lambda t, g, real=real: t + g.square() * real, total, dict(zip(params, found, strict=True)))
+
+        def one(params: Tree, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return loss(model(params, x), y).sum()
+
+        g = ordinary_gradient(one, params)
+        total = tree_map(lambda t, g, real=real: t + g.square() * real, total, g)
     return total
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from undrift.errors import UndriftError
 from undrift.method import Part
-from undrift.random import bits, normal
+from undrift.models.functional import ordinary_gradient
+from undrift.random import Key, bits, normal
 from undrift.roles import Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
@@ -95,13 +97,10 @@ class ServerTraining(Part):
             for step, rows in enumerate(order.split(self.batch_size or len(x))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
 
-                with torch.enable_grad():
-                    leaves = {n: w.detach().requires_grad_() for n, w in params.items()}
-                    z = server.model.train(leaves, x[rows], key, statistics)
-                    found = torch.autograd.grad(
-                        server.loss(z, y[rows]).mean(), list(leaves.values()), allow_unused=True, materialize_grads=True
-                    )
-                g = dict(zip(params, found, strict=True))
+                def loss(params: Tree, rows: Tensor = rows, key: Key = key) -> Tensor:
+                    return server.loss(server.model.train(params, x[rows], key, statistics), y[rows]).mean()
+
+                g = ordinary_gradient(loss, params)
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)
         server.model.track(statistics)
         return params

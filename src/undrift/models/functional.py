@@ -147,6 +147,23 @@ class Model:
         return self.module.eval()
 
 
+def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
+    """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses."""
+    with torch.enable_grad():
+        leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
+        try:
+            value = loss(leaves)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise UndriftError(
+                "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that "
+                "leaves no client a last batch of one, or a norm that does not look across samples (GroupNorm)."
+            ) from error
+        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(params, found, strict=True))
+
+
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
