@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import undrift as ud
-from undrift.data.sources import stratified
+from undrift.data.fractions import stratified
 
 PARTITIONS = [
     ud.IID(),

@@ -47,7 +47,8 @@ _PUBLIC = (
         "Result": "undrift.result",
         "FederatedDataset": "undrift.data.dataset",
         "Task": "undrift.data.dataset",
-        "load": "undrift.data.sources",
+        "load": "undrift.data.load",
+        "CropFlip": "undrift.data.augment",
         "Local": "undrift.local",
         "batches": "undrift.local",
         "decay": "undrift.schedule",
@@ -68,7 +69,9 @@ __all__ = ["models", "random", *_PUBLIC]  # noqa: PLE0604 - names, collected abo
 
 if TYPE_CHECKING:
     from undrift import models, random
+    from undrift.data.augment import CropFlip
     from undrift.data.dataset import FederatedDataset, Task
+    from undrift.data.load import load
     from undrift.data.partition import (
         IID,
         ByKey,
@@ -79,7 +82,6 @@ if TYPE_CHECKING:
         Shards,
         SortedShards,
     )
-    from undrift.data.sources import load
     from undrift.errors import UndriftError
     from undrift.local import Local, batches
     from undrift.method import Method, Part

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from undrift.data.dataset import Rows
 from undrift.errors import UndriftError
 from undrift.losses import Loss, Metric, cross_entropy
 from undrift.models.functional import Model
+from undrift.random import Key
 
 
 def check_split(
@@ -51,6 +54,23 @@ def check_split(
             require(
                 fine, f"The {name} must give one value a sample, shape (2,) for two samples, not {found}; got {shapes}."
             )
+
+
+def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: torch.device) -> None:
+    """One call: what changes batches takes these samples and gives as many of the same shape."""
+    x = rows.take(rows.store, rows.index[:1].repeat(2))[0].to(device)
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    try:
+        found = augment(x, Key(words, words[0]))
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a user's function may raise
+        raise UndriftError(f"The augmentation does not take samples of shape {tuple(x.shape[1:])}: {error}") from error
+    fine = isinstance(found, Tensor) and found.shape == x.shape and found.dtype == x.dtype
+    shapes = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    require(
+        fine, f"The augmentation must keep a batch's shape and type, {tuple(x.shape)} {x.dtype}, not give {shapes}."
+    )
 
 
 def cohort_size_of(participation: Any, population: int) -> int:

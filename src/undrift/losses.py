@@ -39,13 +39,33 @@ def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
+def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
+    """`max(0, 1 − s·z)²`, s = +1 for a sample's own class and −1 for the others: a linear SVM of one against the rest.
+
+    Averaged over the outputs. With one output, labels are 0 and 1.
+    """
+    if output.shape[-1] == 1:
+        own = target.reshape(-1, 1) > 0
+    else:
+        own = torch.arange(output.shape[-1], device=output.device) == target.unsqueeze(-1)
+    return F.relu(1 - torch.where(own, 1.0, -1.0) * output).square().mean(-1)
+
+
+def recall_at_5(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """True labels among the five highest outputs, over all true labels; summed over samples before dividing."""
+    top = output.topk(min(5, output.shape[-1]), -1).indices
+    return target.gather(-1, top).sum(-1), target.sum(-1)
+
+
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """1 where the highest output is the label."""
+    """1 where the highest output is the label; of one output, where its sign is."""
+    if output.shape[-1] == 1:
+        return (output.squeeze(-1) > 0) == (target > 0)
     return output.argmax(-1) == target
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse, "binary_cross_entropy": binary_cross_entropy}
-METRICS: dict[str, Metric] = {"accuracy": accuracy}
+LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)}
+METRICS: dict[str, Metric] = {f.__name__: f for f in (accuracy, recall_at_5)}
 
 
 def get_loss(loss: str | Loss | None) -> Loss:
@@ -61,9 +81,9 @@ def get_loss(loss: str | Loss | None) -> Loss:
 
 
 def get_metrics(metrics: Any, loss: Loss) -> dict[str, Metric]:
-    """The metrics by name. Accuracy by default where the loss is cross-entropy, and none elsewhere."""
+    """The metrics by name. Accuracy by default where the loss is for classes, and none elsewhere."""
     if metrics is None:
-        return {"accuracy": accuracy} if loss is cross_entropy else {}
+        return {"accuracy": accuracy} if loss in (cross_entropy, squared_hinge) else {}
     if isinstance(metrics, str):
         metrics = [metrics]
     if isinstance(metrics, list | tuple):

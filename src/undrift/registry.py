@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import undrift
+from undrift.data.augment import CropFlip
 from undrift.errors import UndriftError, unknown
 from undrift.method import Method, Part, as_method
 from undrift.methods.temporal import TemporalEnsemble
@@ -38,6 +39,10 @@ def parse_partition(text: str) -> Any:
         return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
     except TypeError:
         raise UndriftError(f"Partitions do not add up; choose one of those in {text!r}.") from None
+
+
+def parse_augmentation(text: str) -> Any:
+    return parse(text, "augmentation", {"CropFlip": CropFlip})
 
 
 def parse(
@@ -89,4 +94,5 @@ def parse(
 
 
 def _example(names: Mapping[str, Any]) -> str:
-    return "Dirichlet(0.1)" if "Dirichlet" in names else "FedProx(mu=0.1) + ServerSGD(momentum=0.9)"
+    examples = ("Dirichlet(0.1)", "CropFlip(padding=4)", "FedProx(mu=0.1) + ServerSGD(momentum=0.9)")
+    return next(example for example in examples if example.partition("(")[0] in names)

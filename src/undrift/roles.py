@@ -88,6 +88,8 @@ class Server:
     """`data.server`, on the device."""
     round: int
     key: Key
+    augment: Callable[[Tensor, Key], Tensor] | None = None
+    """`data.augment`: what changes a batch before a step."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from undrift import models
-from undrift.checks import check_split, cohort_size_of, find_device, require, whole
+from undrift.checks import check_augment, check_split, cohort_size_of, find_device, require, whole
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.choose import build, choose
 from undrift.engine.client import Program
@@ -52,6 +52,11 @@ class Setup:
     kept: Kept
     engine: LanesEngine | PlainEngine
     choices: dict[str, Any]
+
+    @property
+    def measures(self) -> dict[str, Metric]:
+        """What evaluations give: the loss and every metric."""
+        return {"loss": self.loss, **self.metrics}
 
     @property
     def population(self) -> int:
@@ -92,7 +97,8 @@ class Setup:
 
     def server(self, t: int) -> Server:
         words = torch.tensor(derive(self.seed, "server", t), device=self.resident.device)
-        return Server(self.model, self.loss, self.server_data, t, Key(words, torch.zeros_like(words[0])))
+        key = Key(words, torch.zeros_like(words[0]))
+        return Server(self.model, self.loss, self.server_data, t, key, self.data.augment)
 
 
 def prepare(
@@ -132,8 +138,8 @@ def prepare(
     chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
     shape = data.take(data.store, data.index[:1])[0].shape[1:]
     if isinstance(model, str):
-        classes = data.classes or (data.store["y"].shape[1] if data.store["y"].dim() > 1 else 1)
-        model = models.get(model, classes=classes, shape=shape, seed=seed)
+        vocabulary = data.task.vocabulary
+        model = models.get(model, classes=data.outputs, shape=shape, seed=seed, vocabulary=vocabulary)
     kind = type(model).__name__
     require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
     function = Model(model, where, precision)
@@ -145,11 +151,13 @@ def prepare(
     for whose, rows in splits.items():
         check_split(function, whose, rows, where, chosen_loss, chosen_metrics)
 
+    if data.augment:
+        check_augment(data.augment, splits["clients'"], where)
     for part in method.parts:
         part.check_model(function, rounds)
     moves = [value(local.momentum, t) for t in range(rounds if callable(local.momentum) else 1)]
     decays = [value(local.weight_decay, t) for t in range(rounds if callable(local.weight_decay) else 1)]
-    program = Program(function, method, chosen_loss, momentum=any(moves), weight_decay=any(decays))
+    program = Program(function, method, chosen_loss, any(moves), any(decays), data.augment)
     setup = Setup(
         method=method,
         model=function,
@@ -158,7 +166,7 @@ def prepare(
         local=local,
         loss=chosen_loss,
         metrics=chosen_metrics,
-        test=data.test_rows.to(where) if data.test_rows else None,
+        test=resident.place(data.test_rows) if data.test_rows else None,
         server_data=tuple(t.to(where) for t in data.server) if data.server else None,
         cohort_size=cohort_size,
         seed=seed,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from undrift.checks import require, whole
 from undrift.data.dataset import FederatedDataset
 from undrift.engine.cohort import on_device
 from undrift.errors import UndriftError
@@ -17,6 +18,7 @@ from undrift.evaluate import evaluate
 from undrift.local import Local
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
+from undrift.personal import Personal
 from undrift.result import Folder, Result
 from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare
@@ -41,6 +43,7 @@ def train(
     compile: bool | None = None,
     deterministic: bool = False,
     evaluate_every: int = 1,
+    personalize_every: int | None = None,
     out: str | Path | None = None,
     checkpoint_every: int | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
@@ -49,19 +52,23 @@ def train(
 
     `participation`: an int is a count of clients a round, a float a fraction of those that have data.
     `engine`: "lanes", "plain" (one client at a time) or "auto"; `result.choices` says what was chosen.
+    Where clients have test data of their own, evaluated rounds also tell how the global model does on them, and the
+    last round, or every `personalize_every`-th, how each client's does after one more local epoch.
     `out`: a folder for `metrics.jsonl` and `model.safetensors`. `on_round` is called with each round's history.
     """
     run = prepare(
         model, data, method, rounds=rounds, local=local, participation=participation, seed=seed, loss=loss,
         metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes,
     )  # fmt: skip
-    if not isinstance(evaluate_every, int) or evaluate_every < 1:
-        raise UndriftError(f"evaluate_every must be a whole number from 1, not {evaluate_every!r}.")
+    require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
+    fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
+    require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
     if compile or checkpoint_every is not None:
         raise UndriftError("compile and checkpoint_every are not built yet; leave them out.")
     with Folder(out) as folder, arithmetic(precision, deterministic):
         params = run.model.start
         states = tree_to(bound(run, 0).start(params), run.resident.device)
+        personal = Personal(run)
         history: list[dict[str, Any]] = []
         total_steps = constant_steps = 0
         for t in range(rounds):
@@ -98,8 +105,11 @@ def train(
                 "seconds": time.perf_counter() - began,
                 **method.history(states),
             }
-            if run.test and (last or (t + 1) % evaluate_every == 0):
-                row |= evaluate(run.model, params, run.test, run.loss, run.metrics, data.classes)
+            if last or (t + 1) % evaluate_every == 0:
+                row |= evaluate(run.model, params, run.test, run.measures, data.classes) if run.test else {}
+                row |= personal.shared(params, last)
+            if last or (personalize_every and (t + 1) % personalize_every == 0):
+                row |= personal.tuned(params, states, method, t)
             history.append(row)
             folder.row(row)
             if on_round:

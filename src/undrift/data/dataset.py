@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
+from undrift.random import Key
 
 Store = dict[str, Tensor]
 Take = Callable[[Store, Tensor], tuple[Tensor, Tensor]]
@@ -43,10 +44,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Task:
-    """The loss and metrics that a data set brings along; `ud.train`'s own arguments come before them."""
+    """What a data set brings along: its loss and metrics, where `ud.train` is given none, and what its models need."""
 
     loss: str | Callable[[Tensor, Tensor], Tensor] | None = None
     metrics: dict[str, Any] | None = None
+    classes: int | None = None
+    """How many outputs a model needs, where the labels do not tell."""
+    vocabulary: int | None = None
+    """How many different words or characters samples are made of."""
 
 
 @dataclass(eq=False)
@@ -66,6 +71,10 @@ class FederatedDataset:
     task: Task = field(default_factory=Task)
     client_test: FederatedDataset | None = None
     """Each client's own held-out data, where `client_test_fraction` asked for it."""
+    augment: Callable[[Tensor, Key], Tensor] | None = None
+    """What changes a batch before each local step."""
+    names: list[str] | None = None
+    """The classes' names."""
 
     def __post_init__(self) -> None:
         self._refuse_not_finite()
@@ -85,7 +94,7 @@ class FederatedDataset:
         """Data that are split already: one `(x, y)` of arrays or tensors a client. Rows keep their order."""
         if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
             raise UndriftError(f"from_clients needs a list with one (x, y) a client, not {type(clients).__name__}.")
-        pairs = [_pair(pair, f"client {i}") for i, pair in enumerate(clients)]
+        pairs = [as_pair(pair, f"client {i}") for i, pair in enumerate(clients)]
         full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[0])]
         if not full:
             raise UndriftError("No client has any data; give from_clients at least one (x, y) with rows.")
@@ -144,11 +153,19 @@ class FederatedDataset:
         y = self.store["y"]
         return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
 
+    @property
+    def outputs(self) -> int:
+        """How many outputs a model of these data needs."""
+        y = self.store["y"]
+        return self.classes or self.task.classes or (y.shape[1] if y.dim() > 1 else 1)
+
     @cached_property
     def classes(self) -> int:
         """How many classes the labels name, the test set's included; 0 where targets are not classes."""
         if self.labels is None:
             return 0
+        if self.task.classes is not None:
+            return self.task.classes
         tops = [rows.store["y"] for rows in (self.test_rows, self.validation_rows, self.server_rows) if rows]
         return max(int(y.max()) + 1 for y in [self.labels, *tops] if len(y))
 
@@ -199,7 +216,7 @@ def _what(row: Tensor) -> str:
     return "NaN" if bool(torch.isnan(row).any()) else "infinity"
 
 
-def _pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:
+def as_pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:
     try:
         x, y = (part if isinstance(part, Tensor) else torch.as_tensor(np.asarray(part)) for part in pair)
     except (TypeError, ValueError) as error:
@@ -215,5 +232,5 @@ def _pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:
 def _rows(pair: tuple[Any, Any] | None, name: str) -> Rows | None:
     if pair is None:
         return None
-    x, y = _pair(pair, f"the {name} set")
+    x, y = as_pair(pair, f"the {name} set")
     return Rows({"x": x, "y": y}, torch.arange(len(x))) if len(x) else None

@@ -10,6 +10,7 @@ all of them trees of tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
 
 # Where a hook draws outside a local step, these stand in the step's place, so that no two hooks draw alike.
 PREPARE, CONCLUDE = 2**31, 2**31 + 1
+AUGMENT = 2**16 - 1
+"""The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
 MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", "finish"), start=1)}
 
 
@@ -38,6 +41,8 @@ class Program:
     momentum: bool
     """Whether any round has momentum: without it there is no velocity to carry."""
     weight_decay: bool
+    augment: Callable[[Tensor, Key], Tensor] | None = None
+    """What changes a batch before a step."""
 
     @property
     def reads_rates(self) -> bool:
@@ -94,7 +99,9 @@ class Program:
     ) -> Tensor:
         """The mean loss of a batch over its real rows."""
         clients = self.clients(lane, shared, k)
-        z = self.model.train(params, batch.x, Key(lane["key"], k), statistics)
+        key = Key(lane["key"], k)
+        x = self.augment(batch.x, key.stream_at(AUGMENT)) if self.augment else batch.x
+        z = self.model.train(params, x, key, statistics)
         for part, client in clients:
             z = part.logits(z, client)
         losses = self.loss(z, batch.y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data.dataset import FederatedDataset
+from undrift.data.dataset import FederatedDataset, Rows
 from undrift.local import Batches
 from undrift.method import Method
 from undrift.models.functional import Params
 from undrift.random import derive
 from undrift.roles import Batch, Plan
 from undrift.tree import Tree, tree_add, tree_bytes, tree_map, tree_stack, tree_to
+
+Visit = Callable[[Params, np.ndarray], None]
+"""Called with clients that have trained: their weights along a first axis, and their ids."""
 
 
 class Resident:
@@ -25,6 +29,12 @@ class Resident:
         self.data, self.device, self.dtype = data, device, dtype
         self.store = {name: tensor.to(device) for name, tensor in data.store.items()}
         self.index = data.index.numpy()
+
+    def place(self, rows: Rows) -> Rows:
+        """These rows on the device; those of the clients' own store are there already."""
+        if rows.store is not self.data.store:
+            return rows.to(self.device)
+        return Rows(self.store, rows.index.to(self.device), rows.take)
 
     def rows(self, clients: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Rows of the store, from positions within each client's own data (clients along the first axis)."""

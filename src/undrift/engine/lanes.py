@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from undrift.engine.client import Program
-from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
+from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
 from undrift.engine.packing import Stretch, stretches
 from undrift.engine.plain import MEASURE_BATCH
 from undrift.engine.trace import Traced
@@ -30,7 +30,7 @@ class LanesEngine:
         self.program, self.data, self.lanes = program, data, lanes
         self.step, self.start, self.conclude = Traced(self._step), Traced(self._start), Traced(self._conclude)
 
-    def run(self, orders: Orders, kept: Kept) -> Outcome:
+    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
         sums, state, lane = Sums(), None, None
         lanes = min(self.lanes, len(orders.plan.clients))
         for stretch in stretches(orders.plan.steps, lanes):
@@ -39,7 +39,10 @@ class LanesEngine:
                 lane, state = self._put(lane, fresh_lane, where, lanes), self._put(state, fresh_state, where, lanes)
             state = self._steps(state, lane, orders, stretch)
             for where, clients in _groups(stretch.ends, lanes):
-                self._end(orders, self._get(state, where, lanes), self._get(lane, where, lanes), clients, sums, kept)
+                done = self._get(state, where, lanes)
+                if visit:
+                    visit(done["params"], orders.plan.clients[clients])
+                self._end(orders, done, self._get(lane, where, lanes), clients, sums, kept)
         return outcome(sums, orders)
 
     def _steps(self, state: Tree, lane: Tree, orders: Orders, stretch: Stretch) -> Tree:

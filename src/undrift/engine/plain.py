@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from undrift.engine.client import Program
-from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, outcome
+from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
 from undrift.models.functional import Params, ordinary_gradient
 from undrift.roles import Batch
 from undrift.tree import Tree, tree_add, tree_map
@@ -23,7 +23,7 @@ class PlainEngine:
     def __init__(self, program: Program, data: Resident) -> None:
         self.program, self.data = program, data
 
-    def run(self, orders: Orders, kept: Kept) -> Outcome:
+    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
         sums = Sums()
         for c, client in enumerate(orders.plan.clients.tolist()):
             lane = tree_map(lambda t, c=c: t[c], orders.lanes)
@@ -37,6 +37,8 @@ class PlainEngine:
                 batch = self.batch(client, orders.batches.rows[first + k, :count])
                 step = torch.tensor(k, device=self.data.device)
                 state = self.step(state, lane, orders.shared, batch, step, statistics)
+            if visit:
+                visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
             after = self.measure(state["params"], lane, orders.shared, client, "after")
             lane["measured"] = self.program.latest(lane["measured"], after)
             sent, keeps = self.program.conclude(state, lane, orders.shared, statistics)

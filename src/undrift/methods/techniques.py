@@ -92,13 +92,16 @@ class ServerTraining(Part):
         x, y = server.data
         statistics = tree_map(torch.clone, server.model.tracked)
         for epoch in range(self.epochs):
-            # Fresh permutations, like a client's; this part's second half of streams shuffles, the first is dropout's.
+            # Fresh permutations, like a client's. Of this part's streams the first half is the model's (dropout), the
+            # second shuffles, the last changes batches.
             order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(x)), stable=True)
             for step, rows in enumerate(order.split(self.batch_size or len(x))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
 
-                def loss(params: Tree, rows: Tensor = rows, key: Key = key) -> Tensor:
-                    return server.loss(server.model.train(params, x[rows], key, statistics), y[rows]).mean()
+                batch = server.augment(x[rows], key.stream_at((1 << 16) - 1)) if server.augment else x[rows]
+
+                def loss(params: Tree, batch: Tensor = batch, rows: Tensor = rows, key: Key = key) -> Tensor:
+                    return server.loss(server.model.train(params, batch, key, statistics), y[rows]).mean()
 
                 g = ordinary_gradient(loss, params)
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)

@@ -10,3 +10,13 @@ from torch import nn
 def mlp(classes: int, shape: tuple[int, ...], hidden: int = 64) -> nn.Module:
     """One hidden layer of 64 ReLUs."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+
+def logistic(classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """Logistic regression: one linear layer, under cross-entropy, or binary cross-entropy where labels are many."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+
+
+def svm(classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """A linear support vector machine: the layer of `logistic`; what makes it one is `loss="squared_hinge"`."""
+    return logistic(classes, shape)

@@ -1,0 +1,190 @@
+"""`ud.load`: a data set by name, path or value; some of it held back, the rest dealt out to clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from undrift.data import own, sources
+from undrift.data.dataset import FederatedDataset, Rows, take
+from undrift.data.fractions import stratified
+from undrift.data.partition import ByKey, Partition
+from undrift.data.pictures import standardised
+from undrift.data.source import Source
+from undrift.errors import UndriftError, unknown
+from undrift.random import host_generator
+
+OWN_TEST = 0.2
+"""The share that is for testing of data sets that have a name but no test set."""
+
+
+def load(
+    name: Any,
+    partition: Partition | str,
+    clients: int | None = None,
+    seed: int = 0,
+    server_fraction: float = 0.0,
+    validation_fraction: float = 0.0,
+    client_test_fraction: float = 0.0,
+    *,
+    test: Any = None,
+    test_fraction: float | None = None,
+    test_size: int | None = None,
+    label: str = "label",
+    client: str | None = None,
+    normalize: bool = False,
+    augment: Any = None,
+    data_dir: str | Path | None = None,
+) -> FederatedDataset:
+    """A data set, dealt out to `clients` by `partition`.
+
+    `name`: one of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
+    `client` column), of such files in hub layout, or of a folder of pictures with a subfolder a class; the id of any
+    data set of the hub; a pair `(x, y)`; a torch `Dataset`, with another as `test`.
+
+    The fractions are class-balanced and taken out of training: for the server, for validation, and of each client's
+    own share for testing that client. `test_fraction` serves data that have no test set; it does not depend on
+    `seed`. `test_size` keeps at most so many test rows.
+
+    `normalize` takes pictures less the training set's mean by channel, over its spread. `augment`: `ud.CropFlip()`,
+    or a function of (x, key), for training alone. `data_dir`: a folder in hub layout to read from (or UNDRIFT_DATA).
+    """
+    partition = _partition(partition)
+    natural = isinstance(partition, ByKey)
+    if natural and clients is not None:
+        raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
+    if not natural and (isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1):
+        raise UndriftError(f"clients must be a whole number from 1, not {clients!r}.")
+    _check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
+    if test_size is not None and (isinstance(test_size, bool) or not isinstance(test_size, int) or test_size < 1):
+        raise UndriftError(f"test_size must be a whole number from 1, not {test_size!r}.")
+    augment = _augment(augment)
+
+    source = _source(name, test, label, client, data_dir)
+    source = _with_test(source, str(name) if isinstance(name, str | Path) else "own data", test_fraction, test_size)
+    if normalize:
+        source = _normalised(source, name)
+    rows = np.arange(len(source.labels))
+    server, rows = _hold_back(source, rows, server_fraction, seed, "server data")
+    # A fraction is of the whole training set, also for the second that is taken.
+    validation, rows = _hold_back(source, rows, validation_fraction / (1 - server_fraction), seed, "validation data")
+    if not len(rows):
+        raise UndriftError(f"Nothing is left to train on of {len(source.labels)} rows; take smaller fractions.")
+    keys = source.keys[rows] if source.keys is not None else None
+    owner = np.asarray(partition(source.labels[rows], clients or 0, host_generator(seed, "partition"), keys))
+    count = int(owner.max()) + 1 if natural else int(clients or 0)
+    if owner.shape != rows.shape or owner.min() < 0 or owner.max() >= count:
+        raise UndriftError(f"{partition!r} must give every one of the {len(rows)} rows an owner from 0 to {count - 1}.")
+    common: dict[str, Any] = {"take": source.take, "task": source.task, "names": source.names}
+    personal = None
+    if client_test_fraction:
+        held = stratified(source.labels[rows], client_test_fraction, host_generator(seed, "client test data"), owner)
+        if held.any():
+            personal = _owned(source, rows[held], owner[held], count, **common)
+        rows, owner = rows[~held], owner[~held]
+    return _owned(
+        source, rows, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
+        client_test=personal, augment=augment, **common,
+    )  # fmt: skip
+
+
+def _owned(source: Source, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
+    inside = rows if source.rows is None else source.rows[rows]
+    return FederatedDataset.from_owners(source.store, inside, owner, clients, **rest)
+
+
+def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str | Path | None) -> Source:
+    if not isinstance(name, str | Path):
+        if not isinstance(name, tuple | list) and not (hasattr(name, "__len__") and hasattr(name, "__getitem__")):
+            raise UndriftError(
+                f"load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not {type(name).__name__}."
+            )
+        return own.in_memory(name, test)
+    if test is not None:
+        raise UndriftError("test goes with arrays or a torch Dataset; files and named data sets bring their own.")
+    if name in sources.names():
+        return sources.named(str(name), data_dir)
+    if "/" in str(name) or Path(name).suffix or Path(name).exists():
+        return own.on_disk(name, label, client, data_dir)
+    raise unknown("data set", str(name), sources.names())
+
+
+def _with_test(source: Source, name: str, fraction: float | None, size: int | None) -> Source:
+    """The source with a test set: its own, or a share of every client's rows that is the same in every run."""
+    if fraction is not None and source.test is not None:
+        raise UndriftError(f"{name} has a test set of its own; leave test_fraction out.")
+    if fraction is None and name in sources.names():
+        fraction = OWN_TEST
+    if source.test is None and fraction:
+        groups = None if source.keys is None else np.unique(source.keys, return_inverse=True)[1]
+        held = stratified(source.labels, fraction, host_generator(0, f"{name} test set"), groups)
+        rows = np.arange(len(held)) if source.rows is None else source.rows
+        source = replace(
+            source,
+            labels=source.labels[~held],
+            rows=rows[~held],
+            test=Rows(source.store, torch.from_numpy(rows[held]), source.take),
+            keys=None if source.keys is None else source.keys[~held],
+        )
+    if size is not None and source.test is not None and size < len(source.test):
+        chosen = host_generator(0, f"{name} test sample").choice(len(source.test), size, replace=False)
+        index = source.test.index[torch.from_numpy(np.sort(chosen))]
+        source = replace(source, test=replace(source.test, index=index))
+    return source
+
+
+def _normalised(source: Source, name: Any) -> Source:
+    if source.take is not take or "mean" not in source.store:
+        raise UndriftError(f"normalize is for pictures, which {name} has none of; leave it out.")
+    test = replace(source.test, take=standardised) if source.test else None
+    return replace(source, take=standardised, test=test)
+
+
+def _hold_back(
+    source: Source, rows: np.ndarray, fraction: float, seed: int, purpose: str
+) -> tuple[Rows | None, np.ndarray]:
+    if not fraction:
+        return None, rows
+    held = stratified(source.labels[rows], fraction, host_generator(seed, purpose))
+    index = rows[held] if source.rows is None else source.rows[rows[held]]
+    return (Rows(source.store, torch.from_numpy(index), source.take) if len(index) else None), rows[~held]
+
+
+def _check_fractions(server: float, validation: float, client_test: float, test: float | None) -> None:
+    fractions = {
+        "server_fraction": server,
+        "validation_fraction": validation,
+        "client_test_fraction": client_test,
+        "test_fraction": 0.0 if test is None else test,
+    }
+    for argument, fraction in fractions.items():
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+            raise UndriftError(f"{argument} must be in [0, 1), not {fraction!r}.")
+    if server + validation >= 1:
+        raise UndriftError(
+            "server_fraction and validation_fraction leave nothing to train on; they must sum to less than 1."
+        )
+
+
+def _partition(partition: Any) -> Partition:
+    if isinstance(partition, str):
+        from undrift.registry import parse_partition
+
+        return parse_partition(partition)
+    if not callable(partition) or isinstance(partition, type):
+        raise UndriftError(f"partition must be one such as Dirichlet(0.1), or its name in a string, not {partition!r}.")
+    return partition
+
+
+def _augment(augment: Any) -> Any:
+    if isinstance(augment, str):
+        from undrift.registry import parse_augmentation
+
+        return parse_augmentation(augment)
+    if augment is not None and (not callable(augment) or isinstance(augment, type)):
+        raise UndriftError(f"augment must be CropFlip(), or a function of (x, key), not {augment!r}.")
+    return augment

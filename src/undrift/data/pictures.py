@@ -1,0 +1,172 @@
+"""Data sets of pictures: bytes in, one array of channels × height × width out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.data.cache import Notes, Writer
+from undrift.data.dataset import Rows, Store, take
+from undrift.data.labels import Labels, encoded
+from undrift.data.source import Source
+from undrift.data.tables import BATCH, Place
+from undrift.errors import UndriftError
+
+Cells = tuple[list[Any], np.ndarray, list[Any] | None]
+"""A batch before it is decoded: pictures as bytes or paths, their classes, and whose they are."""
+
+
+def picture(data: bytes, mode: str | None = None) -> np.ndarray:
+    """An encoded picture as bytes by channel: grey ones have one channel, all others three."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as opened:
+        mode = mode or ("L" if opened.mode in ("1", "L", "I", "I;16", "F") else "RGB")
+        pixels = np.asarray(opened.convert(mode))
+    return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
+
+
+def grey(data: bytes) -> np.ndarray:
+    """A picture that is known to be grey: some formats (WebP) have colours only."""
+    return picture(data, "L")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures with a class each, in two columns of a table."""
+
+    hub: str
+    image: str = "image"
+    label: str = "label"
+    client: str | None = None
+    """The column that says whose a picture is."""
+    test: str | None = "test"
+    beside: tuple[str, str] | None = None
+    """Another data set with the same rows, and its column that says whose each is."""
+    config: str | None = None
+    decoder: Callable[[bytes], np.ndarray] = picture
+
+    def decode(self, places: list[Place], write: Writer) -> None:
+        place = places[0]
+        names, read = self.reader(place)
+        codes: dict[Any, int] = {}
+        moments: Any = 0
+        for split in ("train", *([self.test] if self.test else [])):
+            to, count = "train" if split == "train" else "test", 0
+            for cells, y, who in read(split):
+                x = self._stacked(cells, write, place, split, count)
+                count += len(x)
+                write.append(f"{to}_x", x)
+                write.append(f"{to}_y", y)
+                if to == "train":
+                    moments = moments + _moments(x)
+                    if who is not None:
+                        write.append("train_key", encoded(who, codes))
+            if not count:
+                raise UndriftError(f"The {split} split of {place.name} has no rows.")
+        if self.beside and places[1:]:
+            other, column = places[1], self.beside[1]
+            for table in other.rows("train", [column]):
+                write.append("train_key", encoded(table[column].to_pylist(), codes))
+            rows, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
+            if rows != wanted:
+                raise UndriftError(f"{other.name} has {rows} rows for the {wanted} of {place.name}; get both again.")
+        total, squares, pixels = moments
+        mean = total / pixels
+        write.append("mean", mean.astype(np.float32)[:, None, None])
+        write.append("std", np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8)).astype(np.float32)[:, None, None])
+        write.notes |= {"classes": names}
+
+    def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
+        """The classes' names, and what reads a split batch by batch."""
+        labels = Labels(place, self.label)
+        columns = [self.image, self.label, *([self.client] if self.client else [])]
+
+        def read(split: str) -> Iterator[Cells]:
+            begin = 0
+            for table in place.rows(split, columns):
+                who = table[self.client].to_pylist() if self.client else None
+                yield table[self.image].to_pylist(), labels.read(table[self.label], split, begin), who
+                begin += len(table)
+
+        return labels.names, read
+
+    def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
+        def store(split: str) -> Store:
+            return {"x": arrays[f"{split}_x"], "y": arrays[f"{split}_y"], "mean": arrays["mean"], "std": arrays["std"]}
+
+        train = store("train")
+        return Source(
+            train,
+            train["y"].numpy(),
+            test=Rows(store("test"), torch.arange(len(arrays["test_y"]))) if "test_y" in arrays else None,
+            keys=arrays["train_key"].numpy() if "train_key" in arrays else None,
+            names=notes["classes"],
+        )
+
+    def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> np.ndarray:
+        """These pictures as one array, all of the first one's size."""
+        shape = tuple(write.shapes["train_x"][1][1:]) if "train_x" in write.shapes else None
+        found = []
+        for i, cell in enumerate(cells):
+            where = f"Row {begin + i} of the {split} split of {place.name}"
+            try:
+                pixels = self.decoder(_bytes(cell))
+            except Exception as error:  # whatever a decoder makes of bytes that are not what they should be
+                raise UndriftError(f"{where} cannot be decoded ({error}); get or write that file again.") from error
+            shape = shape or pixels.shape
+            if pixels.shape != shape:
+                sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
+                raise UndriftError(f"{where} is {sizes}; bring all pictures to one size.")
+            found.append(pixels)
+        return np.stack(found)
+
+
+@dataclass(frozen=True)
+class PictureFolder(Pictures):
+    """Pictures in a subfolder a class, with or without `train` and `test` above them."""
+
+    def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
+        def named(split: str) -> list[str]:
+            files = dict(place.files)[split]
+            root = Path(place.name) / split if (Path(place.name) / split).is_dir() else Path(place.name)
+            return [file.relative_to(root).parts[0] for file in files]
+
+        names = sorted(set(named("train")))
+
+        def read(split: str) -> Iterator[Cells]:
+            files, classes = list(dict(place.files)[split]), named(split)
+            if strange := set(classes) - set(names):
+                raise UndriftError(f"{place.name} has pictures of {min(strange)!r} in {split}, but none to train on.")
+            for begin in range(0, len(files), BATCH):
+                part = slice(begin, begin + BATCH)
+                yield files[part], np.array([names.index(c) for c in classes[part]], np.int64), None
+
+        return names, read
+
+
+def standardised(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures less the training set's mean by channel, over its spread."""
+    x, y = take(store, indices)
+    return (x - store["mean"]) / store["std"], y
+
+
+def _moments(x: np.ndarray) -> Any:
+    """By channel: the sum of pixels from 0 to 1, the sum of their squares, and their number."""
+    scaled = x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1) / 255.0
+    return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
+
+
+def _bytes(cell: Any) -> bytes:
+    if isinstance(cell, Path):
+        return cell.read_bytes()
+    if not isinstance(cell, dict):
+        raise ValueError(f"it holds {type(cell).__name__}, not a picture's bytes")
+    return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()

@@ -1,0 +1,27 @@
+"""A data set before it is dealt out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from undrift.data.dataset import Rows, Store, Take, Task, take
+
+
+@dataclass(frozen=True)
+class Source:
+    """A store, the class that each of its training rows counts as, and where it has them natural clients."""
+
+    store: Store
+    labels: np.ndarray
+    """What partitions and class-balanced fractions go by, one for each training row."""
+    rows: np.ndarray | None = None
+    """Which rows of the store are for training; all of them if None."""
+    test: Rows | None = None
+    keys: np.ndarray | None = None
+    """Whose each training row is."""
+    take: Take = take
+    task: Task = field(default_factory=Task)
+    names: list[str] | None = None
+    """The classes' names."""

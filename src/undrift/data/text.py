@@ -1,0 +1,257 @@
+"""Data sets of text: windows of characters, bags of words, sequences of words.
+
+What is stored is the text itself, as small numbers; windows and bags are made of it when a batch is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.data.cache import Notes, Writer
+from undrift.data.dataset import Rows, Store, Task
+from undrift.data.labels import Labels, encoded
+from undrift.data.source import Source
+from undrift.data.tables import Place
+from undrift.errors import UndriftError
+
+PADDING, UNKNOWN = 0, 1
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Row p is the `length` characters from position p on; its target is the character after them."""
+
+    length: int
+
+    def __call__(self, store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
+        span = torch.arange(self.length, device=indices.device)
+        return store["x"][indices[:, None] + span].long(), store["y"][indices].long()
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Words as their counts in a vocabulary of `words`, divided by their sum; tags as ones among `tags` zeros."""
+
+    words: int
+    tags: int
+
+    def __call__(self, store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
+        bag = _counts(store["x"][indices].long(), self.words)
+        return bag / bag.sum(1, keepdim=True).clamp(min=1), _counts(store["y"][indices].long(), self.tags)
+
+
+def _counts(ids: Tensor, size: int) -> Tensor:
+    """How often each number below `size` stands in each row; rows are padded with `size` itself."""
+    row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    counts = torch.zeros(len(ids), size + 1, device=ids.device)
+    return counts.index_put((row, ids), torch.ones((), device=ids.device), accumulate=True)[:, :size]
+
+
+def sequences(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Stored numbers of words, as whole numbers of the type that embeddings take."""
+    return store["x"][indices].long(), store["y"][indices]
+
+
+@dataclass(frozen=True)
+class Characters:
+    """Text by speaker: the next character from the `length` before it, as LEAF cuts them.
+
+    A speaker's last fifth is for testing; no window reaches across that cut.
+    """
+
+    hub: str
+    client: str
+    text: str | None = None
+    """The column that holds a speaker's whole text …"""
+    window: tuple[str, str] | None = None
+    """… or the two that hold each window and the character after it, in the order of the text."""
+    length: int = 80
+
+    def decode(self, places: list[Place], write: Writer) -> None:
+        pieces = list(self._pieces(places[0]))
+        letters = np.unique(np.concatenate([_points(text) for _, text in pieces] or [np.empty(0, np.uint32)]))
+        if not len(letters) or len(letters) > 256:
+            raise UndriftError(f"{places[0].name} has {len(letters)} different characters; from 1 to 256 can be read.")
+        codes: dict[Any, int] = {}
+        for who, text in pieces:
+            write.append("text", np.searchsorted(letters, _points(text)).astype(np.uint8))
+            write.append("lengths", np.array([len(text)], np.int64))
+            write.append("speakers", np.array([codes.setdefault(who, len(codes))], np.int32))
+        write.notes |= {"letters": "".join(map(chr, letters)), "length": self.length}
+
+    def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
+        length, text = self.length, arrays["text"]
+        sizes, speakers = arrays["lengths"].numpy(), arrays["speakers"].numpy()
+        ends = np.cumsum(sizes)
+        begins, cuts = ends - sizes, ends - sizes + sizes * 4 // 5
+        # A window needs `length` characters and one more, all on its own side of the cut.
+        own, rows = _ranges(begins, np.maximum(cuts - length, begins))
+        _, test = _ranges(cuts, np.maximum(ends - length, cuts))
+        store = {"x": text, "y": text[length:]}  # a view: row p's target lies `length` further on
+        take = Windows(length)
+        letters = list(notes["letters"])
+        return Source(
+            store,
+            store["y"].numpy()[rows],
+            rows=rows,
+            test=Rows(store, torch.from_numpy(test), take),
+            keys=speakers[own],
+            take=take,
+            task=Task("cross_entropy", {"accuracy": "accuracy"}, classes=len(letters), vocabulary=len(letters)),
+            names=letters,
+        )
+
+    def _pieces(self, place: Place) -> Iterator[tuple[Any, str]]:
+        """Speakers and stretches of their text."""
+        if self.text:
+            for table in place.rows("train", [self.client, self.text]):
+                yield from zip(table[self.client].to_pylist(), table[self.text].to_pylist(), strict=True)
+            return
+        assert self.window
+        speaker, text = None, ""
+        grown: list[str] = []
+        for table in place.rows("train", [self.client, *self.window]):
+            for who, before, after in zip(*(column.to_pylist() for column in table.itercolumns()), strict=True):
+                if len(before) != self.length or len(after) != 1:
+                    raise UndriftError(
+                        f"{place.name} has a window of {len(before)} characters and {len(after)} after it, not "
+                        f"{self.length} and 1."
+                    )
+                if who == speaker and before == text:  # the next window of the same text
+                    grown.append(after)
+                else:
+                    if grown:
+                        yield speaker, "".join(grown)
+                    speaker, grown = who, [before, after]
+                text = before[1:] + after
+        if grown:
+            yield speaker, "".join(grown)
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Titles with tags, any number of them: which tags, from a bag of the most frequent words.
+
+    Rows without a title or without a frequent tag are left out.
+    """
+
+    hub: str
+    title: str
+    tags: str
+    client: str | None = None
+    words: int = 10_000
+    most_tags: int = 500
+    limit: int | None = None
+    """How many rows to read at most."""
+
+    def decode(self, places: list[Place], write: Writer) -> None:
+        columns = [self.title, self.tags, *([self.client] if self.client else [])]
+        rows: list[tuple[list[str], list[str], Any]] = []
+        for table in places[0].rows("train", columns):
+            cells = [column.to_pylist() for column in table.itercolumns()]
+            who = cells[2] if self.client else [None] * len(table)
+            rows += [(words(t), list(tags), c) for t, tags, c in zip(*cells[:2], who, strict=True) if t and tags]
+            if self.limit and len(rows) >= self.limit:
+                break
+        known = most_frequent((tags for _, tags, _ in rows), self.most_tags)
+        rows = [row for row in rows if set(row[1]).intersection(known)]
+        if not rows:
+            raise UndriftError(f"{places[0].name} has no row with a title and tags.")
+        titles, tags, who = (list(column) for column in zip(*rows, strict=True))
+        vocabulary = most_frequent(titles, self.words)
+        write.append("x", _padded(titles, vocabulary))
+        write.append("y", _padded(tags, known))
+        if self.client:
+            write.append("key", encoded(who, {}))
+        write.notes |= {"words": vocabulary, "tags": known}
+
+    def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
+        count = len(notes["tags"])
+        return Source(
+            {"x": arrays["x"], "y": arrays["y"]},
+            arrays["y"][:, 0].numpy().astype(np.int64),  # dealt out by the first tag
+            keys=arrays["key"].numpy() if "key" in arrays else None,
+            take=Bags(len(notes["words"]), count),
+            task=Task("binary_cross_entropy", {"recall_at_5": "recall_at_5"}, classes=count),
+            names=notes["tags"],
+        )
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Sentences with a class each, as the numbers of their words: 0 is padding (in front), 1 an unknown word."""
+
+    hub: str
+    text: str = "text"
+    label: str = "label"
+    words: int = 10_000
+    length: int = 64
+
+    def decode(self, places: list[Place], write: Writer) -> None:
+        place, codes = places[0], {}
+        labels = Labels(place, self.label)
+        for split in ("train", "test"):
+            sentences: list[list[str]] = []
+            for table in place.rows(split, [self.text, self.label]):
+                write.append(f"{split}_y", labels.read(table[self.label], split, len(sentences)))
+                sentences += [words(text or "") for text in table[self.text].to_pylist()]
+            if split == "train":  # the test set's words are not ours to count
+                vocabulary = most_frequent(sentences, self.words)
+                codes = {word: i + UNKNOWN + 1 for i, word in enumerate(vocabulary)}
+            ids = np.full((len(sentences), self.length), PADDING, np.int32)
+            for row, sentence in zip(ids, sentences, strict=True):
+                for column, word in enumerate(reversed(sentence[: self.length]), 1):
+                    row[-column] = codes.get(word, UNKNOWN)
+            write.append(f"{split}_x", ids)
+        write.notes |= {"words": vocabulary, "classes": labels.names}
+
+    def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
+        store, held = ({"x": arrays[f"{s}_x"], "y": arrays[f"{s}_y"]} for s in ("train", "test"))
+        return Source(
+            store,
+            store["y"].numpy(),
+            test=Rows(held, torch.arange(len(held["y"])), sequences),
+            take=sequences,
+            task=Task(vocabulary=len(notes["words"]) + UNKNOWN + 1),
+            names=notes["classes"],
+        )
+
+
+def words(text: str) -> list[str]:
+    """Words in lower case; inside one may stand a point, an apostrophe, a hyphen; `c++` and `c#` are words."""
+    return re.findall(r"[a-z0-9+#]+(?:[.'-][a-z0-9+#]+)*", text.lower())
+
+
+def most_frequent(texts: Iterable[list[str]], count: int) -> list[str]:
+    """The most frequent words, those of equal count by the alphabet."""
+    counted = Counter(word for text in texts for word in text)
+    return [word for word, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:count]]
+
+
+def _padded(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
+    """Each text's known words by number, a row each, filled up with the first number that is no word's."""
+    codes = {word: i for i, word in enumerate(vocabulary)}
+    known = [[codes[word] for word in text if word in codes] for text in texts]
+    rows = np.full((len(texts), max(1, *map(len, known))), len(vocabulary), np.int32)
+    for row, own in zip(rows, known, strict=True):
+        row[: len(own)] = own
+    return rows
+
+
+def _points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all ranges, one after another, and which range each is of."""
+    sizes = ends - begins
+    which = np.repeat(np.arange(len(sizes)), sizes)
+    return which, np.arange(sizes.sum()) + np.repeat(begins - np.cumsum(sizes) + sizes, sizes)

@@ -1,0 +1,101 @@
+"""How clients fare, each on held-out data of its own: with the global model, and after one more local epoch.
+
+What the history gets of each metric: its mean over clients, its spread, and the mean of the worst tenth of clients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.evaluate import BATCH, parts_of
+from undrift.local import steps_per_epoch
+from undrift.method import Method
+from undrift.models.functional import Params
+from undrift.random import choose, derive
+from undrift.setup import Setup
+from undrift.tree import Tree, tree_map
+
+MOST = 1000
+"""How many clients are looked at; of more, as many are drawn from the seed, the same ones in every round."""
+
+
+class Personal:
+    """Evaluation on `data.client_test`; without it there is nobody to look at."""
+
+    def __init__(self, run: Setup) -> None:
+        self.run, own = run, run.data.client_test
+        if own is None:
+            self.clients = np.empty(0, np.int64)
+            return
+        self.clients = np.intersect1d(own.nonempty, run.data.nonempty)
+        if len(self.clients) > MOST:
+            self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
+        spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
+        self.rows = [span.to(run.resident.device) for span in spans]
+
+    def shared(self, params: Params, last: bool) -> dict[str, Any]:
+        """The global model on every client's own data; at the last round also client by client."""
+        if not len(self.clients):
+            return {}
+        sizes = torch.tensor([len(rows) for rows in self.rows])
+        whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        found = self._measured(params, torch.cat(self.rows), whose, len(sizes))
+        row: dict[str, Any] = summary("client", found)
+        if last:
+            each = {name: values.tolist() for name, values in found.items()}
+            row["by_client"] = {"client": self.clients.tolist(), **each}
+        return row
+
+    def tuned(self, params: Params, states: list[Tree], method: Method, t: int) -> dict[str, Any]:
+        """Each client's own model: the global one after one more epoch of its local training, method and all."""
+        run, found = self.run, {}
+        if not len(self.clients):
+            return {}
+        received = method.broadcast(params, states, run.server(t))
+        plan = method.plan(run.plan(t), states)
+
+        def visit(trained: Params, clients: np.ndarray) -> None:
+            for i, client in enumerate(clients.tolist()):
+                own = tree_map(lambda w, i=i: w[i], trained)
+                rows = self.rows[int(np.searchsorted(self.clients, client))]
+                found[client] = self._measured(own, rows, torch.zeros(len(rows), dtype=torch.int64), 1)
+
+        # As many at a time as a round has: what clients keep between rounds need not all fit into memory at once.
+        for begin in range(0, len(self.clients), run.cohort_size):
+            clients = self.clients[begin : begin + run.cohort_size]
+            epoch = steps_per_epoch(run.data.sizes[clients], run.local.batch_size)
+            run.engine.run(run.orders(replace(plan, clients=clients, steps=epoch), params, received), run.kept, visit)
+        return summary("tuned", {name: torch.cat([found[int(c)][name] for c in self.clients]) for name in run.measures})
+
+    def _measured(self, params: Params, rows: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
+        """The loss and each metric by client."""
+        run = self.run
+        sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
+        for begin in range(0, len(rows), BATCH):
+            part = slice(begin, begin + BATCH)
+            x, y = run.data.take(run.resident.store, rows[part])
+            output = run.model(params, x)
+            for name, measure in run.measures.items():
+                both = torch.stack(parts_of(measure(output, y))).cpu()
+                sums[name].index_add_(1, whose[part], both)
+        return {name: top / bottom for name, (top, bottom) in sums.items()}
+
+
+def summary(prefix: str, found: dict[str, Tensor]) -> dict[str, float]:
+    """Mean, spread and worst tenth over clients; of a loss the highest are the worst."""
+    row: dict[str, float] = {}
+    for name, by_client in found.items():
+        values = by_client[torch.isfinite(by_client)].sort(descending=name == "loss").values
+        worst = values[: math.ceil(len(values) / 10)]
+        row |= {
+            f"{prefix}_{name}": float(values.mean()),
+            f"{prefix}_{name}_std": float(values.std(correction=0)),
+            f"{prefix}_{name}_worst": float(worst.mean()),
+        }
+    return row
