@@ -120,8 +120,8 @@ def _with_test(source: Source, name: str, fraction: float | None, size: int | No
     if fraction is None and name in sources.names():
         fraction = OWN_TEST
     if source.test is None and fraction:
-        groups = None if source.keys is None else np.unique(source.keys, return_inverse=True)[1]
-        held = stratified(source.labels, fraction, host_generator(0, f"{name} test set"), groups)
+        strata = source.labels if source.keys is None else _both(source.keys, source.labels)
+        held = stratified(strata, fraction, host_generator(0, f"{name} test set"))
         rows = np.arange(len(held)) if source.rows is None else source.rows
         source = replace(
             source,
@@ -135,6 +135,11 @@ def _with_test(source: Source, name: str, fraction: float | None, size: int | No
         index = source.test.index[torch.from_numpy(np.sort(chosen))]
         source = replace(source, test=replace(source.test, index=index))
     return source
+
+
+def _both(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """One number for each client and class, client after client."""
+    return np.unique(keys, return_inverse=True)[1] * (int(labels.max()) + 1) + labels
 
 
 def _normalised(source: Source, name: Any) -> Source:

@@ -73,6 +73,11 @@ class Place:
             raise self._unreadable(error) from error
 
     def _from_hub(self, get: Callable[[], Any]) -> Any:
+        if "/" not in self.name:
+            raise UndriftError(
+                f"{self.name} is not on the hub; put its parquet files into FOLDER/{self.name} and set "
+                "UNDRIFT_DATA=FOLDER."
+            )
         try:
             return get()
         except Exception as error:  # no network, no such data set, no such split: the library has many

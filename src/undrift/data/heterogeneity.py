@@ -1,0 +1,67 @@
+"""How much clients' data differ, measured: nothing here looks at how they were dealt out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from undrift.data.dataset import FederatedDataset
+from undrift.errors import UndriftError
+from undrift.random import host_generator
+
+BATCH = 10_000
+
+
+def class_counts(data: FederatedDataset) -> np.ndarray:
+    """Clients × classes: how many samples of each a client holds. A sample with several labels counts for each."""
+    if data.labels is not None:
+        return data.label_counts().numpy()
+    if not data.task.classes:
+        raise UndriftError("These data have no classes to count; their targets are numbers.")
+    counts = np.zeros((len(data), data.task.classes), np.int64)
+    owner = np.repeat(np.arange(len(data)), data.sizes)
+    for begin in range(0, len(owner), BATCH):
+        part = slice(begin, begin + BATCH)
+        targets = data.take(data.store, data.index[part])[1].to(torch.int64).numpy()
+        np.add.at(counts, owner[part], targets)
+    return counts
+
+
+def label_distance(counts: np.ndarray) -> float:
+    """The mean over clients, by size, of `½ Σ_c |p_c − q_c|`: p a client's mix of classes, q everybody's.
+
+    0: all clients have the same mix. Towards 1: no two clients share a class.
+    """
+    held = counts[counts.sum(1) > 0]
+    sizes = held.sum(1)
+    mix, overall = held / sizes[:, None], held.sum(0) / held.sum()
+    return float(np.average(np.abs(mix - overall).sum(1) / 2, weights=sizes))
+
+
+def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
+    """Sizes, classes a client, and the distance of clients' mixes from everybody's, beside what chance alone gives."""
+    sizes = data.sizes[data.nonempty]
+    found: dict[str, Any] = {
+        "clients": len(data.nonempty),
+        "empty": len(data) - len(data.nonempty),
+        "samples": int(sizes.sum()),
+        "smallest": int(sizes.min()),
+        "median": float(np.median(sizes)),
+        "largest": int(sizes.max()),
+    }
+    if data.labels is None and not data.task.classes:
+        return found
+    counts = class_counts(data)[data.nonempty]
+    by_chance = host_generator(0, "heterogeneity").multivariate_hypergeometric
+    left, dealt = counts.sum(0), []
+    for size in counts.sum(1):
+        dealt.append(by_chance(left, size))
+        left = left - dealt[-1]
+    return found | {
+        "classes": int((counts.sum(0) > 0).sum()),
+        "classes_a_client": float((counts > 0).sum(1).mean()),
+        "label_distance": label_distance(counts),
+        "label_distance_by_chance": label_distance(np.stack(dealt)),
+    }
