@@ -9,6 +9,7 @@ import numpy as np
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.heterogeneity import class_counts, heterogeneity
+from undrift.errors import UndriftError
 
 BARS = 60
 """Up to so many clients have a bar each; of more, a silhouette is drawn."""
@@ -42,7 +43,10 @@ def picture(data: FederatedDataset, title: str, file: str | Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if classes and counts.shape[1] <= 20:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
-    figure.savefig(file, dpi=150)
+    try:
+        figure.savefig(file, dpi=150)
+    except (ValueError, OSError) as error:  # an ending that is no picture's, a folder that is not there
+        raise UndriftError(f"{file} cannot be drawn ({error}); name a .png, .svg or .pdf file.") from error
 
 
 def _colours(count: int) -> list[Any]:

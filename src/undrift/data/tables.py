@@ -24,7 +24,7 @@ class Place:
     name: str
     """The hub's id, or a path."""
     kind: str = "hub"
-    """"hub", or the name of the builder that reads local files: "parquet", "csv", "imagefolder"."""
+    """What to read: the "hub", or local files that are "parquet", "csv" or "pictures"."""
     files: tuple[tuple[str, tuple[Path, ...]], ...] = ()
     """Of local data: each split's files."""
     config: str | None = None
@@ -67,6 +67,11 @@ class Place:
             raise UndriftError(f"{self.name} has no {split} split; it has {', '.join(dict(self.files))}.")
         files = [str(file) for file in dict(self.files)[split]]
         try:
+            if self.kind == "csv":
+                from pyarrow import csv
+
+                table = csv.read_csv(files[0], convert_options=csv.ConvertOptions(strings_can_be_null=True))
+                return datasets.Dataset(datasets.table.InMemoryTable(table))
             data = datasets.load_dataset(self.kind, data_files={split: files}, split=split, streaming=True)
             return data if data.features else data._resolve_features()
         except Exception as error:

@@ -110,7 +110,7 @@ class _GRULoopBack(_LoopBack):
         for d_earlier, factors_t, z_t in reversed(list(zip(earlier, factors.unbind(1), z.unbind(1), strict=True))):
             steps.append((d,))
             d_a = (d.unsqueeze(-2) * factors_t).flatten(-2)
-            d = torch.baddbmm(torch.addcmul(d_earlier, d, z_t), d_a, weight)
+            d = torch.addcmul(d_earlier, d, z_t).baddbmm_(d_a, weight)  # in place, or it would copy first
         return *_over_time(steps[::-1]), d
 
 
