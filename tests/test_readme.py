@@ -7,6 +7,9 @@ import io
 import re
 from pathlib import Path
 
+from undrift import models
+from undrift.data import sources
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,6 +25,20 @@ def test_the_readmes_python_runs_as_printed_and_learns():
     assert names["result"].history[-1]["accuracy"] > 0.3
     own = re.search(r"@dataclass.*?\n\n\nlocal", blocks[1], re.DOTALL).group().removesuffix("local").strip()
     assert len(own.splitlines()) <= 10
+
+
+def test_the_data_pages_python_runs_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {"__name__": "data"})
+
+
+def test_the_data_page_has_every_name():
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    for name in (*sources.names(), *models.MODELS):
+        assert f"`{name}`" in page, name
 
 
 def test_what_the_readme_points_to_is_there():

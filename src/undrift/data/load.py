@@ -120,8 +120,9 @@ def _with_test(source: Source, name: str, fraction: float | None, size: int | No
     if fraction is None and name in sources.names():
         fraction = OWN_TEST
     if source.test is None and fraction:
-        strata = source.labels if source.keys is None else _both(source.keys, source.labels)
-        held = stratified(strata, fraction, host_generator(0, f"{name} test set"))
+        rng = host_generator(0, f"{name} test set")
+        strata = source.labels if source.keys is None else _by_class_and_client(source.labels, source.keys, rng)
+        held = stratified(strata, fraction, rng)
         rows = np.arange(len(held)) if source.rows is None else source.rows
         source = replace(
             source,
@@ -137,9 +138,15 @@ def _with_test(source: Source, name: str, fraction: float | None, size: int | No
     return source
 
 
-def _both(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """One number for each client and class, client after client."""
-    return np.unique(keys, return_inverse=True)[1] * (int(labels.max()) + 1) + labels
+def _by_class_and_client(labels: np.ndarray, keys: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A number for each class and client, class after class; within a class clients come in an order of its own.
+
+    Along that order every n-th row takes its share of every class and of every client, and not always of the same ones.
+    """
+    clients = np.unique(keys, return_inverse=True)[1]
+    pairs, place = np.unique(labels * (int(clients.max()) + 1) + clients, return_inverse=True)
+    order = np.lexsort((rng.random(len(pairs)), pairs // (int(clients.max()) + 1)))
+    return np.argsort(order)[place]
 
 
 def _normalised(source: Source, name: Any) -> Source:
