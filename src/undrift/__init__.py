@@ -62,6 +62,8 @@ _PUBLIC = (
         "Server": "undrift.roles",
         "Totals": "undrift.roles",
         "tree_map": "undrift.tree",
+        "register_data": "undrift.registry",
+        "register_model": "undrift.registry",
         "UndriftError": "undrift.errors",
     }
 )
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from undrift.methods.server import ServerAdagrad, ServerAdam, ServerSGD, ServerYogi
     from undrift.methods.techniques import GradientNoise, Projection, ServerTraining, SignAgreement
     from undrift.methods.temporal import TemporalEnsemble
+    from undrift.registry import register_data, register_model
     from undrift.result import Result
     from undrift.roles import Batch, Client, Plan, Server, Totals
     from undrift.schedule import Number, decay, inverse

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from undrift import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from undrift.config import Experiment
 
 app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -17,6 +23,15 @@ app = typer.Typer(
 )  # fmt: skip
 data = typer.Typer(no_args_is_help=True, help="Data sets and who holds them.")
 app.add_typer(data, name="data")
+
+File = Annotated[Path, typer.Argument(help="An experiment file, or the folder of a run to repeat.", show_default=False)]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: local.lr=0.05")]
+Import = Annotated[
+    list[str] | None, typer.Option("--import", metavar="MODULE", help="Import your own methods, models and data first.")
+]
+DataDir = Annotated[Path | None, typer.Option(help="A folder in hub layout to read data from.")]
+Out = Annotated[Path | None, typer.Option(help="The folder to write to.  [default: a new one in runs/]")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="So many seeds, from the experiment's own upwards.")]
 
 
 def _version(asked: bool) -> None:
@@ -34,31 +49,248 @@ def _options(
     pass
 
 
+@app.command()
+def run(file: File, set: Set = None, out: Out = None, imports: Import = None, data_dir: DataDir = None) -> None:
+    """Run an experiment."""
+    experiment = _experiment(file, set, imports, data_dir)
+    from undrift.experiment import new_folder
+
+    _run(experiment, out or new_folder(experiment, Path("runs")), resume=False)
+
+
+@app.command()
+def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped.")]) -> None:
+    """Go on with a run from its last checkpoint, as if it had never stopped."""
+    from undrift.errors import UndriftError
+
+    if not (folder / "config.toml").exists():
+        raise UndriftError(f"{folder} is no run: it has no config.toml.")
+    if (folder / "model.safetensors").exists():
+        typer.echo(f"{folder} is finished.")
+        return
+    _run(_experiment(folder, None, None, None), folder, resume=True)
+
+
+@app.command()
+def compare(
+    paths: Annotated[list[Path], typer.Argument(help="Experiment files, which are run, and folders of runs.")],
+    target: Annotated[float | None, typer.Option(help="Also say what it took to get there: an accuracy, say.")] = None,
+    seeds: Seeds = None,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Runs side by side, with mean ± standard deviation over seeds."""
+    from undrift import compare as compared
+    from undrift.errors import UndriftError
+
+    folders = [path for path in paths if path.is_dir()]
+    files = [path for path in paths if not path.is_dir()]
+    points = []
+    for file in files:
+        settings = _settings(file, set, imports, data_dir)
+        own = _points(settings, {"seed": _seeds(settings, seeds)}, str(file))
+        points += [type(point)(f"{file.stem},{point.name}", point.settings) for point in own]
+    runs = [compared.Run.read(folder) for folder in folders]
+    if points:
+        runs += _sweep(points, out or _new_folder("compare"), "compare", None)
+    if not runs:
+        raise UndriftError("There is nothing to compare: no run finished.")
+    _console().print(compared.table(runs, target))
+
+
+@app.command()
+def sweep(
+    file: File,
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=[VALUE, …]", help="Values of a key: 'local.lr=[0.01, 0.1]'")
+    ] = None,
+    seeds: Seeds = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: as many as pay]")] = None,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Every combination of some keys' values; the best is chosen on validation data.
+
+    The grid may also stand in the file, as a section \\[sweep] of keys and lists. Run again with the same --out, it
+    does what is left to do.
+    """
+    from undrift import sweep as swept
+
+    settings = _settings(file, set, imports, data_dir)
+    wanted = settings.pop("sweep", {}) | swept.parse_grid(grid or [])
+    if seeds is not None or "seed" not in wanted:
+        wanted["seed"] = _seeds(settings, seeds)
+    folder = out or _new_folder(file.stem)
+    runs = _sweep(_points(settings, wanted, str(file)), folder, str(file), workers)
+    console = _console()
+    if not runs:
+        raise typer.Exit(1)
+    found = swept.summary(runs, folder)
+    console.print(_sweep_table(found))
+    if found["best"] is not None and len(found["settings"]) > 1:
+        console.print(f"best by {found['chosen_by'].replace('_', ' ')}: [bold]{found['best']}[/]")
+    console.print(f"in {folder}")
+
+
+class Kind(str, Enum):
+    methods = "methods"
+    partitions = "partitions"
+    data = "data"
+    models = "models"
+    losses = "losses"
+    metrics = "metrics"
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[Kind, typer.Argument(help="Of what.")],
+    imports: Import = None,
+) -> None:
+    """What there is, with a line about each."""
+    from rich.table import Table
+
+    from undrift import listing
+    from undrift.registry import import_plugins
+
+    import_plugins(imports or ())
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, line in getattr(listing, kind.value)().items():
+        table.add_row(f"[bold]{name}[/]", line)
+    _console().print(table)
+
+
 @data.command()
 def show(
     name: Annotated[str, typer.Argument(help="A data set's name, a file, or a folder.")],
     partition: Annotated[str, typer.Option(help='How it is dealt out: "Dirichlet(0.1)", "ByKey()" …')] = "IID()",
     clients: Annotated[int | None, typer.Option(help="To how many clients; ByKey() has its own.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="What chance is drawn from.")] = 0,
     picture: Annotated[Path | None, typer.Option(help="Where to draw it: a .png, .svg or .pdf file.")] = None,
     label: Annotated[str, typer.Option(help="Of a file of your own: the label's column.")] = "label",
     client: Annotated[str | None, typer.Option(help="Of a file of your own: the client's column.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="A folder in hub layout to read from.")] = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Who holds what: a picture, sizes, and how much clients' data differ."""
-    from rich.console import Console
-
     from undrift.data import show as shown
     from undrift.data.load import load
+    from undrift.registry import import_plugins
 
+    import_plugins(imports or ())
     if clients is None and not partition.startswith("ByKey"):
         clients = 10
     loaded = load(name, partition, clients, seed, label=label, client=client, data_dir=data_dir)
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     shown.picture(loaded, title, file)
-    Console(highlight=False).print(shown.report(loaded, title))
+    _console().print(shown.report(loaded, title))
     typer.echo(f"\ndrawn in {file}")
+
+
+# ---- what the commands share -------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _settings(file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None) -> dict[str, Any]:
+    from undrift import config
+
+    settings = config.override(config.read(file), set or [])
+    if imports:
+        settings["imports"] = [*settings.get("imports", []), *imports]
+    if data_dir and isinstance(settings.get("data"), dict):
+        settings["data"]["data_dir"] = str(data_dir)
+    return settings
+
+
+def _experiment(file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None) -> Experiment:
+    from undrift import config
+
+    settings = _settings(file, set, imports, data_dir)
+    settings.pop("sweep", None)
+    return config.checked(settings, str(file))
+
+
+def _run(experiment: Experiment, folder: Path, resume: bool) -> None:
+    from undrift.display import Live, score, stopping
+    from undrift.experiment import run
+
+    console = _console()
+    with stopping() as stop_if_asked, Live(console, experiment.rounds) as live:
+
+        def on_round(row: dict[str, Any]) -> None:
+            live(row)
+            stop_if_asked()
+
+        try:
+            result = run(experiment, folder, resume, on_round)
+        except KeyboardInterrupt:
+            live.__exit__()
+            left = folder if (folder / "config.toml").exists() else None
+            typer.echo(f"stopped; go on with: undrift resume {left}" if left else "stopped", err=True)
+            raise typer.Exit(130) from None
+    found = score(result.history[-1])
+    said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
+    typer.echo(f"{said}{len(result.history)} rounds, in {folder}")
+
+
+def _seeds(settings: dict[str, Any], count: int | None) -> list[int]:
+    first = settings.get("seed", 0)
+    return [first + i for i in range(count or 1)] if isinstance(first, int) else [first]
+
+
+def _new_folder(name: str) -> Path:
+    from datetime import datetime
+
+    return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{name}"
+
+
+def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) -> Any:
+    from undrift.sweep import points
+
+    return points(settings, grid, where)
+
+
+def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> Any:
+    """The runs, with a bar that counts them; what went wrong with one is said and the others go on."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from undrift.sweep import sweep
+
+    console = _console()
+    columns = (TextColumn("runs"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(points))
+
+        def done(point: Any, message: str | None) -> None:
+            progress.advance(task)
+            if message:
+                print(f"error: {point.name}: {message}", file=sys.stderr)
+
+        return sweep(points, folder, where, workers, done)
+
+
+def _sweep_table(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    keys = [key for key in (found["chosen_by"], found["metric"]) if key]
+    for column in ("", "runs", *(f"last {key.replace('_', ' ')}" for key in keys)):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
+    for row in found["settings"]:
+        cells = [
+            f"{row[key]['mean']:.4f}" + (f" ± {row[key]['std']:.4f}" if len(row["runs"]) > 1 else "") for key in keys
+        ]
+        table.add_row(row["name"], str(len(row["runs"])), *cells)
+    return table
 
 
 def main() -> None:

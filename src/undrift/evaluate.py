@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.losses import Metric, accuracy
-from undrift.models.functional import Model, Params
+from undrift.losses import accuracy
+from undrift.models.functional import Params
+
+if TYPE_CHECKING:
+    from undrift.setup import Setup
 
 BATCH = 1000
 
 
+def evaluate(run: Setup, params: Params) -> dict[str, Any]:
+    """Loss and metrics on the test set, and `validation_…` on the validation set, as far as there are such."""
+    row = measured(run, params, run.test) if run.test else {}
+    held = measured(run, params, run.validation) if run.validation else {}
+    return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
+
+
 @torch.no_grad()
-def evaluate(model: Model, params: Params, rows: Rows, measures: dict[str, Metric], classes: int) -> dict[str, Any]:
+def measured(run: Setup, params: Params, rows: Rows) -> dict[str, Any]:
     """The mean loss and each metric; beside accuracy also `class_accuracy`, a list with None for a class not seen."""
-    sums: dict[str, Any] = {name: [0.0, 0.0] for name in measures}
-    by_class = measures.get("accuracy") is accuracy and classes > 0
-    right = torch.zeros(classes, device=rows.index.device)
+    sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
+    by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
+    right = torch.zeros(run.data.classes, device=rows.index.device)
     seen = torch.zeros_like(right)
     for begin in range(0, len(rows), BATCH):
         x, y = rows.take(rows.store, rows.index[begin : begin + BATCH])
-        output = model(params, x)
-        for name, metric in measures.items():
+        output = run.model(params, x)
+        for name, metric in run.measures.items():
             top, bottom = parts_of(metric(output, y))
             sums[name] = [sums[name][0] + top.sum(), sums[name][1] + bottom.sum()]
         if by_class:

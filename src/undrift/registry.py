@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import math
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 import undrift
+from undrift import models
 from undrift.data.augment import CropFlip
 from undrift.errors import UndriftError, unknown
 from undrift.method import Method, Part, as_method
@@ -30,6 +36,37 @@ def known_parts() -> dict[str, Callable[..., Any]]:
     return found | {name: getattr(undrift, name) for name in undrift.METHODS}
 
 
+def import_plugins(modules: Iterable[str] = ()) -> None:
+    """Import a user's own methods, models and data: these modules, and those of installed packages that ask for it.
+
+    A package asks with an entry point in the group "undrift".
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # a module beside the experiment file needs no installing
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UndriftError(f"imports: the module {module!r} cannot be imported ({error}).") from error
+    for point in entry_points(group="undrift"):
+        point.load()
+
+
+def register_model(name: str, function: Callable[..., Any]) -> None:
+    """Give a model a name that experiment files know: `function(classes, shape, **options)` makes it."""
+    models.MODELS[name] = function
+
+
+def register_data(name: str, function: Callable[[], Any]) -> None:
+    """Give data a name that experiment files know: `function()` makes a pair (train, test).
+
+    Each is a pair (x, y) or a torch `Dataset`; `test` may be None.
+    """
+    from undrift.data import sources
+
+    sources.FUNCTIONS[name] = function
+
+
 def parse_method(text: str) -> Method:
     return as_method(parse(text, "method", known_parts(), INNER))
 
@@ -39,6 +76,23 @@ def parse_partition(text: str) -> Any:
         return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
     except TypeError:
         raise UndriftError(f"Partitions do not add up; choose one of those in {text!r}.") from None
+
+
+def parse_model(text: str) -> tuple[str, dict[str, Any]]:
+    """`vgg9` or `vgg9(dropout=False)`: a model's name and its options."""
+    if "(" not in text:
+        return text, {}
+    names = {name: partial(_named, name) for name in models.MODELS}
+    return parse(text, "model", names)
+
+
+def _named(name: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    return name, options
+
+
+def parse_number(text: str) -> Any:
+    """A schedule in a string, `decay(0.1, 0.99)`."""
+    return parse(text, "schedule", {"decay": decay, "inverse": inverse})
 
 
 def parse_augmentation(text: str) -> Any:
@@ -94,5 +148,11 @@ def parse(
 
 
 def _example(names: Mapping[str, Any]) -> str:
-    examples = ("Dirichlet(0.1)", "CropFlip(padding=4)", "FedProx(mu=0.1) + ServerSGD(momentum=0.9)")
+    examples = (
+        "Dirichlet(0.1)",
+        "CropFlip(padding=4)",
+        "vgg9(dropout=False)",
+        "decay(0.1, 0.99)",
+        "FedProx(mu=0.1) + ServerSGD(momentum=0.9)",
+    )
     return next(example for example in examples if example.partition("(")[0] in names)

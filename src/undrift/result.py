@@ -1,8 +1,9 @@
-"""What a run gives back."""
+"""What a run gives back, and the folder it may leave behind."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -37,31 +38,66 @@ def _plain(x: Any) -> Any:
 
 
 class Folder:
-    """A run's folder: `metrics.jsonl` grows with the rounds, `model.safetensors` is written at the end.
+    """A run's folder: `config.toml`, `metrics.jsonl` that grows with the rounds, `model.safetensors` at the end.
 
-    Without a path it is no folder, and writes nothing.
+    Without a path it is no folder, and writes nothing. A folder that has a run is refused, unless to resume it.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, resume: bool = False) -> None:
         self.path = None if path is None else Path(path)
+        self.resume = resume
         self.metrics: TextIO | None = None
+        if resume and not self.path:
+            raise UndriftError("resume needs the folder of the run to go on with: out=….")
+        if resume and self.path and not (self.path / "config.toml").exists():
+            raise UndriftError(f"{self.path} has no run to go on with; leave resume out to start one there.")
 
     def __enter__(self) -> Folder:
         if self.path:
-            if self.path.is_file() or (self.path / "metrics.jsonl").exists():
+            taken = self.path.is_file() or (self.path / "metrics.jsonl").exists()
+            if taken and not self.resume:
                 raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
             self.path.mkdir(parents=True, exist_ok=True)
-            self.metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.metrics:
             self.metrics.close()
 
+    def config(self, text: str) -> None:
+        """The file that repeats the run. A run that goes on keeps the one it has."""
+        if self.path and not self.resume:
+            (self.path / "config.toml").write_text(text, encoding="utf-8")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rounds that `metrics.jsonl` has, up to the first that a crash left unfinished."""
+        rows: list[dict[str, Any]] = []
+        file = self.path / "metrics.jsonl" if self.path else None
+        for line in file.read_text(encoding="utf-8").splitlines() if file and file.exists() else ():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+    def begin(self, rows: list[dict[str, Any]]) -> None:
+        """Go on after these rounds: what was written beyond them is cut off."""
+        if self.path:
+            partial = self.path / "metrics.jsonl.partial"
+            self.metrics = partial.open("w", encoding="utf-8")
+            for row in rows:
+                self.row(row)
+            partial.replace(self.path / "metrics.jsonl")
+
     def row(self, row: dict[str, Any]) -> None:
         if self.metrics:
             self.metrics.write(json.dumps(row, default=_plain) + "\n")
             self.metrics.flush()
+
+    def sync(self) -> None:
+        """See to it that the disk has all rows."""
+        if self.metrics:
+            os.fsync(self.metrics.fileno())
 
     def model(self, model: nn.Module) -> None:
         if self.path:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from undrift.method import Method, as_method
 from undrift.models.functional import Model, Params
 from undrift.random import Key, derive
 from undrift.random import choose as choose_clients
+from undrift.registry import parse_model
 from undrift.roles import Plan, Server
 from undrift.schedule import value
 from undrift.tree import Tree
@@ -46,12 +50,27 @@ class Setup:
     loss: Loss
     metrics: dict[str, Metric]
     test: Rows | None
+    validation: Rows | None
     server_data: Any
     cohort_size: int
     seed: int
     kept: Kept
     engine: LanesEngine | PlainEngine
     choices: dict[str, Any]
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What must be the same for a run to go on from a checkpoint."""
+        shapes = {name: tuple(w.shape) for name, w in self.model.start.items()}
+        return {
+            "seed": str(self.seed),
+            "method": plainly(self.method),
+            "local": plainly(self.local),
+            "loss": plainly(self.loss),
+            "clients a round": str(self.cohort_size),
+            "data": digest([self.data.offsets.tobytes(), self.data.index.numpy().tobytes()]),
+            "model": digest([repr(shapes).encode()]),
+        }
 
     @property
     def measures(self) -> dict[str, Metric]:
@@ -101,6 +120,15 @@ class Setup:
         return Server(self.model, self.loss, self.server_data, t, key, self.data.augment)
 
 
+def plainly(x: Any) -> str:
+    """What `repr` says, without the addresses that change from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
+
+
+def digest(pieces: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(pieces)).hexdigest()[:16]
+
+
 def prepare(
     model: Any,
     data: Any,
@@ -138,8 +166,9 @@ def prepare(
     chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
     shape = data.take(data.store, data.index[:1])[0].shape[1:]
     if isinstance(model, str):
-        vocabulary = data.task.vocabulary
-        model = models.get(model, classes=data.outputs, shape=shape, seed=seed, vocabulary=vocabulary)
+        name, options = parse_model(model)
+        needs = {"classes": data.outputs, "shape": shape, "vocabulary": data.task.vocabulary}
+        model = models.get(name, seed=seed, **needs, **options)
     kind = type(model).__name__
     require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
     function = Model(model, where, precision)
@@ -167,6 +196,7 @@ def prepare(
         loss=chosen_loss,
         metrics=chosen_metrics,
         test=resident.place(data.test_rows) if data.test_rows else None,
+        validation=resident.place(data.validation_rows) if data.validation_rows else None,
         server_data=tuple(t.to(where) for t in data.server) if data.server else None,
         cohort_size=cohort_size,
         seed=seed,

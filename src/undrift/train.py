@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from undrift.checkpoint import Checkpoints, Progress
 from undrift.checks import require, whole
 from undrift.data.dataset import FederatedDataset
 from undrift.engine.cohort import on_device
-from undrift.errors import UndriftError
 from undrift.evaluate import evaluate
 from undrift.local import Local
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.personal import Personal
+from undrift.record import record
 from undrift.result import Folder, Result
 from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare
-from undrift.tree import Tree, tree_add, tree_to
+from undrift.tree import Tree, tree_add, tree_bytes, tree_to
 
 
 def train(
@@ -45,8 +47,10 @@ def train(
     evaluate_every: int = 1,
     personalize_every: int | None = None,
     out: str | Path | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | str | None = None,
+    resume: bool = False,
     on_round: Callable[[dict[str, Any]], None] | None = None,
+    notes: dict[str, Any] | None = None,
 ) -> Result:
     """Train `model` on `data` with `method` for `rounds` rounds.
 
@@ -54,8 +58,11 @@ def train(
     `engine`: "lanes", "plain" (one client at a time) or "auto"; `result.choices` says what was chosen.
     Where clients have test data of their own, evaluated rounds also tell how the global model does on them, and the
     last round, or every `personalize_every`-th, how each client's does after one more local epoch.
-    `out`: a folder for `metrics.jsonl` and `model.safetensors`. `on_round` is called with each round's history.
+    `out`: a folder for the run's files. `checkpoint_every`: rounds (10) or seconds ("30s") between checkpoints there;
+    `resume=True` goes on from the last one. `on_round` is called with each round's history.
+    `notes` are settings of the caller's own for the run's `config.toml`.
     """
+    given = {name: value for name, value in locals().items() if name not in ("on_round", "resume", "out")}
     run = prepare(
         model, data, method, rounds=rounds, local=local, participation=participation, seed=seed, loss=loss,
         metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes,
@@ -63,60 +70,82 @@ def train(
     require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
-    if compile or checkpoint_every is not None:
-        raise UndriftError("compile and checkpoint_every are not built yet; leave them out.")
-    with Folder(out) as folder, arithmetic(precision, deterministic):
-        params = run.model.start
-        states = tree_to(bound(run, 0).start(params), run.resident.device)
+    require(not compile, "compile is not built yet; leave it out.")
+    files = Folder(out, resume)
+    checkpoints = Checkpoints(files.path, run, checkpoint_every)
+    with files as folder, arithmetic(precision, deterministic):
+        now = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), run.resident.device))
+        now = checkpoints.restore(now, folder.rows()) if resume else now
+        folder.config(record(run, given))
+        folder.begin(now.history)
         personal = Personal(run)
-        history: list[dict[str, Any]] = []
-        total_steps = constant_steps = 0
-        for t in range(rounds):
-            began = time.perf_counter()
+        for t in range(now.round, rounds):
+            began, last = time.perf_counter(), t == rounds - 1
             method, server = bound(run, t), run.server(t)
 
-            plan = run.checked(method.plan(run.plan(t), states))
-            received = method.broadcast(params, states, server)
-            orders = run.orders(plan, params, received)
+            plan = run.checked(method.plan(run.plan(t), now.states))
+            received = method.broadcast(now.params, now.states, server)
+            orders = run.orders(plan, now.params, received)
             cohort = run.engine.run(orders, run.kept)
 
             totals = Totals(cohort.sums, len(plan.clients), cohort.weight, run.population, cohort.update)
-            update, states = method.transform(totals, states)
-            previous, params = params, tree_add(params, update)
+            update, states = method.transform(totals, now.states)
+            params = tree_add(now.params, update)
             run.model.track(cohort.statistics)
             params = method.refine(params, server)
-            states = method.after(params, previous, states)
+            states = method.after(params, now.params, states)
             run.kept.commit(cohort.kept)
+            down = len(plan.clients) * tree_bytes(
+                [orders.shared["start"], orders.shared["received"], run.model.tracked]
+            )
+            up = len(plan.clients) * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
+            if last and method.overriding("finish"):
+                params, sent = finish(run, method, params, t)
+                down, up = down + run.population * tree_bytes(params), up + sent
 
-            last = t == rounds - 1
-            if last:
-                params = finish(run, method, params, t)
             if run.resident.device.type == "cuda":
                 torch.cuda.synchronize()
-            total_steps += int(plan.steps.sum())
-            constant_steps += int(run.steps_at(0, plan.clients).sum())
+            now = replace(
+                now,
+                params=params,
+                states=states,
+                round=t + 1,
+                total_steps=now.total_steps + int(plan.steps.sum()),
+                constant_steps=now.constant_steps + int(run.steps_at(0, plan.clients).sum()),
+                total_bytes=now.total_bytes + down + up,
+            )
             row = {
                 "round": t + 1,
                 "clients": plan.clients.tolist(),
                 "steps": int(plan.steps.sum()),
-                "total_steps": total_steps,
-                "steps_fraction": total_steps / constant_steps,
+                "total_steps": now.total_steps,
+                "steps_fraction": now.total_steps / now.constant_steps,
                 "samples": int(orders.batches.counts.sum()),
+                "bytes_down": down,
+                "bytes_up": up,
+                "total_bytes": now.total_bytes,
                 "seconds": time.perf_counter() - began,
                 **method.history(states),
             }
             if last or (t + 1) % evaluate_every == 0:
-                row |= evaluate(run.model, params, run.test, run.measures, data.classes) if run.test else {}
-                row |= personal.shared(params, last)
+                row |= evaluate(run, params) | personal.shared(params, last)
             if last or (personalize_every and (t + 1) % personalize_every == 0):
                 row |= personal.tuned(params, states, method, t)
-            history.append(row)
+            now.history.append(row)
             folder.row(row)
-            if on_round:
-                on_round(row)
-        trained = run.model.load(params)
+            try:
+                if on_round:
+                    on_round(row)
+            except BaseException:  # whoever stops a run here, with Ctrl-C say, finds it where it stood
+                folder.sync()
+                checkpoints.save(now)
+                raise
+            if checkpoints.due(now):
+                folder.sync()
+                checkpoints.save(now)
+        trained = run.model.load(now.params)
         folder.model(trained)
-    return Result(params, trained, history, run.choices)
+    return Result(now.params, trained, now.history, run.choices)
 
 
 def bound(run: Setup, t: int) -> Method:
@@ -124,11 +153,9 @@ def bound(run: Setup, t: int) -> Method:
     return run.method.bind(on_device(run.method.numbers(t), run.resident.device))
 
 
-def finish(run: Setup, method: Method, params: Tree, t: int) -> Tree:
-    """Once, after the last round: what parts measure over all clients, and what they make of it."""
-    if not method.overriding("finish"):
-        return params
+def finish(run: Setup, method: Method, params: Tree, t: int) -> tuple[Tree, int]:
+    """Once, after the last round: what parts make of what they measure over all clients, and the bytes sent for it."""
     everyone = run.everyone(t, params)
-    weight = everyone.lanes["weight"].sum()
-    totals = Totals(run.engine.survey(everyone), run.population, weight, run.population, None)
-    return method.finish(params, totals, run.server(t))
+    sums = run.engine.survey(everyone)
+    totals = Totals(sums, run.population, everyone.lanes["weight"].sum(), run.population, None)
+    return method.finish(params, totals, run.server(t)), run.population * tree_bytes(sums)

@@ -75,6 +75,8 @@ class FederatedDataset:
     """What changes a batch before each local step."""
     names: list[str] | None = None
     """The classes' names."""
+    origin: dict[str, Any] | None = None
+    """What `ud.load` was asked for, where a file can say it."""
 
     def __post_init__(self) -> None:
         self._refuse_not_finite()

@@ -53,6 +53,7 @@ def load(
     `normalize` takes pictures less the training set's mean by channel, over its spread. `augment`: `ud.CropFlip()`,
     or a function of (x, key), for training alone. `data_dir`: a folder in hub layout to read from (or UNDRIFT_DATA).
     """
+    asked = dict(locals())
     partition = _partition(partition)
     natural = isinstance(partition, ByKey)
     if natural and clients is not None:
@@ -88,8 +89,19 @@ def load(
         rows, owner = rows[~held], owner[~held]
     return _owned(
         source, rows, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
-        client_test=personal, augment=augment, **common,
+        client_test=personal, augment=augment, origin=_origin(asked, partition, augment), **common,
     )  # fmt: skip
+
+
+def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
+    """The arguments as a file may hold them, or None if one of them is a value of Python."""
+    ours = type(partition).__module__ == "undrift.data.partition"
+    ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
+    if not ours or not isinstance(asked["name"], str | Path):
+        return None
+    texts = {"name": str(asked["name"]), "partition": repr(partition), "augment": repr(augment) if augment else None}
+    place = {"data_dir": str(asked["data_dir"]) if asked["data_dir"] else None}
+    return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
 
 
 def _owned(source: Source, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
@@ -106,7 +118,10 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
         return own.in_memory(name, test)
     if test is not None:
         raise UndriftError("test goes with arrays or a torch Dataset; files and named data sets bring their own.")
-    if name in sources.names():
+    if name in sources.FUNCTIONS:
+        made = sources.FUNCTIONS[str(name)]()
+        return made if isinstance(made, Source) else own.in_memory(*made)
+    if name in sources.RECIPES:
         return sources.named(str(name), data_dir)
     if "/" in str(name) or Path(name).suffix or Path(name).exists():
         return own.on_disk(name, label, client, data_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -74,10 +75,12 @@ def digits() -> Source:
     )
 
 
+FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
+"""Data sets that a function makes: `ud.register_data` adds a user's own."""
+
+
 def named(name: str, data_dir: str | Path | None = None) -> Source:
     """A data set by name, from a folder in hub layout or from the hub, decoded the first time it is asked for."""
-    if name == "digits":
-        return digits()
     recipe = RECIPES[name]
     places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir)]
     if beside := getattr(recipe, "beside", None):
@@ -94,4 +97,4 @@ def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
 
 
 def names() -> list[str]:
-    return ["digits", *RECIPES]
+    return [*FUNCTIONS, *RECIPES]

@@ -62,6 +62,8 @@ class Kept:
     def __init__(self, method: Method, device: torch.device, population: int) -> None:
         self.states: dict[int, dict[int, Tree]] = {i: {} for i, _ in method.overriding("keep")}
         self.device, self.population = device, population
+        self.changed: set[int] = set()
+        """Whose states are new since somebody last asked."""
 
     def stack(self, method: Method, clients: np.ndarray, start: Params) -> list[Tree]:
         """These clients' states along a new first axis; what a newcomer has is what `keep` says."""
@@ -75,6 +77,17 @@ class Kept:
         home = self._home(new)
         for i, states in new.items():
             self.states[i] |= {client: tree_to(state, home) for client, state in states.items()}
+            self.changed |= states.keys()
+
+    def take_changed(self) -> set[int]:
+        taken, self.changed = self.changed, set()
+        return taken
+
+    def restore(self, saved: dict[int, dict[int, Tree]], clients: set[int]) -> None:
+        """Put back these clients' states as they were saved."""
+        home = self._home(saved)
+        for i, states in saved.items():
+            self.states[i] |= {client: tree_to(states[client], home) for client in clients & states.keys()}
 
     def _home(self, new: dict[int, dict[int, Tree]]) -> torch.device:
         if self.device.type == "cpu":

@@ -1,0 +1,119 @@
+"""Runs side by side: those that differ in their seed alone are one row, with mean ± standard deviation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from undrift.config import read
+from undrift.display import score
+from undrift.errors import UndriftError
+
+UNTOLD = {"seed", "threads", "checkpoint_every", "engine", "lanes", "device", "compile", "evaluate_every", "out"}
+"""Keys that say nothing about what is compared."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run's folder."""
+
+    folder: Path
+    settings: dict[str, Any]
+    """By dotted key."""
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        file = folder / "metrics.jsonl"
+        if not file.exists():
+            raise UndriftError(f"{folder} is no run: it has no metrics.jsonl.")
+        if not (folder / "model.safetensors").exists():
+            raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return cls(folder, flat(read(folder)), rows)
+
+    @property
+    def metric(self) -> str:
+        found = score(self.rows[-1])
+        if found is None:
+            raise UndriftError(f"The run in {self.folder} was never evaluated; give its data a test set.")
+        return found[0]
+
+    def final(self, metric: str) -> float:
+        return float(self.rows[-1].get(metric, np.nan))
+
+    def best(self, metric: str) -> float:
+        values = [row[metric] for row in self.rows if metric in row]
+        return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
+
+    def until(self, metric: str, target: float) -> dict[str, Any] | None:
+        """The first row that meets the target."""
+        for row in self.rows:
+            if metric in row and (row[metric] <= target if lower_is_better(metric) else row[metric] >= target):
+                return row
+        return None
+
+
+def lower_is_better(metric: str) -> bool:
+    return metric.endswith("loss")
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """`{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in their seed alone, under a name that says what tells the groups apart."""
+    keys = {key for run in runs for key in run.settings} - UNTOLD - {"data.seed"}
+    told = {key for key in keys if len({json.dumps(run.settings.get(key)) for run in runs}) > 1}
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        parts = [
+            f"{run.settings.get(key)}" if key == "method" else f"{key}={run.settings.get(key)}" for key in sorted(told)
+        ]
+        found.setdefault(", ".join(parts) or str(run.settings.get("method", run.folder.name)), []).append(run)
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 4) -> str:
+    """Mean ± standard deviation; of one value that value."""
+    known = [v for v in values if not np.isnan(v)]
+    if not known:
+        return "–"
+    mean = f"{np.mean(known):.{digits}f}" if digits else f"{np.mean(known):,.0f}"
+    if len(known) < 2:
+        return mean
+    return f"{mean} ± {np.std(known, ddof=1):.{digits}f}" if digits else f"{mean} ± {np.std(known, ddof=1):,.0f}"
+
+
+def table(runs: Sequence[Run], target: float | None) -> Any:
+    """The comparison as a Rich table."""
+    from rich.table import Table
+
+    metric = runs[0].metric
+    word = metric.replace("_", " ")
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    made.add_column("")
+    for column in ("runs", f"last {word}", f"best {word}"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for column in ("rounds", "steps", "MB") if target is not None else ():
+        made.add_column(f"{column} to {target:g}", justify="right", no_wrap=True)
+    for name, own in groups(runs).items():
+        cells = [spread([run.final(metric) for run in own]), spread([run.best(metric) for run in own])]
+        if target is not None:
+            reached = [row for run in own if (row := run.until(metric, target))]
+            missed = "" if len(reached) == len(own) else f" ({len(reached)} of {len(own)})"
+            cells.append(spread([row["round"] for row in reached], 0) + missed)
+            cells.append(spread([row["total_steps"] for row in reached], 0))
+            cells.append(spread([row["total_bytes"] / 1e6 for row in reached], 1))
+        made.add_row(name, str(len(own)), *cells)
+    return made

@@ -1,0 +1,172 @@
+"""Experiment files: a TOML file that says what `ud.train` and `ud.load` are given, checked before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from undrift.errors import UndriftError
+
+Number = StrictInt | StrictFloat | StrictStr
+"""A value, or a schedule in a string: "decay(0.1, 0.99)"."""
+Count = Annotated[int, Field(strict=True, ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Section):
+    """`[data]`: the arguments of `ud.load`."""
+
+    name: StrictStr
+    partition: StrictStr = "IID()"
+    clients: Count | None = None
+    seed: Annotated[int, Field(strict=True, ge=0)] | None = None
+    """The run's own, if not set."""
+    server_fraction: Fraction = 0.0
+    validation_fraction: Fraction = 0.0
+    client_test_fraction: Fraction = 0.0
+    test_fraction: Fraction | None = None
+    test_size: Count | None = None
+    label: StrictStr = "label"
+    client: StrictStr | None = None
+    normalize: StrictBool = False
+    augment: StrictStr | None = None
+    data_dir: StrictStr | None = None
+
+
+class Work(Section):
+    """`[local]`: the arguments of `ud.Local`."""
+
+    steps: Number | list[Count] | None = None
+    epochs: Number | None = None
+    batch_size: Count | None = None
+    lr: Number
+    momentum: Number = 0.0
+    weight_decay: Number = 0.0
+
+
+class Experiment(Section):
+    """The whole file: the arguments of `ud.train`."""
+
+    model: StrictStr
+    data: Data
+    local: Work
+    rounds: Count
+    method: StrictStr = "FedAvg()"
+    participation: StrictInt | StrictFloat = 1.0
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    loss: StrictStr | None = None
+    metrics: StrictStr | list[StrictStr] | None = None
+    device: StrictStr = "auto"
+    precision: StrictStr = "auto"
+    engine: StrictStr = "auto"
+    lanes: Count | None = None
+    compile: StrictBool | None = None
+    deterministic: StrictBool = False
+    threads: Count | None = None
+    evaluate_every: Count = 1
+    personalize_every: Count | None = None
+    checkpoint_every: Count | StrictStr = "30s"
+    imports: list[StrictStr] = []
+    """Modules to import first: a user's own methods, models and data."""
+
+
+Settings = dict[str, Any]
+
+
+def read(file: str | Path) -> Settings:
+    """A file's settings, as they stand there. A folder is a run's, whose `config.toml` is meant."""
+    path = Path(file)
+    path = path / "config.toml" if path.is_dir() else path
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UndriftError(f"There is no experiment file {path}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UndriftError(f"{path} is not TOML: {error}. Mend that line; strings stand in quotes.") from None
+    except OSError as error:
+        raise UndriftError(f"{path} cannot be read ({error.strerror}).") from None
+
+
+def override(settings: Settings, assignments: list[str]) -> Settings:
+    """The settings with `key=value` put in, each value as TOML would read it, or else as a string."""
+    changed = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise UndriftError(f"--set {assignment}: write it as key=value, such as local.lr=0.05.")
+        section, _, name = key.strip().rpartition(".")
+        into = changed.setdefault(section, {}) if section else changed
+        if not isinstance(into, dict):
+            raise UndriftError(f"--set {assignment}: {section!r} is no section; {_hint(section, ['data', 'local'])}")
+        into[name] = toml_value(text.strip())
+    return changed
+
+
+def toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word: a method, a name
+
+
+def checked(settings: Settings, where: str) -> Experiment:
+    """The settings as an experiment, or a message that names each key that is wrong and what it must be."""
+    try:
+        return Experiment.model_validate(settings)
+    except ValidationError as error:
+        by_key: dict[str, list[Any]] = {}
+        for one in error.errors(include_url=False):
+            by_key.setdefault(_key(one), []).append(one)
+        found = [_sentence(key, errors) for key, errors in by_key.items()]
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise UndriftError(f"{where}: " + "\n  ".join(found[:3]) + more) from None
+
+
+def _key(error: Any) -> str:
+    """The key as it stands in the file; pydantic's path also says which kind of a union it tried."""
+    path = [str(part) for part in error["loc"][:2]]
+    return ".".join(path if path[0] in ("data", "local") else path[:1])
+
+
+def _sentence(key: str, errors: list[Any]) -> str:
+    kind, given = errors[0]["type"], errors[0].get("input")
+    section, _, name = key.rpartition(".")
+    if kind == "extra_forbidden":
+        return f"There is no key {key!r}. {_hint(name, _fields(section))}"
+    if kind == "missing":
+        return f"The key {key!r} is missing; add it."
+    wanted = list(dict.fromkeys(_wanted(error) for error in errors))
+    return f"The key {key!r} must be {' or '.join(wanted)}, not {given!r}."
+
+
+def _wanted(error: Any) -> str:
+    context = error.get("ctx", {})
+    return {
+        "model_type": "a section with keys below it",
+        "string_type": "a string in quotes",
+        "bool_type": "true or false",
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "greater_than_equal": f"{context.get('ge')} or more",
+        "less_than": f"below {context.get('lt')}",
+        "list_type": "a list",
+    }.get(error["type"], error["msg"])
+
+
+def _fields(section: str) -> list[str]:
+    return list({"data": Data, "local": Work}.get(section, Experiment).model_fields)
+
+
+def _hint(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(known)}."

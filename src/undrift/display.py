@@ -1,0 +1,84 @@
+"""A run as it goes, on a terminal; and how it stops when asked to."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def score(row: dict[str, Any]) -> tuple[str, float] | None:
+    """What a row tells of the model's quality: accuracy, else another metric, else the loss."""
+    rest = [n for n in row if n not in ROUTINE and isinstance(row[n], float) and not n.startswith(PREFIXES)]
+    for name in ("accuracy", "recall_at_5", *rest, "loss"):
+        if name in row:
+            return name, row[name]
+    return None
+
+
+ROUTINE = {"round", "steps", "total_steps", "steps_fraction", "samples", "seconds", "loss", "diagnostic", "decays"}
+PREFIXES = ("validation_", "client_", "tuned_", "bytes_", "total_")
+
+
+class Live:
+    """A bar with the round, the metrics, samples a second and the time left; silent where there is no terminal."""
+
+    def __init__(self, console: Console, rounds: int, done: int = 0) -> None:
+        self.progress = Progress(
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("", total=rounds, completed=done, figures="")
+        self.quality, self.samples, self.began = "", 0, time.monotonic()
+
+    def __enter__(self) -> Live:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        found = score(row)
+        if found:
+            loss = f" loss {row['loss']:.4f}" if "loss" in row and found[0] != "loss" else ""
+            self.quality = f"{found[0].replace('_', ' ')} {found[1]:.4f}{loss}"
+        self.samples += row["samples"]
+        speed = self.samples / max(time.monotonic() - self.began, 1e-9)
+        self.progress.update(self.task, completed=row["round"], figures=f"{self.quality}  {speed:,.0f} samples/s")
+
+
+@contextmanager
+def stopping() -> Iterator[Any]:
+    """Inside it, Ctrl-C and SIGTERM let the round finish: the function it gives then raises KeyboardInterrupt.
+
+    A second Ctrl-C does not wait.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield check
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,69 @@
+"""An experiment, run: what its settings stand for, and the folder its run goes to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from undrift.config import Experiment
+from undrift.data.load import load
+from undrift.errors import UndriftError
+from undrift.local import Local
+from undrift.registry import import_plugins, parse_method, parse_number
+from undrift.result import Result
+from undrift.train import train
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path | None,
+    resume: bool = False,
+    on_round: Callable[[dict[str, Any]], None] | None = None,
+) -> Result:
+    """Load, train, and leave a folder behind."""
+    import_plugins(experiment.imports)
+    if experiment.threads:
+        torch.set_num_threads(experiment.threads)
+    return train(**arguments(experiment), out=out, resume=resume, on_round=on_round)
+
+
+def arguments(experiment: Experiment) -> dict[str, Any]:
+    """What `ud.train` is given."""
+    with about("method"):
+        method = parse_method(experiment.method)
+    work: dict[str, Any] = {}
+    for name, value in experiment.local:
+        with about(f"local.{name}"):
+            work[name] = parse_number(value) if isinstance(value, str) else value
+    with about("local"):
+        local = Local(**work)
+    asked = experiment.data.model_dump()
+    with about("data"):
+        data = load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})
+    rest = {name: value for name, value in experiment if name not in ("data", "local", "method", "threads", "imports")}
+    return {**rest, "data": data, "local": local, "method": method, "notes": {"imports": experiment.imports}}
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """An error inside it says which key it is about."""
+    try:
+        yield
+    except UndriftError as error:
+        raise UndriftError(f"{key}: {error}") from error
+
+
+def new_folder(experiment: Experiment, parent: Path) -> Path:
+    """A folder for a new run that nobody has: the time, the data and the method."""
+    words = f"{Path(experiment.data.name).stem} {re.sub(r'[(][^)]*[)]', '', experiment.method)}"
+    name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', words).strip('-')}"
+    found, number = parent / name, 2
+    while found.exists():
+        found, number = parent / f"{name}-{number}", number + 1
+    return found

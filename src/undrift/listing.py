@@ -1,0 +1,46 @@
+"""What there is, by kind: names and a line about each."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import undrift
+from undrift import losses as known_losses
+from undrift import models as known_models
+from undrift.data import sources
+from undrift.registry import known_parts
+
+Lines = dict[str, str]
+
+
+def _line(thing: Any) -> str:
+    """The first line of what its docstring says."""
+    text = inspect.getdoc(thing) or ""
+    return text.splitlines()[0] if text else ""
+
+
+def methods() -> Lines:
+    return {name: _line(part) for name, part in known_parts().items()}
+
+
+def partitions() -> Lines:
+    return {name: _line(getattr(undrift, name)) for name in undrift.PARTITIONS}
+
+
+def models() -> Lines:
+    return {name: _line(model) for name, model in known_models.MODELS.items()}
+
+
+def losses() -> Lines:
+    return {name: _line(loss) for name, loss in known_losses.LOSSES.items()}
+
+
+def metrics() -> Lines:
+    return {name: _line(metric) for name, metric in known_losses.METRICS.items()}
+
+
+def data() -> Lines:
+    return {name: _line(sources.FUNCTIONS[name]) for name in sources.FUNCTIONS} | {
+        name: f"{_line(recipe)} ({recipe.hub})" for name, recipe in sources.RECIPES.items()
+    }

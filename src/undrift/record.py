@@ -1,0 +1,68 @@
+"""A run as the file that repeats it: every setting, every default, and what was chosen automatically."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from undrift import __version__
+from undrift.losses import LOSSES, METRICS
+from undrift.schedule import decay, inverse
+from undrift.setup import Setup, plainly
+
+ORDER = (
+    "model", "method", "rounds", "participation", "seed", "loss", "metrics", "device", "precision", "engine", "lanes",
+    "compile", "deterministic", "threads", "evaluate_every", "personalize_every", "checkpoint_every",
+)  # fmt: skip
+
+
+def record(run: Setup, given: dict[str, Any]) -> str:
+    """TOML: the arguments of `ud.train`, with what was left to undrift filled in."""
+    chosen = {name: run.choices[name] for name in ("engine", "lanes", "device")}
+    settings = {**given, **chosen, "method": run.method, "compile": False, "threads": torch.get_num_threads()}
+    settings["loss"] = run.loss.__name__ if run.loss in LOSSES.values() else run.loss
+    names = {metric: name for name, metric in METRICS.items()}
+    settings["metrics"] = [names.get(metric, metric) for metric in run.metrics.values()]
+    lines = [
+        "# A run of undrift, complete: `undrift run` with this file repeats it.",
+        f"# undrift {__version__}, torch {torch.__version__}; {run.choices['engine']} because {run.choices['why']}",
+        *(line(name, settings[name]) for name in ORDER),
+        *(line(name, value) for name, value in (given["notes"] or {}).items() if value),
+    ]
+    if run.data.origin is None:
+        lines += ["", "# data: made in Python, so this file alone does not repeat the run"]
+    else:
+        lines += ["", "[data]", *(line(name, value) for name, value in run.data.origin.items())]
+    local = {field.name: getattr(run.local, field.name) for field in fields(run.local)}
+    return "\n".join([*lines, "", "[local]", *(line(name, value) for name, value in local.items())]) + "\n"
+
+
+def line(name: str, value: Any) -> str:
+    """`name = value`, or a comment where there is no value, or none that a file can hold."""
+    if value is None:
+        return f"# {name}: not set"
+    try:
+        return f"{name} = {literal(value)}"
+    except TypeError:
+        return f"# {name}: {plainly(value)[:80].splitlines()[0]}, of Python, so this file alone does not repeat the run"
+
+
+def literal(value: Any) -> str:
+    """A TOML value. Schedules and methods are strings that `undrift run` parses."""
+    if isinstance(value, bool | str | int):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        return str(value) if not math.isnan(value) else "nan"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(literal(item) for item in value)}]"
+    if hasattr(value, "tolist"):
+        return literal(value.tolist())
+    if isinstance(value, decay | inverse) or hasattr(value, "parts") or (is_dataclass(value) and not callable(value)):
+        text = plainly(value)
+        if "<" not in text:  # what a function or an object of Python looks like
+            return json.dumps(text, ensure_ascii=False)
+    raise TypeError(f"no TOML for {value!r}")

@@ -1,0 +1,140 @@
+"""Many runs of one experiment: a grid over any of its keys, seeds included, and the best by validation data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from undrift.checkpoint import write_text
+from undrift.compare import Run, groups, lower_is_better
+from undrift.config import Settings, checked, override, toml_value
+from undrift.errors import UndriftError
+
+Grid = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    name: str
+    settings: Settings
+
+
+def parse_grid(assignments: list[str]) -> Grid:
+    """`local.lr=[0.01, 0.1]`: a key and the values it takes."""
+    grid: Grid = {}
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        values = toml_value(text.strip()) if text.strip() else None
+        if not isinstance(values, list) or not values:
+            raise UndriftError(f"--grid {assignment}: write it as key=[value, …], such as 'local.lr=[0.01, 0.1]'.")
+        grid[key.strip()] = values
+    return grid
+
+
+def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
+    """Every combination, each checked before the first one runs."""
+    found = []
+    for values in itertools.product(*grid.values()):
+        pairs = dict(zip(grid, values, strict=True))
+        changed = override(settings, [f"{key}={json.dumps(value)}" for key, value in pairs.items()])
+        name = ",".join(f"{key}={_word(value)}" for key, value in pairs.items()) or "run"
+        checked(changed, f"{where}, {name}")
+        found.append(Point(name, changed))
+    choices = [values for key, values in grid.items() if key != "seed"]
+    held = [checked(point.settings, where).data.validation_fraction for point in found]
+    if any(len(values) > 1 for values in choices) and not all(held):
+        raise UndriftError(
+            f"{where}: data.validation_fraction is 0. A sweep chooses on validation data, never on test data; set it to "
+            "0.1, say."
+        )
+    return found
+
+
+def _word(value: Any) -> str:
+    """A value in a folder's name."""
+    return re.sub(r"[^A-Za-z0-9.+=-]+", "_", str(value)).strip("_")[:60]
+
+
+def sweep(
+    found: list[Point], out: Path, where: str, workers: int | None, done: Callable[[Point, str | None], None]
+) -> list[Run]:
+    """Run what is not finished yet, several at a time where that pays; gives the runs that finished."""
+    out.mkdir(parents=True, exist_ok=True)
+    waiting = [point for point in found if not (out / point.name / "model.safetensors").exists()]
+    workers = min(workers or _workers(found[0], where), len(waiting))
+    threads = max(1, (os.cpu_count() or 1) // max(workers, 1))
+    tasks = {point: (point.settings, str(out / point.name), where, threads) for point in waiting}
+    for point, message in _finished(tasks, workers):
+        done(point, message)
+    return [Run.read(out / point.name) for point in found if (out / point.name / "model.safetensors").exists()]
+
+
+def _workers(point: Point, where: str) -> int:
+    """How many runs at once: a CPU's cores each take one, as small models gain little from threads; a GPU is one."""
+    import torch
+
+    asked = checked(point.settings, where).device
+    on_gpu = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
+    return 1 if on_gpu else (os.cpu_count() or 1)
+
+
+def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, str | None]]:
+    """Points as they finish, with what went wrong, if anything."""
+    if workers <= 1:
+        for point, task in tasks.items():
+            yield point, _one(*task)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(_one, *task): point for point, task in tasks.items()}
+        for future in as_completed(futures):
+            error = future.exception()
+            yield futures[future], str(error) if error else future.result()
+
+
+def _one(settings: Settings, folder: str, where: str, threads: int) -> str | None:
+    """One run, in this process; gives the sentence if it is refused."""
+    import torch
+
+    from undrift.experiment import run
+
+    torch.set_num_threads(threads)
+    try:
+        run(checked(settings, where), folder, resume=(Path(folder) / "config.toml").exists())
+    except UndriftError as error:
+        return str(error)
+    return None
+
+
+def summary(runs: list[Run], out: Path) -> dict[str, Any]:
+    """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation."""
+    metric = runs[0].metric
+    chosen_by = f"validation_{metric}" if f"validation_{metric}" in runs[0].rows[-1] else None
+    rows = []
+    for name, own in groups(runs).items():
+        row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own]}
+        for key in (metric, chosen_by) if chosen_by else (metric,):
+            values = [run.final(key) for run in own]
+            row[key] = {
+                "mean": float(np.mean(values)),
+                "std": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
+            }
+        rows.append(row)
+    best = None
+    if chosen_by:
+        order = sorted(rows, key=lambda row: row[chosen_by]["mean"], reverse=not lower_is_better(metric))
+        best = order[0]["name"]
+    found = {"metric": metric, "chosen_by": chosen_by, "best": best, "settings": rows}
+    write_text(out / "sweep.json", json.dumps(found, indent=2))
+    return found
