@@ -122,8 +122,16 @@ def test_arrays():
         ),
         (TABLE, {"label": "outcome", "client": "ward"}, "has no column 'ward'"),
         (TABLE, {"label": "outcome"}, "The column 'site' of .* holds string, not numbers; turn it into numbers"),
-        ({**TABLE, "age": [1, None, 3, 4, 5, 6]}, {"label": "outcome", "client": "site"}, "has NaN in its x"),
-        ({"a": [1, 2], "label": [0, -1]}, {}, "Row 1 of the train split .* has label -1, which must be 0 or more"),
+        (
+            {**TABLE, "age": [1, None, 3, 4, 5, 6]},
+            {"label": "outcome", "client": "site"},
+            "Row 1 of the train split .* has no finite 'age'; clean or drop that row",
+        ),
+        (
+            {"a": [1, 2], "label": [0, -1]},
+            {},
+            "Row 1 of the train split .* has label -1, which must be from 0 to 99,999",
+        ),
         ({"a": [1, 2], "label": ["x", None]}, {}, "Row 1 of the train split .* has no label; drop that row"),
         ({"label": [0, 1]}, {}, "has no columns beside 'label', so nothing to learn from"),
     ],
@@ -143,6 +151,7 @@ def test_other_wrong_data_are_one_sentence(tmp_path):
         "is no parquet or CSV file": tmp_path / "notes.txt",
         "has neither parquet files nor pictures": tmp_path / "empty",
         "broken.csv cannot be read": tmp_path / "broken.csv",
+        "load needs a name, a path, a pair": {"x": [1], "y": [0]},
         "must be pairs": Unpaired(),
         "must be a pair": ([1, 2, 3],),
     }
@@ -157,6 +166,67 @@ class Unpaired(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> int:
         return i
+
+
+def test_pandas_row_numbers_are_no_feature(tmp_path):
+    frame = pd.DataFrame({"a": [1.0, 2, 3, 4], "label": [0, 0, 1, 1]})
+    frame.to_csv(tmp_path / "t.csv")  # with the index, as pandas does by default
+    frame[frame.a > 1].to_parquet(tmp_path / "t.parquet")
+    assert ud.load(tmp_path / "t.csv", everything, 1)[0][0].tolist() == [[1], [2], [3], [4]]
+    assert ud.load(tmp_path / "t.parquet", everything, 1)[0][0].tolist() == [[2], [3], [4]]
+
+
+def test_clients_keep_their_number_and_name_whatever_is_held_back(tmp_path):
+    rows = [(f"site {i // 2}", i % 2, i) for i in range(60)]
+    pd.DataFrame(rows, columns=["client", "label", "a"]).to_csv(tmp_path / "t.csv", index=False)
+    for seed in range(2):
+        data = ud.load(tmp_path / "t.csv", ud.ByKey(), seed=seed, validation_fraction=0.4, test_fraction=0.2)
+        assert len(data) == 30 and data.client_names[10] == "site 10"
+        for client in data.nonempty:
+            assert set((data[client][0][:, 0] // 2).tolist()) == {float(client)}
+
+
+def test_the_test_share_does_not_depend_on_how_a_path_is_written(tmp_path, monkeypatch):
+    pd.DataFrame({"a": range(40), "label": [0, 1] * 20}).to_csv(tmp_path / "t.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    tests = [
+        ud.load(p, ud.IID(), 2, test_fraction=0.25).test[0].flatten().tolist()
+        for p in ("t.csv", "./t.csv", tmp_path / "t.csv")
+    ]
+    assert tests[0] == tests[1] == tests[2]
+
+
+def test_deep_grey_pictures_are_scaled_not_cut_off(tmp_path):
+    for name, value in (("a", 1000), ("b", 60000)):
+        (tmp_path / "deep" / name).mkdir(parents=True)
+        Image.fromarray(np.full((4, 4), value, np.uint16)).save(tmp_path / "deep" / name / "0.png")
+    x, _ = ud.load(tmp_path / "deep", everything, 1)[0]
+    assert (x[:, 0, 0, 0] * 255).round().tolist() == [1000 // 257, 60000 // 257]
+
+
+def test_several_labels_a_sample():
+    y = np.array([[1, 0, 1], [0, 1, 0], [0, 0, 1], [1, 1, 0]])
+    data = ud.load((np.ones((4, 2), np.float32), y), ud.LabelSplit(), 3, test=(np.ones((4, 2), np.float32), y))
+    assert data.sizes.tolist() == [2, 1, 1], "dealt out by the first label"
+    with pytest.raises(ud.UndriftError, match="where a sample has several, choose loss"):
+        ud.train("logistic", data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+    options = {"loss": "binary_cross_entropy", "metrics": "recall_at_5"}
+    assert (
+        ud.train("logistic", data, rounds=1, local=ud.Local(steps=1, lr=0.1), **options).history[0]["recall_at_5"] == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("partition", "sentence"),
+    [
+        (lambda labels, clients, rng, keys: rng.random(len(labels)), "a whole number from 0 to 1"),
+        (lambda labels: labels, "must be a function of"),
+        (lambda labels, clients, rng, keys: labels + 5, "a whole number from 0 to 1"),
+    ],
+)
+def test_wrong_partitions_of_ones_own_are_one_sentence(partition, sentence):
+    with pytest.raises(ud.UndriftError, match=sentence):
+        ud.load((np.ones((6, 2)), np.arange(6) % 2), partition, 2)
 
 
 def test_the_second_load_of_a_file_reads_the_cache(tmp_path, monkeypatch):

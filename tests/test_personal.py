@@ -113,6 +113,19 @@ def test_the_worst_tenth():
     assert row["client_accuracy_worst"] == pytest.approx(0.02) and row["client_loss_worst"] == 24.0
 
 
+def test_a_client_whose_model_diverged_is_not_left_out():
+    row = summary("tuned", {"loss": torch.tensor([0.5, 0.6, math.inf, math.nan])})
+    assert row["tuned_loss"] == row["tuned_loss_worst"] == math.inf  # a NaN is a client without a single label
+
+
+def test_own_data_in_a_store_of_their_own():
+    data = split()
+    x = torch.full((6, 6), 100.0, dtype=torch.float64)
+    data.client_test = ud.FederatedDataset.from_clients([(x, torch.full((6,), 2))] * len(data))
+    row = ud.train(net(), data, rounds=1, local=LOCAL).history[-1]
+    assert row["client_accuracy"] in (0.0, 1.0), "every sample is the same"
+
+
 def test_bad_intervals_are_refused():
     for every in (0, -1, 1.5, "2"):
         with pytest.raises(ud.UndriftError, match="personalize_every must be a whole number from 1"):

@@ -2,8 +2,8 @@
 
 In `checkpoint/` of the run's folder lie, for each of the last few, `round-N.safetensors` (parameters, running
 statistics, the server's state) and `round-N.json`, which is written last and makes it one. What clients keep between
-rounds lies in `clients-N.safetensors`, each with those that changed since the one before; a checkpoint's JSON says which
-file has whose. Every file is written under another name, synced and renamed. Draws come from keys, so there is no
+rounds lies in `clients-N.safetensors`, each with those that changed since the one before; a checkpoint's JSON says
+which file has whose. Every file is written under another name, synced and renamed. Draws come from keys, so there is no
 generator's state to keep.
 """
 
@@ -160,8 +160,8 @@ class Checkpoints:
         for what, value in self.run.identity.items():
             if before.get(what) != value:
                 raise UndriftError(
-                    f"The checkpoint in {self.folder} is of a run with {what} {before.get(what)}, not {value}; resume it "
-                    "with what it was started with, or choose another folder."
+                    f"The checkpoint in {self.folder} is of a run with {what} {before.get(what)}, not {value}; resume "
+                    "it with what it was started with, or choose another folder."
                 )
 
 

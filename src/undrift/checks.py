@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undrift.data.dataset import Rows
 from undrift.errors import UndriftError
-from undrift.losses import Loss, Metric, cross_entropy
+from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.models.functional import Model
 from undrift.random import Key
 
@@ -21,9 +21,12 @@ def check_split(
 ) -> None:
     """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels."""
     y = rows.store["y"]
-    if loss is cross_entropy:
+    classes = loss in (cross_entropy, squared_hinge)
+    if classes:
         sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
         require(not y.is_floating_point(), sentence + "or choose another loss.")
+        several = f"The {whose} labels have shape {tuple(y.shape)}, but this loss needs one a sample; "
+        require(y.dim() == 1, several + 'where a sample has several, choose loss="binary_cross_entropy".')
     pair = rows.index[:1].repeat(2)
     x, target = (t.to(device) for t in rows.take(rows.store, pair))
     try:
@@ -31,16 +34,18 @@ def check_split(
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise
+        hint = "" if x.is_floating_point() else f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
         raise UndriftError(
-            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}"
+            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}{hint}"
         ) from error
-    if loss is cross_entropy:
+    if classes:
         outputs, taken = output.shape[-1], y[rows.index]
         low, high = int(taken.min()), int(taken.max())
+        most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
         require(
-            low >= 0 and high < outputs,
+            low >= 0 and high <= most,
             f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
-            f"labels must be from 0 to {outputs - 1}.",
+            f"labels must be from 0 to {most}.",
         )
     for name, function in {"loss": loss, **metrics}.items():
         shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"

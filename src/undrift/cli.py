@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,7 +136,7 @@ def sweep(
     console.print(f"in {folder}")
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     methods = "methods"
     partitions = "partitions"
     data = "data"

@@ -164,7 +164,8 @@ def _wanted(error: Any) -> str:
 
 
 def _fields(section: str) -> list[str]:
-    return list({"data": Data, "local": Work}.get(section, Experiment).model_fields)
+    sections = {"data": Data.model_fields, "local": Work.model_fields}
+    return list(sections.get(section, Experiment.model_fields))
 
 
 def _hint(name: str, known: list[str]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.data.dataset import Rows
 from undrift.evaluate import BATCH, parts_of
 from undrift.local import steps_per_epoch
 from undrift.method import Method
@@ -38,6 +39,7 @@ class Personal:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
         self.rows = [span.to(run.resident.device) for span in spans]
+        self.store, self.take = run.resident.place(Rows(own.store, own.index[:0])).store, own.take
 
     def shared(self, params: Params, last: bool) -> dict[str, Any]:
         """The global model on every client's own data; at the last round also client by client."""
@@ -49,7 +51,9 @@ class Personal:
         row: dict[str, Any] = summary("client", found)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
-            row["by_client"] = {"client": self.clients.tolist(), **each}
+            names = self.run.data.client_names
+            who = {"name": [names[c] for c in self.clients]} if names else {}
+            row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
     def tuned(self, params: Params, states: list[Tree], method: Method, t: int) -> dict[str, Any]:
@@ -79,19 +83,23 @@ class Personal:
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
         for begin in range(0, len(rows), BATCH):
             part = slice(begin, begin + BATCH)
-            x, y = run.data.take(run.resident.store, rows[part])
+            x, y = self.take(self.store, rows[part])
             output = run.model(params, x)
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure(output, y))).cpu()
                 sums[name].index_add_(1, whose[part], both)
-        return {name: top / bottom for name, (top, bottom) in sums.items()}
+        # Of a client without a single true label recall is no number; a loss that is none is as bad as can be.
+        return {
+            n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
+            for n, (top, bottom) in sums.items()
+        }
 
 
 def summary(prefix: str, found: dict[str, Tensor]) -> dict[str, float]:
     """Mean, spread and worst tenth over clients; of a loss the highest are the worst."""
     row: dict[str, float] = {}
     for name, by_client in found.items():
-        values = by_client[torch.isfinite(by_client)].sort(descending=name == "loss").values
+        values = by_client[~by_client.isnan()].sort(descending=name == "loss").values
         worst = values[: math.ceil(len(values) / 10)]
         row |= {
             f"{prefix}_{name}": float(values.mean()),

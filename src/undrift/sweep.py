@@ -56,8 +56,8 @@ def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
     held = [checked(point.settings, where).data.validation_fraction for point in found]
     if any(len(values) > 1 for values in choices) and not all(held):
         raise UndriftError(
-            f"{where}: data.validation_fraction is 0. A sweep chooses on validation data, never on test data; set it to "
-            "0.1, say."
+            f"{where}: data.validation_fraction is 0. A sweep chooses on validation data, never on test data; set it "
+            "to 0.1, say."
         )
     return found
 

@@ -1,7 +1,8 @@
 """Decoded data on disk: one safetensors file a data set, written once and memory-mapped ever after.
 
 `UNDRIFT_CACHE` says where (by default `~/.cache/undrift`). A file's name ends in a digest of where its data came
-from, so that data that changed are decoded again.
+from, so that local files that changed are decoded again. What came from the hub stays as it was that day, until the
+file is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from undrift.errors import UndriftError
 
 log = logging.getLogger("undrift")
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what is written for the same data changes."""
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64", "float32": "F32"}
 
@@ -76,8 +77,9 @@ class Writer:
 
 
 def folder() -> Path:
-    given = os.environ.get("UNDRIFT_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
+    if given := os.environ.get("UNDRIFT_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
 
 
 def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[dict[str, Tensor], Notes]:

@@ -75,6 +75,8 @@ class FederatedDataset:
     """What changes a batch before each local step."""
     names: list[str] | None = None
     """The classes' names."""
+    client_names: list[str] | None = None
+    """Who the clients are, where they are the data's own."""
     origin: dict[str, Any] | None = None
     """What `ud.load` was asked for, where a file can say it."""
 

@@ -1,21 +1,61 @@
-"""Class-balanced fractions of some rows."""
+"""Which rows a fraction takes: class-balanced, or, of text, in one piece."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def stratified(
-    labels: np.ndarray, fraction: float, rng: np.random.Generator, groups: np.ndarray | None = None
-) -> np.ndarray:
-    """Which rows a class-balanced fraction takes, of each group where groups are given: a mask.
-
-    Along an order by group and class, every 1/fraction-th row: each class is met to within one.
+def stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """A class-balanced fraction, as a mask: along an order by class every 1/fraction-th row, so that each class is
+    met to within one.
     """
-    groups = np.zeros(len(labels), np.int64) if groups is None else groups
-    order = np.lexsort((rng.random(len(labels)), labels, groups))
-    sizes = np.bincount(groups)
-    position = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    order = np.lexsort((rng.random(len(labels)), labels))
+    position = np.arange(len(order))
     mask = np.empty(len(labels), bool)
     mask[order] = np.floor((position + 1) * fraction + 1e-9) > np.floor(position * fraction + 1e-9)
     return mask
+
+
+def stratified_by_group(
+    labels: np.ndarray, groups: np.ndarray, fraction: float, rng: np.random.Generator
+) -> np.ndarray:
+    """A class-balanced fraction of each group, which never takes a group's last row.
+
+    Where a group is small, chance says which of its classes give a row: each group's classes stand in an order of
+    its own, and counting begins anywhere.
+    """
+    count = int(groups.max()) + 1 if len(groups) else 0
+    order = np.lexsort((rng.random(len(labels)), shuffled(labels, groups, rng), groups))
+    sizes = np.bincount(groups, minlength=count)
+    position = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    along = position * fraction + np.repeat(rng.random(count), sizes)
+    taken = np.floor(along + fraction + 1e-9) > np.floor(along + 1e-9)
+    mask = np.empty(len(labels), bool)
+    mask[order] = taken
+    whole = np.bincount(groups[mask], minlength=count) == sizes
+    first = order[np.searchsorted(groups[order], np.flatnonzero(whole & (sizes > 0)))]
+    mask[first] = False
+    return mask
+
+
+def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A number for each pair of values, such that within one outer value the inner ones come in a random order."""
+    width = int(inner.max()) + 1 if len(inner) else 1
+    pairs, place = np.unique(outer.astype(np.int64) * width + inner, return_inverse=True)
+    order = np.lexsort((rng.random(len(pairs)), pairs // width))
+    return np.argsort(order)[place]
+
+
+def tails(spans: np.ndarray, fraction: float, gap: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each span of consecutive rows its last part, and the rows that are left: two masks.
+
+    Windows of text that begin less than `gap` characters apart overlap. So a fraction of them is taken in one piece,
+    and the `gap` rows before it are nobody's. Spans that are too short for that give nothing.
+    """
+    _, where, sizes = np.unique(spans, return_inverse=True, return_counts=True)
+    position = np.arange(len(spans)) - (np.cumsum(sizes) - sizes)[where]
+    wanted = np.floor(sizes * fraction + 1e-9).astype(np.int64)
+    wanted[sizes - wanted - gap < 1] = 0
+    cut = (sizes - wanted)[where]
+    left = position < np.where(wanted > 0, sizes - wanted - gap, sizes)[where]
+    return position >= cut, left

@@ -11,7 +11,8 @@ from undrift.data.dataset import FederatedDataset
 from undrift.errors import UndriftError
 from undrift.random import host_generator
 
-BATCH = 10_000
+BATCH = 500
+"""Of samples that must be taken to see their labels: a bag of words is wide."""
 
 
 def class_counts(data: FederatedDataset) -> np.ndarray:

@@ -9,6 +9,9 @@ import numpy as np
 from undrift.data.tables import Place
 from undrift.errors import UndriftError
 
+MOST = 100_000
+"""Labels that are bare numbers are classes counted from 0: what is above this is something else."""
+
 
 class Labels:
     """Labels as the table declares them: class numbers with names, bare whole numbers, or words, sorted."""
@@ -36,14 +39,14 @@ class Labels:
             raise UndriftError(
                 f"The column {self.column!r} of {self.place.name} holds {column.type}, not classes; name another one."
             )
-        wrong = np.flatnonzero((y < 0) | (y >= len(self.names) if self.names else False))
+        most = len(self.names) if self.names else MOST
+        wrong = np.flatnonzero((y < 0) | (y >= most))
         if len(wrong):
-            allowed = f"from 0 to {len(self.names) - 1}" if self.names and not self.words else "0 or more"
-            allowed = "one that the training data have" if self.words else allowed
+            allowed = "one that the training data have" if self.words else f"from 0 to {most - 1:,}"
             label = column[int(wrong[0])].as_py()
             raise UndriftError(
-                f"{self._row(split, begin + wrong[0])} has {self.column} {label!r}, which must be {allowed}; drop that "
-                "row or mend it."
+                f"{self._row(split, begin + wrong[0])} has {self.column} {label!r}, which must be {allowed}; mend or "
+                "drop that row, or write labels as words."
             )
         return y.astype(np.int64)
 
@@ -51,6 +54,8 @@ class Labels:
         return f"Row {row} of the {split} split of {self.place.name}"
 
 
-def encoded(names: list[Any], codes: dict[Any, int]) -> np.ndarray:
+def encoded(names: list[Any], codes: dict[Any, int], where: str = "") -> np.ndarray:
     """Names as numbers, in the order in which they first appear; `codes` grows."""
+    if None in names:
+        raise UndriftError(f"{where} has rows that are no client's: the cell is empty. Drop or mend them.")
     return np.array([codes.setdefault(name, len(codes)) for name in names], np.int32)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from undrift.checks import whole
 from undrift.data import own, sources
 from undrift.data.dataset import FederatedDataset, Rows, take
-from undrift.data.fractions import stratified
+from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
 from undrift.data.partition import ByKey, Partition
 from undrift.data.pictures import standardised
 from undrift.data.source import Source
@@ -58,35 +60,45 @@ def load(
     natural = isinstance(partition, ByKey)
     if natural and clients is not None:
         raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
-    if not natural and (isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1):
+    if not natural and (not whole(clients) or int(clients or 0) < 1):
         raise UndriftError(f"clients must be a whole number from 1, not {clients!r}.")
     _check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
-    if test_size is not None and (isinstance(test_size, bool) or not isinstance(test_size, int) or test_size < 1):
+    if test_size is not None and (not whole(test_size) or test_size < 1):
         raise UndriftError(f"test_size must be a whole number from 1, not {test_size!r}.")
     augment = _augment(augment)
 
     source = _source(name, test, label, client, data_dir)
-    source = _with_test(source, str(name) if isinstance(name, str | Path) else "own data", test_fraction, test_size)
+    if not len(source.labels):
+        raise UndriftError("There is nothing to train on: no rows, or texts that are all too short.")
+    if source.keys is not None:  # numbered before anything is held back, so that a client's number never changes
+        known, keys = np.unique(source.keys, return_inverse=True)
+        names = [source.clients[key] if source.clients else str(key) for key in known]
+        source = replace(source, keys=keys.astype(np.int64), clients=names)
+    own_name = name if isinstance(name, str) and name in sources.names() else None
+    source = _with_test(source, own_name, test_fraction, test_size)
     if normalize:
-        source = _normalised(source, name)
+        source = _normalised(source)
     rows = np.arange(len(source.labels))
-    server, rows = _hold_back(source, rows, server_fraction, seed, "server data")
+    server, rows = _hold_back(source, rows, server_fraction, seed, "server")
     # A fraction is of the whole training set, also for the second that is taken.
-    validation, rows = _hold_back(source, rows, validation_fraction / (1 - server_fraction), seed, "validation data")
+    validation, rows = _hold_back(source, rows, validation_fraction / (1 - server_fraction), seed, "validation")
     if not len(rows):
         raise UndriftError(f"Nothing is left to train on of {len(source.labels)} rows; take smaller fractions.")
-    keys = source.keys[rows] if source.keys is not None else None
-    owner = np.asarray(partition(source.labels[rows], clients or 0, host_generator(seed, "partition"), keys))
-    count = int(owner.max()) + 1 if natural else int(clients or 0)
-    if owner.shape != rows.shape or owner.min() < 0 or owner.max() >= count:
-        raise UndriftError(f"{partition!r} must give every one of the {len(rows)} rows an owner from 0 to {count - 1}.")
+    owner, count = _dealt(source, rows, partition, clients, seed)
     common: dict[str, Any] = {"take": source.take, "task": source.task, "names": source.names}
+    common["client_names"] = source.clients if natural else None
     personal = None
     if client_test_fraction:
-        held = stratified(source.labels[rows], client_test_fraction, host_generator(seed, "client test data"), owner)
-        if held.any():
-            personal = _owned(source, rows[held], owner[held], count, **common)
-        rows, owner = rows[~held], owner[~held]
+        rng = host_generator(seed, "client test data")
+        if source.spans is not None:
+            held, left = tails(source.spans[rows], client_test_fraction, source.gap)
+        else:
+            held = stratified_by_group(source.labels[rows], owner, client_test_fraction, rng)
+            left = ~held
+        if not held.any():
+            raise UndriftError("client_test_fraction takes no row of any client; they are too small, so take more.")
+        personal = _owned(source, rows[held], owner[held], count, **common)
+        rows, owner = rows[left], owner[left]
     return _owned(
         source, rows, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
         client_test=personal, augment=augment, origin=_origin(asked, partition, augment), **common,
@@ -104,6 +116,27 @@ def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[s
     return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
 
 
+def _dealt(
+    source: Source, rows: np.ndarray, partition: Partition, clients: int | None, seed: int
+) -> tuple[np.ndarray, int]:
+    """Whose each of these rows is, and how many clients there are."""
+    if isinstance(partition, ByKey) and source.keys is not None:
+        assert source.clients
+        return source.keys[rows], len(source.clients)  # also those whose rows are all held back
+    keys = source.keys[rows] if source.keys is not None else None
+    count = int(clients or 0)
+    try:
+        owner = np.asarray(partition(source.labels[rows], count, host_generator(seed, "partition"), keys))
+    except TypeError as error:
+        raise UndriftError(f"{partition!r} must be a function of (labels, clients, rng, keys) ({error}).") from error
+    fine = owner.shape == rows.shape and owner.dtype.kind in "iu"
+    if not fine or owner.min() < 0 or owner.max() >= count:
+        raise UndriftError(
+            f"{partition!r} must give every one of the {len(rows)} rows an owner, a whole number from 0 to {count - 1}."
+        )
+    return owner.astype(np.int64), count
+
+
 def _owned(source: Source, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
     inside = rows if source.rows is None else source.rows[rows]
     return FederatedDataset.from_owners(source.store, inside, owner, clients, **rest)
@@ -111,33 +144,39 @@ def _owned(source: Source, rows: np.ndarray, owner: np.ndarray, clients: int, **
 
 def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str | Path | None) -> Source:
     if not isinstance(name, str | Path):
-        if not isinstance(name, tuple | list) and not (hasattr(name, "__len__") and hasattr(name, "__getitem__")):
+        sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
+        if not isinstance(name, tuple | list) and not sequence:
             raise UndriftError(
                 f"load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not {type(name).__name__}."
             )
         return own.in_memory(name, test)
     if test is not None:
         raise UndriftError("test goes with arrays or a torch Dataset; files and named data sets bring their own.")
+    if name in sources.names() and client is not None:
+        raise UndriftError(f"client names a column of a file of your own; {name} knows its clients. Leave it out.")
     if name in sources.FUNCTIONS:
         made = sources.FUNCTIONS[str(name)]()
         return made if isinstance(made, Source) else own.in_memory(*made)
     if name in sources.RECIPES:
         return sources.named(str(name), data_dir)
-    if "/" in str(name) or Path(name).suffix or Path(name).exists():
+    if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or Path(name).exists()):
         return own.on_disk(name, label, client, data_dir)
     raise unknown("data set", str(name), sources.names())
 
 
-def _with_test(source: Source, name: str, fraction: float | None, size: int | None) -> Source:
-    """The source with a test set: its own, or a share of every client's rows that is the same in every run."""
+def _with_test(source: Source, name: str | None, fraction: float | None, size: int | None) -> Source:
+    """The source with a test set: its own, or a share of every class and client that is the same in every run."""
     if fraction is not None and source.test is not None:
-        raise UndriftError(f"{name} has a test set of its own; leave test_fraction out.")
-    if fraction is None and name in sources.names():
+        raise UndriftError(f"{name or 'The data'} has a test set of its own; leave test_fraction out.")
+    if fraction is None and name:
         fraction = OWN_TEST
     if source.test is None and fraction:
         rng = host_generator(0, f"{name} test set")
-        strata = source.labels if source.keys is None else _by_class_and_client(source.labels, source.keys, rng)
+        # Along classes, and within a class along clients: the share is of every class and about of every client.
+        strata = source.labels if source.keys is None else shuffled(source.keys, source.labels, rng)
         held = stratified(strata, fraction, rng)
+        if not held.any():
+            raise UndriftError(f"test_fraction={fraction} of {len(held)} rows is none; take more.")
         rows = np.arange(len(held)) if source.rows is None else source.rows
         source = replace(
             source,
@@ -153,20 +192,9 @@ def _with_test(source: Source, name: str, fraction: float | None, size: int | No
     return source
 
 
-def _by_class_and_client(labels: np.ndarray, keys: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A number for each class and client, class after class; within a class clients come in an order of its own.
-
-    Along that order every n-th row takes its share of every class and of every client, and not always of the same ones.
-    """
-    clients = np.unique(keys, return_inverse=True)[1]
-    pairs, place = np.unique(labels * (int(clients.max()) + 1) + clients, return_inverse=True)
-    order = np.lexsort((rng.random(len(pairs)), pairs // (int(clients.max()) + 1)))
-    return np.argsort(order)[place]
-
-
-def _normalised(source: Source, name: Any) -> Source:
+def _normalised(source: Source) -> Source:
     if source.take is not take or "mean" not in source.store:
-        raise UndriftError(f"normalize is for pictures, which {name} has none of; leave it out.")
+        raise UndriftError("normalize is for pictures that are read from files; leave it out.")
     test = replace(source.test, take=standardised) if source.test else None
     return replace(source, take=standardised, test=test)
 
@@ -176,9 +204,15 @@ def _hold_back(
 ) -> tuple[Rows | None, np.ndarray]:
     if not fraction:
         return None, rows
-    held = stratified(source.labels[rows], fraction, host_generator(seed, purpose))
+    if source.spans is not None:
+        held, left = tails(source.spans[rows], fraction, source.gap)
+    else:
+        held = stratified(source.labels[rows], fraction, host_generator(seed, f"{purpose} data"))
+        left = ~held
+    if not held.any():
+        raise UndriftError(f"{purpose}_fraction takes none of the {len(rows)} rows; take more.")
     index = rows[held] if source.rows is None else source.rows[rows[held]]
-    return (Rows(source.store, torch.from_numpy(index), source.take) if len(index) else None), rows[~held]
+    return Rows(source.store, torch.from_numpy(index), source.take), rows[left]
 
 
 def _check_fractions(server: float, validation: float, client_test: float, test: float | None) -> None:
@@ -189,7 +223,7 @@ def _check_fractions(server: float, validation: float, client_test: float, test:
         "test_fraction": 0.0 if test is None else test,
     }
     for argument, fraction in fractions.items():
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) < 1:
             raise UndriftError(f"{argument} must be in [0, 1), not {fraction!r}.")
     if server + validation >= 1:
         raise UndriftError(

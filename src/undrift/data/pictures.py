@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,11 @@ def picture(data: bytes, mode: str | None = None) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as opened:
-        mode = mode or ("L" if opened.mode in ("1", "L", "I", "I;16", "F") else "RGB")
+        if opened.mode.startswith("I"):  # 16 bits, which a conversion would cut off at 255
+            return (np.asarray(opened).astype(np.int64) // 257).clip(0, 255).astype(np.uint8)[None]
+        if opened.mode == "F":
+            raise ValueError("pixels that are floats; write them as 8 or 16 bits")
+        mode = mode or ("L" if opened.mode in ("1", "L") else "RGB")
         pixels = np.asarray(opened.convert(mode))
     return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
 
@@ -68,7 +73,7 @@ class Pictures:
                 if to == "train":
                     moments = moments + _moments(x)
                     if who is not None:
-                        write.append("train_key", encoded(who, codes))
+                        write.append("train_key", encoded(who, codes, f"The column {self.client!r} of {place.name}"))
             if not count:
                 raise UndriftError(f"The {split} split of {place.name} has no rows.")
         if self.beside and places[1:]:
@@ -82,7 +87,7 @@ class Pictures:
         mean = total / pixels
         write.append("mean", mean.astype(np.float32)[:, None, None])
         write.append("std", np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8)).astype(np.float32)[:, None, None])
-        write.notes |= {"classes": names}
+        write.notes |= {"classes": names, "clients": list(map(str, codes))}
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
         """The classes' names, and what reads a split batch by batch."""
@@ -109,6 +114,7 @@ class Pictures:
             test=Rows(store("test"), torch.arange(len(arrays["test_y"]))) if "test_y" in arrays else None,
             keys=arrays["train_key"].numpy() if "train_key" in arrays else None,
             names=notes["classes"],
+            clients=notes["clients"] or None,
         )
 
     def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> np.ndarray:
@@ -116,15 +122,16 @@ class Pictures:
         shape = tuple(write.shapes["train_x"][1][1:]) if "train_x" in write.shapes else None
         found = []
         for i, cell in enumerate(cells):
-            where = f"Row {begin + i} of the {split} split of {place.name}"
+            where = str(cell) if isinstance(cell, Path) else f"Row {begin + i} of the {split} split of {place.name}"
             try:
                 pixels = self.decoder(_bytes(cell))
             except Exception as error:  # whatever a decoder makes of bytes that are not what they should be
-                raise UndriftError(f"{where} cannot be decoded ({error}); get or write that file again.") from error
+                reason = re.sub(r" <_io.*?>", "", str(error))  # PIL names the bytes' address
+                raise UndriftError(f"{where} cannot be decoded ({reason}); get or write that file again.") from error
             shape = shape or pixels.shape
             if pixels.shape != shape:
                 sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
-                raise UndriftError(f"{where} is {sizes}; bring all pictures to one size.")
+                raise UndriftError(f"{where} is {sizes}; bring all pictures to one size and number of colours.")
             found.append(pixels)
         return np.stack(found)
 
@@ -136,8 +143,9 @@ class PictureFolder(Pictures):
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
         def named(split: str) -> list[str]:
             files = dict(place.files)[split]
-            root = Path(place.name) / split if (Path(place.name) / split).is_dir() else Path(place.name)
-            return [file.relative_to(root).parts[0] for file in files]
+            parts = [file.relative_to(place.name).parts for file in files]
+            below = all(part[0].lower() == split for part in parts)  # `train` and `test` stand above the classes
+            return [part[1] if below else part[0] for part in parts]
 
         names = sorted(set(named("train")))
 

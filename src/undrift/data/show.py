@@ -91,6 +91,7 @@ def report(data: FederatedDataset, title: str) -> Any:
         top = np.argsort(-own, kind="stable")[:3]
         said = [f"{names[c] if names else c} {own[c] / own.sum():.0%}" for c in top if own[c]]
         bar = "█" * round(20 * data.sizes[client] / data.sizes.max())
-        table.add_row(str(client), f"{data.sizes[client]:,}", bar, ", ".join(said))
+        who = data.client_names[client] if data.client_names else str(client)
+        table.add_row(Text(who), f"{data.sizes[client]:,}", bar, Text(", ".join(said)))
     rest = [f"and {len(data) - LISTED:,} more clients"] if len(data) > LISTED else []
     return Group(Text(title, style="bold"), *lines, "", table, *rest)

@@ -25,3 +25,9 @@ class Source:
     task: Task = field(default_factory=Task)
     names: list[str] | None = None
     """The classes' names."""
+    clients: list[str] | None = None
+    """The natural clients' names, by key."""
+    spans: np.ndarray | None = None
+    """Of rows that overlap their neighbours: which stretch of consecutive rows each training row is of."""
+    gap: int = 0
+    """How far apart rows must be not to overlap."""

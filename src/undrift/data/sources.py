@@ -82,7 +82,8 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
 def named(name: str, data_dir: str | Path | None = None) -> Source:
     """A data set by name, from a folder in hub layout or from the hub, decoded the first time it is asked for."""
     recipe = RECIPES[name]
-    places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir)]
+    few = getattr(recipe, "limit", None) is not None
+    places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir, stream=few)]
     if beside := getattr(recipe, "beside", None):
         other = tables.hub(beside[0], None, data_dir)
         places += [other] if other.kind != "hub" else []  # it is no data set of the hub

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Place:
     files: tuple[tuple[str, tuple[Path, ...]], ...] = ()
     """Of local data: each split's files."""
     config: str | None = None
+    stream: bool = False
+    """Of the hub: read row by row, for who wants a few of many."""
 
     @property
     def splits(self) -> list[str]:
@@ -62,16 +65,15 @@ class Place:
     def _open(self, split: str) -> Any:
         datasets = _datasets()
         if self.kind == "hub":
-            return self._from_hub(lambda: datasets.load_dataset(self.name, self.config, split=split))
+            return self._from_hub(
+                lambda: datasets.load_dataset(self.name, self.config, split=split, streaming=self.stream)
+            )
         if split not in dict(self.files):
             raise UndriftError(f"{self.name} has no {split} split; it has {', '.join(dict(self.files))}.")
         files = [str(file) for file in dict(self.files)[split]]
         try:
             if self.kind == "csv":
-                from pyarrow import csv
-
-                table = csv.read_csv(files[0], convert_options=csv.ConvertOptions(strings_can_be_null=True))
-                return datasets.Dataset(datasets.table.InMemoryTable(table))
+                return datasets.Dataset(datasets.table.InMemoryTable(_csv(files[0], Path(files[0]).stat().st_mtime_ns)))
             data = datasets.load_dataset(self.kind, data_files={split: files}, split=split, streaming=True)
             return data if data.features else data._resolve_features()
         except Exception as error:
@@ -98,13 +100,14 @@ class Place:
         return UndriftError(f"{culprit} cannot be read ({_first_line(error)}); get or write that file again.")
 
 
-def hub(name: str, config: str | None = None, data_dir: str | Path | None = None) -> Place:
+def hub(name: str, config: str | None = None, data_dir: str | Path | None = None, stream: bool = False) -> Place:
     """A data set by its hub id: in `data_dir`, or the folder that UNDRIFT_DATA names, or else on the hub."""
-    root = data_dir or os.environ.get("UNDRIFT_DATA")
-    if root is not None and not Path(root).is_dir():
+    given = data_dir or os.environ.get("UNDRIFT_DATA")
+    root = Path(given).expanduser() if given else None
+    if root is not None and not root.is_dir():
         raise UndriftError(f"There is no data folder {root}; set UNDRIFT_DATA (or data_dir) to one that exists.")
-    found = in_folder(Path(root) / name, name, config) if root else None
-    return found or Place(name, config=config)
+    found = in_folder(root / name, name, config) if root else None
+    return found or Place(name, config=config, stream=stream)
 
 
 def in_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
@@ -114,15 +117,25 @@ def in_folder(folder: Path, name: str, config: str | None = None) -> Place | Non
     for file in sorted(folder.rglob("*.parquet")):
         if match := re.fullmatch(r"(\w+)-(\d+)-of-(\d+)", file.stem):
             splits.setdefault(match[1], []).append(file)
-        else:
-            splits.setdefault(re.split(r"\W", file.stem)[0], []).append(file)
+        else:  # `train.parquet`, or `train/0000.parquet`
+            splits.setdefault(file.parent.name if file.stem.isdigit() else file.stem, []).append(file)
     for split, files in splits.items():
         counts = {int(m[1]) for file in files if (m := re.search(r"-of-(\d+)$", file.stem))}
+        if counts and len(files) > max(counts):
+            raise UndriftError(f"{folder} has several data sets in folders of their own; name one of those.")
         if counts and len(files) != max(counts):
             raise UndriftError(
                 f"{folder} has {len(files)} of the {max(counts)} files of its {split} split; get the others."
             )
     return Place(name, "parquet", tuple((s, tuple(f)) for s, f in splits.items()), config) if splits else None
+
+
+@lru_cache(maxsize=1)
+def _csv(file: str, time: int) -> Any:
+    """A CSV file as a table, kept for who asks again; `time` tells a changed file from the one before."""
+    from pyarrow import csv
+
+    return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))
 
 
 def _datasets() -> Any:

@@ -76,7 +76,7 @@ class Characters:
     length: int = 80
 
     def decode(self, places: list[Place], write: Writer) -> None:
-        pieces = list(self._pieces(places[0]))
+        pieces = [(who, text) for who, text in self._pieces(places[0]) if text]
         letters = np.unique(np.concatenate([_points(text) for _, text in pieces] or [np.empty(0, np.uint32)]))
         if not len(letters) or len(letters) > 256:
             raise UndriftError(f"{places[0].name} has {len(letters)} different characters; from 1 to 256 can be read.")
@@ -85,7 +85,7 @@ class Characters:
             write.append("text", np.searchsorted(letters, _points(text)).astype(np.uint8))
             write.append("lengths", np.array([len(text)], np.int64))
             write.append("speakers", np.array([codes.setdefault(who, len(codes))], np.int32))
-        write.notes |= {"letters": "".join(map(chr, letters)), "length": self.length}
+        write.notes |= {"letters": "".join(map(chr, letters)), "speakers": list(map(str, codes))}
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
         length, text = self.length, arrays["text"]
@@ -102,6 +102,9 @@ class Characters:
             store,
             store["y"].numpy()[rows],
             rows=rows,
+            spans=own,
+            gap=length,
+            clients=notes["speakers"],
             test=Rows(store, torch.from_numpy(test), take),
             keys=speakers[own],
             take=take,
@@ -140,7 +143,7 @@ class Characters:
 class Tags:
     """Titles with tags, any number of them: which tags, from a bag of the most frequent words.
 
-    Rows without a title or without a frequent tag are left out.
+    Rows without a title, without a frequent tag or without an author are left out.
     """
 
     hub: str
@@ -150,15 +153,16 @@ class Tags:
     words: int = 10_000
     most_tags: int = 500
     limit: int | None = None
-    """How many rows to read at most."""
+    """How many rows to take at most; they are then read without fetching the rest."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
         columns = [self.title, self.tags, *([self.client] if self.client else [])]
         rows: list[tuple[list[str], list[str], Any]] = []
         for table in places[0].rows("train", columns):
             cells = [column.to_pylist() for column in table.itercolumns()]
-            who = cells[2] if self.client else [None] * len(table)
-            rows += [(words(t), list(tags), c) for t, tags, c in zip(*cells[:2], who, strict=True) if t and tags]
+            who = cells[2] if self.client else [""] * len(table)
+            found = zip(*cells[:2], who, strict=True)
+            rows += [(words(title), _tags(tags), c) for title, tags, c in found if title and tags and c is not None]
             if self.limit and len(rows) >= self.limit:
                 break
         known = most_frequent((tags for _, tags, _ in rows), self.most_tags)
@@ -169,9 +173,10 @@ class Tags:
         vocabulary = most_frequent(titles, self.words)
         write.append("x", _padded(titles, vocabulary))
         write.append("y", _padded(tags, known))
+        codes: dict[Any, int] = {}
         if self.client:
-            write.append("key", encoded(who, {}))
-        write.notes |= {"words": vocabulary, "tags": known}
+            write.append("key", encoded(who, codes))
+        write.notes |= {"words": vocabulary, "tags": known, "clients": list(map(str, codes))}
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
         count = len(notes["tags"])
@@ -182,7 +187,13 @@ class Tags:
             take=Bags(len(notes["words"]), count),
             task=Task("binary_cross_entropy", {"recall_at_5": "recall_at_5"}, classes=count),
             names=notes["tags"],
+            clients=notes["clients"] or None,
         )
+
+
+def _tags(cell: list[str] | str) -> list[str]:
+    """A list of tags, also where it is written as one string: `<python><list>` or `python|list`."""
+    return re.findall(r"[^<>|,\s]+", cell) if isinstance(cell, str) else list(cell)
 
 
 @dataclass(frozen=True)
