@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -106,6 +108,17 @@ if TYPE_CHECKING:
     from undrift.schedule import Number, decay, inverse
     from undrift.train import train
     from undrift.tree import tree_map
+
+
+class _Package(types.ModuleType):
+    """A package that has a function `train` and a module `train`: importing the module must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -197,7 +197,10 @@ def show(
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge, and tables need not be squeezed
+    return console
 
 
 def _settings(file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from undrift.config import read
 from undrift.display import score
 from undrift.errors import UndriftError
+from undrift.registry import parse_method
 
 UNTOLD = {"seed", "threads", "checkpoint_every", "engine", "lanes", "device", "compile", "evaluate_every", "out"}
 """Keys that say nothing about what is compared."""
@@ -78,10 +79,24 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         parts = [
-            f"{run.settings.get(key)}" if key == "method" else f"{key}={run.settings.get(key)}" for key in sorted(told)
+            brief(run.settings[key]) if key == "method" else f"{key}={run.settings.get(key)}" for key in sorted(told)
         ]
-        found.setdefault(", ".join(parts) or str(run.settings.get("method", run.folder.name)), []).append(run)
+        found.setdefault(", ".join(parts) or brief(run.settings.get("method", run.folder.name)), []).append(run)
     return found
+
+
+def brief(method: str) -> str:
+    """A method without the arguments that are as they are by default."""
+    try:
+        parts = parse_method(method).parts
+    except UndriftError:  # a user's own, which is not imported here
+        return method
+    texts: list[str] = []
+    for part in parts:
+        assert is_dataclass(part)
+        told = {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) != f.default}
+        texts.append(f"{type(part).__name__}({', '.join(f'{name}={value}' for name, value in told.items())})")
+    return " + ".join(texts)
 
 
 def spread(values: Sequence[float], digits: int = 4) -> str:

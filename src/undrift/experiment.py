@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from undrift import models
+from undrift.checkpoint import parse_interval
 from undrift.config import Experiment
 from undrift.data.load import load
 from undrift.errors import UndriftError
 from undrift.local import Local
-from undrift.registry import import_plugins, parse_method, parse_number
+from undrift.method import Method
+from undrift.registry import import_plugins, parse_method, parse_model, parse_number, parse_partition
 from undrift.result import Result
 from undrift.train import train
 
@@ -27,22 +30,33 @@ def run(
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Load, train, and leave a folder behind."""
-    import_plugins(experiment.imports)
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
     return train(**arguments(experiment), out=out, resume=resume, on_round=on_round)
 
 
-def arguments(experiment: Experiment) -> dict[str, Any]:
-    """What `ud.train` is given."""
+def understood(experiment: Experiment) -> tuple[Method, Local]:
+    """What the settings' strings stand for: refuses, with the key named, before any data are loaded."""
+    import_plugins(experiment.imports)
     with about("method"):
         method = parse_method(experiment.method)
+    with about("data.partition"):
+        parse_partition(experiment.data.partition)
+    with about("model"):
+        models.known(parse_model(experiment.model)[0])
+    with about("checkpoint_every"):
+        parse_interval(experiment.checkpoint_every)
     work: dict[str, Any] = {}
     for name, value in experiment.local:
         with about(f"local.{name}"):
             work[name] = parse_number(value) if isinstance(value, str) else value
     with about("local"):
-        local = Local(**work)
+        return method, Local(**work)
+
+
+def arguments(experiment: Experiment) -> dict[str, Any]:
+    """What `ud.train` is given."""
+    method, local = understood(experiment)
     asked = experiment.data.model_dump()
     with about("data"):
         data = load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from undrift.checkpoint import write_text
 from undrift.compare import Run, groups, lower_is_better
 from undrift.config import Settings, checked, override, toml_value
 from undrift.errors import UndriftError
+from undrift.experiment import about, run, understood
 
 Grid = dict[str, list[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Point:
     """One run of a sweep."""
 
@@ -50,7 +52,8 @@ def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
         pairs = dict(zip(grid, values, strict=True))
         changed = override(settings, [f"{key}={json.dumps(value)}" for key, value in pairs.items()])
         name = ",".join(f"{key}={_word(value)}" for key, value in pairs.items()) or "run"
-        checked(changed, f"{where}, {name}")
+        with about(f"{where}, {name}"):
+            understood(checked(changed, where))
         found.append(Point(name, changed))
     choices = [values for key, values in grid.items() if key != "seed"]
     held = [checked(point.settings, where).data.validation_fraction for point in found]
@@ -83,8 +86,6 @@ def sweep(
 
 def _workers(point: Point, where: str) -> int:
     """How many runs at once: a CPU's cores each take one, as small models gain little from threads; a GPU is one."""
-    import torch
-
     asked = checked(point.settings, where).device
     on_gpu = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
     return 1 if on_gpu else (os.cpu_count() or 1)
@@ -105,10 +106,6 @@ def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, st
 
 def _one(settings: Settings, folder: str, where: str, threads: int) -> str | None:
     """One run, in this process; gives the sentence if it is refused."""
-    import torch
-
-    from undrift.experiment import run
-
     torch.set_num_threads(threads)
     try:
         run(checked(settings, where), folder, resume=(Path(folder) / "config.toml").exists())

@@ -43,10 +43,8 @@ def get(
 
     `vocabulary` is how many different tokens a sample may hold; only models that read tokens look at it.
     """
-    if name not in MODELS:
-        raise unknown("model", name, MODELS)
     taken = {
-        n: p.default for n, p in inspect.signature(MODELS[name]).parameters.items() if n not in ("classes", "shape")
+        n: p.default for n, p in inspect.signature(known(name)).parameters.items() if n not in ("classes", "shape")
     }
     tokens = {"vocabulary": vocabulary} if "vocabulary" in taken else {}
     taken.pop("vocabulary", None)
@@ -56,6 +54,13 @@ def get(
     with torch.random.fork_rng(devices=[]):  # layers initialise themselves from torch's global generator
         torch.manual_seed(torch_seed(seed, "model"))
         return MODELS[name](classes, tuple(shape), **tokens, **options)
+
+
+def known(name: str) -> Callable[..., nn.Module]:
+    """The function that makes the model of this name."""
+    if name not in MODELS:
+        raise unknown("model", name, MODELS)
+    return MODELS[name]
 
 
 def _check_options(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> None:
