@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo install test soak bench clean
+
+install: .venv/ready
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -12,6 +14,10 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+# Longer trials: ten kills of five methods.
+soak: .venv/ready
+	$(BIN)/pytest soak -s
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.rounds

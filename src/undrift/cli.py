@@ -55,7 +55,7 @@ def run(file: File, set: Set = None, out: Out = None, imports: Import = None, da
     experiment = _experiment(file, set, imports, data_dir)
     from undrift.experiment import new_folder
 
-    _run(experiment, out or new_folder(experiment, Path("runs")), resume=False)
+    _run(experiment, out or new_folder(experiment, Path("runs")), file)
 
 
 @app.command()
@@ -68,7 +68,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that
     if (folder / "model.safetensors").exists():
         typer.echo(f"{folder} is finished.")
         return
-    _run(_experiment(folder, None, None, None), folder, resume=True)
+    _run(_experiment(folder, None, None, None), folder, folder, resume=True)
 
 
 @app.command()
@@ -222,12 +222,12 @@ def _experiment(file: Path, set: list[str] | None, imports: list[str] | None, da
     return config.checked(settings, str(file))
 
 
-def _run(experiment: Experiment, folder: Path, resume: bool) -> None:
+def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False) -> None:
     from undrift.display import Live, score, stopping
-    from undrift.experiment import run
+    from undrift.experiment import about, run
 
     console = _console()
-    with stopping() as stop_if_asked, Live(console, experiment.rounds) as live:
+    with about(str(where)), stopping() as stop_if_asked, Live(console, experiment.rounds) as live:
 
         def on_round(row: dict[str, Any]) -> None:
             live(row)

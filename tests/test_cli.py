@@ -1,0 +1,195 @@
+"""The command line as a new user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.test_config import GOOD, changed, toml
+from undrift.cli import app
+from undrift.compare import Run, brief, groups, spread
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("e.toml").write_text(toml(GOOD))
+    return tmp_path
+
+
+def undrift(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_help_reads_well_at_every_level():
+    for command in ([], ["run"], ["resume"], ["compare"], ["sweep"], ["list"], ["data"], ["data", "show"]):
+        text = undrift(*command, "--help")
+        assert "Usage" in text and len(text.splitlines()) > 5
+    assert "Run an experiment." in undrift("--help") and "undrift 0." in undrift("--version")
+
+
+def test_python_m_undrift_is_the_same(here):
+    done = subprocess.run([sys.executable, "-m", "undrift", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == undrift("--version")
+
+
+def test_help_does_not_wait_for_torch():
+    script = "import sys; from undrift import cli; cli.app(['--help'], standalone_mode=False); "
+    script += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_completion_is_offered():
+    assert "--install-completion" in undrift("--help")
+
+
+def test_run_and_its_folder(here):
+    said = undrift("run", "e.toml", "--set", "rounds=3", "--out", "runs/mine")
+    assert said.startswith("accuracy 0.") and said.endswith("after 3 rounds, in runs/mine\n")
+    assert {f.name for f in Path("runs/mine").iterdir()} == {"config.toml", "metrics.jsonl", "model.safetensors"}
+    undrift("run", "runs/mine", "--out", "again")
+    assert Path("again/model.safetensors").read_bytes() == Path("runs/mine/model.safetensors").read_bytes()
+
+
+def test_a_new_folder_every_time(here):
+    for _ in range(2):
+        undrift("run", "e.toml")
+    assert len(list(Path("runs").iterdir())) == 2
+    assert all("digits-FedAvg" in folder.name for folder in Path("runs").iterdir())
+
+
+def test_a_users_own_method_model_and_data(here):
+    Path("mine.py").write_text(
+        textwrap.dedent(
+            """
+            from dataclasses import dataclass
+            import numpy as np
+            import torch
+            import undrift as ud
+
+            @dataclass(frozen=True)
+            class Halve(ud.Part):
+                "Half of every update."
+                by: ud.Number
+
+                def update(self, delta, client):
+                    return ud.tree_map(lambda d: d * self.by, delta)
+
+            def two_blobs():
+                x = np.random.default_rng(0).normal(size=(80, 3)).astype("float32")
+                y = (np.arange(80) % 2).astype(int)
+                return (x + 3 * y[:, None], y), (x, y)
+
+            ud.register_model("tiny", lambda classes, shape, width=4: torch.nn.Sequential(
+                torch.nn.Linear(shape[0], width), torch.nn.ReLU(), torch.nn.Linear(width, classes)))
+            ud.register_data("two_blobs", two_blobs)
+            """
+        )
+    )
+    settings = changed("data.name", "two_blobs")
+    settings |= {"model": "tiny(width=6)", "method": "Halve(by=0.5)"}
+    Path("own.toml").write_text(toml(settings))
+    undrift("run", "own.toml", "--import", "mine", "--out", "a")
+    assert 'imports = ["mine"]' in Path("a/config.toml").read_text()
+    undrift("run", "a", "--out", "b")
+    assert Path("a/model.safetensors").read_bytes() == Path("b/model.safetensors").read_bytes()
+    assert "Half of every update." in undrift("list", "methods", "--import", "mine")
+
+
+def test_compare_runs_and_files(here):
+    Path("prox.toml").write_text(toml(changed("method", "FedProx(mu=0.1)")))
+    said = undrift("compare", "e.toml", "prox.toml", "--seeds", 2, "--target", "0.05", "--out", "c")
+    rows = {line.split("  ")[0]: line for line in said.splitlines()}
+    assert " ± " in rows["FedAvg()"] and " ± " in rows["FedProx(mu=0.1)"]
+    assert "rounds to 0.05" in said and "steps to 0.05" in said and "MB to 0.05" in said
+    runs = sorted(Path("c").iterdir())
+    assert len(runs) == 4
+    assert undrift("compare", *runs, "--target", "0.05") == said
+
+
+def test_comparisons_by_hand(here):
+    rows = [
+        [{"accuracy": a, "round": t + 1, "total_steps": 10 * t + 10, "total_bytes": 1e6} for t, a in enumerate(c)]
+        for c in ((0.1, 0.5, 0.4), (0.2, 0.3, 0.6))
+    ]
+    runs = [Run(Path("x"), {"method": "FedAvg(weighting=None)", "seed": s, "local.lr": 0.1}, rows[s]) for s in range(2)]
+    (own,) = groups(runs).values()
+    assert [run.final("accuracy") for run in own] == [0.4, 0.6] and [run.best("accuracy") for run in own] == [0.5, 0.6]
+    assert [run.until("accuracy", 0.3)["round"] for run in own] == [2, 2] and own[0].until("accuracy", 0.55) is None
+    assert spread([0.4, 0.6]) == "0.5000 ± 0.1414" and spread([0.4]) == "0.4000" and spread([]) == "–"
+    other = Run(Path("y"), {"method": "FedAvg(weighting=None)", "seed": 0, "local.lr": 0.2}, rows[0])
+    assert list(groups([*runs, other])) == ["local.lr=0.1", "local.lr=0.2"]
+    assert (
+        brief("FedProx(mu=0.1, target=None) + ServerSGD(lr=1.0, momentum=0.5)")
+        == "FedProx(mu=0.1) + ServerSGD(momentum=0.5)"
+    )
+
+
+def test_a_sweep_chooses_on_validation_data_and_goes_on_where_it_stopped(here):
+    Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2)) + '\n[sweep]\n"local.lr" = [0.001, 0.2]\n')
+    said = undrift("sweep", "e.toml", "--seeds", 2, "--out", "s", "--workers", 1)
+    assert "best by validation accuracy: local.lr=0.2" in said
+    found = json.loads(Path("s/sweep.json").read_text())
+    assert found["best"] == "local.lr=0.2" and found["chosen_by"] == "validation_accuracy"
+    folders = sorted(folder.name for folder in Path("s").iterdir() if folder.is_dir())
+    assert folders == [f"local.lr={lr},seed={seed}" for lr in (0.001, 0.2) for seed in (0, 1)]
+    for row in found["settings"]:  # the mean of what the runs' own files say
+        finals = [json.loads((Path("s") / run / "metrics.jsonl").read_text().splitlines()[-1]) for run in row["runs"]]
+        assert row["validation_accuracy"]["mean"] == pytest.approx(sum(r["validation_accuracy"] for r in finals) / 2)
+    times = {f: (Path("s") / f / "model.safetensors").stat().st_mtime_ns for f in folders}
+    (Path("s") / folders[0] / "model.safetensors").unlink()
+    undrift("sweep", "e.toml", "--seeds", 2, "--out", "s", "--workers", 1)
+    again = {f: (Path("s") / f / "model.safetensors").stat().st_mtime_ns for f in folders}
+    assert [f for f in folders if times[f] != again[f]] == [folders[0]]
+
+
+def test_a_sweep_in_processes_gives_what_runs_alone_give(here):
+    undrift("sweep", "e.toml", "--seeds", 2, "--out", "s", "--workers", 2)
+    threads = "threads=1"
+    undrift("run", "e.toml", "--set", "seed=1", "--set", threads, "--out", "alone")
+    assert Path("s/seed=1/model.safetensors").read_bytes() == Path("alone/model.safetensors").read_bytes()
+
+
+def test_wrong_sweeps_are_refused_before_anything_runs(here, capsys, monkeypatch):
+    from undrift.cli import main
+
+    wrong = {
+        "data.validation_fraction is 0. A sweep chooses on validation data": ["--grid", "local.lr=[0.1, 0.2]"],
+        "write it as key=[value, …]": ["--grid", "local.lr=0.1"],
+        "There is no method called 'FedAgv'": ["--grid", 'method=["FedAvg()", "FedAgv()"]'],
+        "There is no key 'local.lrr'": ["--grid", "local.lrr=[1, 2]"],
+    }
+    for sentence, arguments in wrong.items():
+        monkeypatch.setattr("sys.argv", ["undrift", "sweep", "e.toml", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == ["e.toml"]
+
+
+@pytest.mark.parametrize("kind", ["methods", "partitions", "data", "models", "losses", "metrics"])
+def test_lists(kind):
+    lines = undrift("list", kind).splitlines()
+    assert len(lines) > 1
+    assert {"methods": "FedNLR", "partitions": "Shards", "data": "cifar10", "models": "resnet20"}.get(
+        kind, ""
+    ) in "\n".join(lines)
+
+
+def test_resume_of_what_is_no_run(here, capsys, monkeypatch):
+    from undrift.cli import main
+
+    for arguments, sentence in ((["resume", "nowhere"], "nowhere is no run"), (["compare", "."], ". is no run")):
+        monkeypatch.setattr("sys.argv", ["undrift", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2 and sentence in capsys.readouterr().err
