@@ -22,8 +22,8 @@ ORDER = (
 
 def record(run: Setup, given: dict[str, Any]) -> str:
     """TOML: the arguments of `ud.train`, with what was left to undrift filled in."""
-    chosen = {name: run.choices[name] for name in ("engine", "lanes", "device")}
-    settings = {**given, **chosen, "method": run.method, "compile": False, "threads": torch.get_num_threads()}
+    chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
+    settings = {**given, **chosen, "method": run.method, "threads": torch.get_num_threads()}
     settings["loss"] = run.loss.__name__ if run.loss in LOSSES.values() else run.loss
     names = {metric: name for name, metric in METRICS.items()}
     settings["metrics"] = [names.get(metric, metric) for metric in run.metrics.values()]

@@ -19,7 +19,7 @@ from torch import nn
 from undrift import models
 from undrift.checks import check_augment, check_split, cohort_size_of, find_device, require, whole
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.engine.choose import build, choose
+from undrift.engine.choose import build, choose, compiles
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Resident, draw_up
 from undrift.engine.lanes import LanesEngine
@@ -144,6 +144,7 @@ def prepare(
     precision: str,
     engine: str,
     lanes: int | None,
+    compile: bool | None,
 ) -> Setup:
     """Check every argument and choose what was left to us. Refuses with a sentence; touches nothing."""
     kind = type(data).__name__
@@ -155,6 +156,7 @@ def prepare(
     require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
     fine = lanes is None or (whole(lanes) and lanes >= 1)
     require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
+    require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
     method = as_method(method)
     where = find_device(device)
     cohort_size = cohort_size_of(participation, len(data.nonempty))
@@ -207,10 +209,12 @@ def prepare(
     steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
     probe = setup.orders(setup.plan(0), function.start, [() for _ in method.parts])
     choice = choose(engine, lanes, program, resident, probe, steps, local.widest(data.sizes))
+    choice = replace(choice, compile=compiles(compile, choice, where, rounds, cohort_size * float(steps.mean())))
     setup.engine = build(choice, program, resident)
     setup.choices = {
         "engine": choice.engine,
         "lanes": choice.lanes,
+        "compile": choice.compile,
         "device": str(where),
         "precision": precision,
         "dtype": str(function.dtype),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from undrift.checkpoint import Checkpoints, Progress
 from undrift.checks import require, whole
+from undrift.clock import Clock
 from undrift.data.dataset import FederatedDataset
 from undrift.engine.cohort import on_device
 from undrift.evaluate import evaluate
@@ -65,12 +65,11 @@ def train(
     given = {name: value for name, value in locals().items() if name not in ("on_round", "resume", "out")}
     run = prepare(
         model, data, method, rounds=rounds, local=local, participation=participation, seed=seed, loss=loss,
-        metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes,
+        metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
     )  # fmt: skip
     require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
-    require(not compile, "compile is not built yet; leave it out.")
     files = Folder(out, resume)
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     with files as folder, arithmetic(precision, deterministic):
@@ -78,9 +77,10 @@ def train(
         now = checkpoints.restore(now, folder.rows()) if resume else now
         folder.config(record(run, given))
         folder.begin(now.history)
-        personal = Personal(run)
+        personal, clock = Personal(run), Clock(run.resident.device)
         for t in range(now.round, rounds):
-            began, last = time.perf_counter(), t == rounds - 1
+            last = t == rounds - 1
+            clock.start()
             method, server = bound(run, t), run.server(t)
 
             plan = run.checked(method.plan(run.plan(t), now.states))
@@ -103,8 +103,6 @@ def train(
                 params, sent = finish(run, method, params, t)
                 down, up = down + run.population * tree_bytes(params), up + sent
 
-            if run.resident.device.type == "cuda":
-                torch.cuda.synchronize()
             now = replace(
                 now,
                 params=params,
@@ -124,14 +122,16 @@ def train(
                 "bytes_down": down,
                 "bytes_up": up,
                 "total_bytes": now.total_bytes,
-                "seconds": time.perf_counter() - began,
                 **method.history(states),
             }
+            clock.stop(row)
             if last or (t + 1) % evaluate_every == 0:
                 row |= evaluate(run, params) | personal.shared(params, last)
             if last or (personalize_every and (t + 1) % personalize_every == 0):
                 row |= personal.tuned(params, states, method, t)
             now.history.append(row)
+            if last or folder.path or on_round:
+                clock.settle()
             folder.row(row)
             try:
                 if on_round:

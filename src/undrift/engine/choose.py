@@ -37,6 +37,7 @@ class Choice:
     engine: str
     lanes: int
     why: str
+    compile: bool = False
 
 
 def obstacle(model: Model) -> str | None:
@@ -73,8 +74,24 @@ def choose(
     return Choice("lanes", *_lanes(program.model, data, cohort, steps, width))
 
 
+COMPILE_STEPS = 3000
+"""How many local steps of all lanes a run must have for compiling them to pay; it takes about a minute."""
+
+
+def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: int, steps: float) -> bool:
+    """Whether to compile a step, given how many `steps` a round's clients take together."""
+    able = device.type == "cuda" and choice.engine == "lanes"
+    if asked and not able:
+        raise UndriftError("compile=True is for lanes on a GPU; leave it out.")
+    return able and (bool(asked) if asked is not None else rounds * steps / choice.lanes >= COMPILE_STEPS)
+
+
 def build(choice: Choice, program: Program, data: Resident) -> LanesEngine | PlainEngine:
-    return LanesEngine(program, data, choice.lanes) if choice.engine == "lanes" else PlainEngine(program, data)
+    return (
+        LanesEngine(program, data, choice.lanes, choice.compile)
+        if choice.engine == "lanes"
+        else PlainEngine(program, data)
+    )
 
 
 def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:

@@ -8,7 +8,9 @@ fixes.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from torch.func import grad, vmap
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
+from undrift.engine.convolution import LaneConvolutions
+from undrift.engine.graph import StepGraph
 from undrift.engine.packing import Stretch, stretches
 from undrift.engine.plain import MEASURE_BATCH
 from undrift.engine.trace import Traced
@@ -26,9 +30,11 @@ from undrift.tree import Tree, tree_add, tree_expand, tree_leaves, tree_map, tre
 
 
 class LanesEngine:
-    def __init__(self, program: Program, data: Resident, lanes: int) -> None:
-        self.program, self.data, self.lanes = program, data, lanes
-        self.step, self.start, self.conclude = Traced(self._step), Traced(self._start), Traced(self._conclude)
+    def __init__(self, program: Program, data: Resident, lanes: int, compiled: bool = False) -> None:
+        self.program, self.data, self.lanes, self.compiled = program, data, lanes, compiled
+        self.step, self.start = Traced(self._step), Traced(self._start)
+        self.conclude = Traced(self._conclude, compiled)
+        self.graphs: dict[Any, StepGraph] | None = {} if data.device.type == "cuda" else None
 
     def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
         sums, state, lane = Sums(), None, None
@@ -50,9 +56,14 @@ class LanesEngine:
         rows, counts, k = self._batches(orders, stretch)
         program, tree = self.step.at(state, lane, orders.shared, rows[0], counts[0], k[0])
         assert tree == tree_structure(state), "a step must leave the training state's shape as it found it"
-        leaves, rest = tree_leaves(state), tree_leaves((lane, orders.shared))
+        if self.graphs is not None:
+            rest = (lane, orders.shared)
+            if id(program) not in self.graphs:
+                self.graphs[id(program)] = StepGraph(program, state, rest, (rows, counts, k), self.compiled)
+            return self.graphs[id(program)].run(state, rest, (rows, counts, k))
+        leaves, others = tree_leaves(state), tree_leaves((lane, orders.shared))
         for i in range(len(stretch.rows)):
-            leaves = program(*leaves, *rest, rows[i], counts[i], k[i])
+            leaves = program(*leaves, *others, rows[i], counts[i], k[i])
         return tree_unflatten(leaves, tree)
 
     def _step(self, state: Tree, lane: Tree, shared: Tree, rows: Tensor, counts: Tensor, k: Tensor) -> Tree:
@@ -61,7 +72,8 @@ class LanesEngine:
         batch = self.data.batch(rows, mask)
 
         def one(state: Tree, lane: Tree, x: Tensor, y: Tensor, mask: Tensor, k: Tensor) -> Tree:
-            g = grad(self.program.objective)(state["params"], lane, shared, Batch(x, y, mask), k)
+            with LaneConvolutions() if self.compiled else nullcontext():
+                g = grad(self.program.objective)(state["params"], lane, shared, Batch(x, y, mask), k)
             return self.program.advance(state, g, lane, shared, k)
 
         return _contiguous(vmap(one)(state, lane, batch.x, batch.y, batch.mask, k))
@@ -80,7 +92,9 @@ class LanesEngine:
             prepared = self.program.prepare(lane, shared)
             return prepared, self.program.begin({**lane, "prepared": prepared}, shared)
 
-        return _contiguous(vmap(one)(lane))
+        prepared, state = vmap(one)(lane)
+        # A graph's buffers take the same weights for all lanes as they are; a traced program wants them spread out.
+        return _contiguous(prepared), state if self.graphs is not None else _contiguous(state)
 
     def _end(self, orders: Orders, state: Tree, lane: Tree, clients: list[int], sums: Sums, kept: Kept) -> None:
         """Add up what clients that have finished send, and keep what they keep."""
@@ -141,7 +155,7 @@ class LanesEngine:
         index = torch.tensor(where, device=self.data.device)
         if old is None:
             old = tree_map(lambda n: n.new_zeros(lanes, *n.shape[1:]), new)
-        return tree_map(lambda o, n: o.index_copy(0, index, n), old, new)
+        return tree_map(lambda o, n: o.index_copy_(0, index, n), old, new)
 
     def _get(self, tree: Tree, where: list[int], lanes: int) -> Tree:
         if len(where) == lanes:

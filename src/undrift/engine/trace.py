@@ -23,8 +23,8 @@ VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch
 class Traced:
     """Traces `function` at the first call of each set of shapes; later calls run what was traced."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], compiled: bool = False) -> None:
+        self.function, self.compiled = function, compiled
         self.programs: dict[Any, tuple[Callable[..., list[Tensor]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -59,7 +59,8 @@ class Traced:
                 f"The lanes engine cannot run the model or one of the method's hooks: {error} (A hook must be tensor "
                 'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.)'
             ) from error
-        return _without_idle_views(program), shape[-1]
+        program = _without_idle_views(program)
+        return (torch.compile(program, dynamic=False) if self.compiled else program), shape[-1]
 
 
 def _without_idle_views(program: GraphModule) -> GraphModule:

@@ -1,0 +1,175 @@
+"""A cohort's convolutions, each lane with weights of its own.
+
+`vmap` makes one grouped convolution of them, for which GPUs have no good kernel. Two-dimensional convolutions are
+therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own: patches of the
+picture, as one view, times the weights, as one batched matrix product, and likewise on the way back. Compiled, the
+patches are made in one pass, and the sum that folds them back is another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+Pair = tuple[int, int]
+
+
+class LaneConvolutions(TorchFunctionMode):
+    """Inside it, plain two-dimensional convolutions are the functions below; all others stay as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.conv2d, torch.conv2d):
+            return _convolve(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _convolve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.dim() == 4
+    if not plain:
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    out = Convolution.apply(input, weight, _pair(stride), _pair(padding))  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias[:, None, None]
+
+
+def _pair(x: Any) -> Pair:
+    return (x, x) if isinstance(x, int) else tuple(x) * (2 // len(tuple(x)))
+
+
+class Convolution(Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
+        return F.conv2d(x, weight, None, stride, padding)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, ctx.stride, ctx.padding = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]
+        dx, dw = Back.apply(g, x, weight, ctx.stride, ctx.padding, wanted)  # type: ignore[no-untyped-call]
+        return (dx if wanted else None), dw, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Any:
+        x, weight = (_lanes(t, dim, info.batch_size) for t, dim in zip((x, weight), in_dims[:2], strict=True))
+        if x.dim() != 5:  # a vmap inside a vmap: torch's own rule
+            out = torch.vmap(lambda x, w: F.conv2d(x, w, None, stride, padding))(x, weight)
+            return out, 0
+        return forward(x, weight, stride, padding), 0
+
+
+class Back(Function):
+    """The gradients of a convolution, which are not differentiated again."""
+
+    @staticmethod
+    def forward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool) -> Any:
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1, (wanted, True, False)
+        )
+        return (dx if wanted else g.new_zeros(())), dw
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool
+    ) -> Any:
+        tensors = zip((g, x, weight), in_dims[:3], strict=True)
+        g, x, weight = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
+        if x.dim() != 5:
+            outs = torch.vmap(lambda g, x, w: Back.forward(g, x, w, stride, padding, wanted))(g, x, weight)
+            return outs, (0, 0)
+        return backward(g, x, weight, stride, padding, wanted), (0, 0)
+
+
+def _lanes(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> tuple[Tensor, Pair]:
+    """Lanes × (batch · positions) × (kernel · channels), and the number of positions each way.
+
+    Channels come last, in memory too, so that patches are made of runs of neighbours.
+    """
+    x = x.permute(0, 1, 3, 4, 2)
+    if any(padding):
+        x = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    view = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # L B H' W' C k k
+    lanes, batch, height, width, channels = view.shape[:5]
+    rows = view.permute(0, 1, 2, 3, 5, 6, 4).reshape(lanes, batch * height * width, -1)
+    return F.pad(rows, (0, _missing(channels * kernel[0] * kernel[1]))), (height, width)
+
+
+def _missing(width: int) -> int:
+    """How much is missing to a multiple of 8: products of other widths do not run on tensor cores."""
+    return -width % 8
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """The weights as lanes × outputs × (kernel · channels), as wide as patches are."""
+    flat = weight.permute(0, 1, 3, 4, 2).flatten(2)
+    return F.pad(flat, (0, _missing(flat.shape[2])))
+
+
+def forward(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
+    kernel = (weight.shape[-2], weight.shape[-1])
+    columns, (height, width) = patches(x, kernel, stride, padding)
+    out = torch.bmm(columns, _matrix(weight).mT)
+    return out.view(x.shape[0], x.shape[1], height, width, weight.shape[1]).permute(0, 1, 4, 2, 3)
+
+
+def backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool) -> tuple[Tensor, Tensor]:
+    lanes, outputs, channels, *kernel = weight.shape
+    columns, (height, width) = patches(x, (kernel[0], kernel[1]), stride, padding)
+    rows = g.permute(0, 1, 3, 4, 2).reshape(lanes, -1, outputs)
+    real = channels * kernel[0] * kernel[1]
+    dw = torch.bmm(rows.mT, columns)[..., :real].reshape(lanes, outputs, *kernel, channels).permute(0, 1, 4, 2, 3)
+    if not wanted:
+        return g.new_zeros(lanes), dw
+    spread = torch.bmm(rows, _matrix(weight))[..., :real]
+    spread = spread.reshape(lanes, x.shape[1], height, width, *kernel, channels)
+    return fold(spread, (x.shape[3], x.shape[4]), stride, padding), dw
+
+
+def fold(spread: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:
+    """What every patch sends back, added up where patches overlap: L B H' W' k k C to L B C H W."""
+    kernel = spread.shape[4:6]
+    high, wide = size[0] + 2 * padding[0], size[1] + 2 * padding[1]
+    total = None
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            one = spread[..., i, j, :]
+            if stride != (1, 1):
+                one = _dilated(_dilated(one, 2, stride[0]), 3, stride[1])
+            below, right = high - i - one.shape[2], wide - j - one.shape[3]
+            one = F.pad(one, (0, 0, j, right, i, below))
+            total = one if total is None else total + one
+    assert total is not None
+    inner = total[:, :, padding[0] : padding[0] + size[0], padding[1] : padding[1] + size[1]]
+    return inner.permute(0, 1, 4, 2, 3)
+
+
+def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
+    """Zeros between the entries of an axis, for patches that lie `step` apart."""
+    if step == 1:
+        return x
+    spaced = torch.stack([x, *[torch.zeros_like(x)] * (step - 1)], axis + 1).flatten(axis, axis + 1)
+    return spaced.narrow(axis, 0, (x.shape[axis] - 1) * step + 1)
