@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from tests.test_config import GOOD, changed, toml
 from undrift.cli import app
 from undrift.compare import Run, brief, groups, spread
+from undrift.errors import UndriftError
+from undrift.sweep import summary
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def test_compare_runs_and_files(here):
     rows = {line.split("  ")[0]: line for line in said.splitlines()}
     assert " ± " in rows["FedAvg()"] and " ± " in rows["FedProx(mu=0.1)"]
     assert "rounds to 0.05" in said and "steps to 0.05" in said and "MB to 0.05" in said
-    runs = sorted(Path("c").iterdir())
+    runs = sorted(path for path in Path("c").iterdir() if path.is_dir())
     assert len(runs) == 4
     assert undrift("compare", *runs, "--target", "0.05") == said
 
@@ -121,7 +124,9 @@ def test_comparisons_by_hand(here):
         [{"accuracy": a, "round": t + 1, "total_steps": 10 * t + 10, "total_bytes": 1e6} for t, a in enumerate(c)]
         for c in ((0.1, 0.5, 0.4), (0.2, 0.3, 0.6))
     ]
-    runs = [Run(Path("x"), {"method": "FedAvg(weighting=None)", "seed": s, "local.lr": 0.1}, rows[s]) for s in range(2)]
+    runs = [
+        Run(Path(f"x{s}"), {"method": "FedAvg(weighting=None)", "seed": s, "local.lr": 0.1}, rows[s]) for s in range(2)
+    ]
     (own,) = groups(runs).values()
     assert [run.final("accuracy") for run in own] == [0.4, 0.6] and [run.best("accuracy") for run in own] == [0.5, 0.6]
     assert [run.until("accuracy", 0.3)["round"] for run in own] == [2, 2] and own[0].until("accuracy", 0.55) is None
@@ -159,6 +164,32 @@ def test_a_sweep_in_processes_gives_what_runs_alone_give(here):
     assert Path("s/seed=1/model.safetensors").read_bytes() == Path("alone/model.safetensors").read_bytes()
 
 
+def test_long_settings_that_begin_alike_do_not_share_a_folder(here):
+    long = "FedProx(mu=0.1, target=TemporalEnsemble(0.5)) + ServerSGD(lr=1.0, momentum=0.{})"
+    Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2)))
+    grid = f'method=["{long.format(1)}", "{long.format(9)}"]'
+    undrift("sweep", "e.toml", "--grid", grid, "--out", "s", "--workers", 1)
+    found = json.loads(Path("s/sweep.json").read_text())["settings"]
+    assert [len(row["runs"]) for row in found] == [1, 1] and found[0]["accuracy"] != found[1]["accuracy"]
+
+
+def test_a_sweeps_folder_is_its_own(here):
+    undrift("sweep", "e.toml", "--out", "s", "--workers", 1)
+    with pytest.raises(UndriftError, match="is a run with other settings; choose another --out"):
+        undrift("sweep", "e.toml", "--out", "s", "--workers", 1, "--set", "local.lr=0.0001")
+
+
+def test_what_diverges_is_not_the_best(here):
+    Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2) | {"loss": "mse", "metrics": []}))
+    rows = [[{"validation_loss": math.nan, "loss": math.nan}], [{"validation_loss": 0.5, "loss": 0.4}]]
+    runs = [Run(Path(f"r{i}"), {"method": "FedAvg()", "local.lr": 10.0**-i}, row) for i, row in enumerate(rows)]
+    found = summary(runs, here)
+    assert (
+        found["best"] == "local.lr=0.1"
+        and json.loads((here / "sweep.json").read_text())["settings"][0]["loss"]["mean"] is None
+    )
+
+
 def test_wrong_sweeps_are_refused_before_anything_runs(here, capsys, monkeypatch):
     from undrift.cli import main
 
@@ -167,6 +198,7 @@ def test_wrong_sweeps_are_refused_before_anything_runs(here, capsys, monkeypatch
         "write it as key=[value, …]": ["--grid", "local.lr=0.1"],
         "There is no method called 'FedAgv'": ["--grid", 'method=["FedAvg()", "FedAgv()"]'],
         "There is no key 'local.lrr'": ["--grid", "local.lrr=[1, 2]"],
+        "data: There is no data set called 'digitz'": ["--set", "data.name=digitz"],
     }
     for sentence, arguments in wrong.items():
         monkeypatch.setattr("sys.argv", ["undrift", "sweep", "e.toml", *arguments])

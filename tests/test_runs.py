@@ -14,7 +14,7 @@ import torch
 import undrift as ud
 from tests.killing import EXPERIMENT, count, finish, kill_and_resume, undrift, what_it_left
 from tests.problems import make_clients, net, same_bits
-from undrift import config, experiment
+from undrift import checkpoint, config, experiment, files, result
 from undrift.checkpoint import pack, parse_interval, unpack
 
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1)
@@ -145,6 +145,83 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert same_bits(result.params, whole.params) and count(tmp_path / "r") == 6
 
 
+class Dead(BaseException):
+    """What a power cut looks like from inside."""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_death_at_any_moment_between_two_files(tmp_path, monkeypatch, before):
+    """Die at the k-th file that is settled, just before its rename or just after, for every k; then go on."""
+    data = make_clients([10, 20, 8, 12, 9])
+    options = {"rounds": 4, "local": ud.Local(steps=1, lr=0.1), "participation": 2, "engine": "plain"}
+    whole = ud.train(net(), data, ud.Scaffold(), **options)
+    settle, moments = files.settle, 0
+
+    def dying(partial, file):
+        nonlocal left
+        left -= 1
+        if before and left == 0:
+            raise Dead
+        settle(partial, file)
+        if not before and left == 0:
+            raise Dead
+
+    for module in (files, checkpoint, result):
+        monkeypatch.setattr(module, "settle", dying)
+    for k in range(1, 100):
+        folder, left = tmp_path / f"{before}-{k}", k
+        try:
+            found = ud.train(net(), data, ud.Scaffold(), out=folder, checkpoint_every=1, **options)
+        except Dead:
+            moments, left = moments + 1, 0
+            resume = (folder / "config.toml").exists()
+            found = ud.train(net(), data, ud.Scaffold(), out=folder, checkpoint_every=1, resume=resume, **options)
+        assert same_bits(found.params, whole.params), k
+        assert count(folder) == 4 and not list(folder.glob("*.partial"))
+        if left > 0:  # it lived
+            break
+    assert moments >= 12
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    data, options = make_clients([10, 20]), {"rounds": 2, "local": LOCAL}
+
+    def meddle(row):
+        with pytest.raises(ud.UndriftError, match="Another process runs in"):
+            ud.train(net(), data, out=tmp_path / "r", resume=True, **options)
+
+    ud.train(net(), data, out=tmp_path / "r", on_round=meddle, **options)
+
+
+def test_a_finished_run_is_given_back_and_a_restarted_one_is_not_finished(tmp_path):
+    data, options = make_clients([10, 20]), {"rounds": 3, "local": LOCAL}
+    first = ud.train(net(), data, out=tmp_path / "r", checkpoint_every=2, **options)
+    again = ud.train(net(), data, out=tmp_path / "r", resume=True, on_round=stop_after(1), **options)
+    assert same_bits(again.params, first.params) and len(again.history) == 3, "no round was trained again"
+    with pytest.raises(ud.UndriftError, match="of a run with rounds 3, not 5"):
+        ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, "rounds": 5})
+
+
+def test_checkpoints_that_cannot_be_read_are_not_passed_over(tmp_path):
+    data, options = make_clients([10, 20]), {"rounds": 4, "local": LOCAL}
+    with pytest.raises(StopError):
+        ud.train(net(), data, out=tmp_path / "r", on_round=stop_after(2), **options)
+    for file in (tmp_path / "r" / "checkpoint").glob("*.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(ud.UndriftError, match=r"None of the checkpoints in .* can be read"):
+        ud.train(net(), data, out=tmp_path / "r", resume=True, **options)
+    assert count(tmp_path / "r") == 2, "nothing is lost"
+
+
+def test_other_data_of_the_same_shape_are_refused(tmp_path):
+    data, options = make_clients([10, 20]), {"rounds": 4, "local": LOCAL}
+    with pytest.raises(StopError):
+        ud.train(net(), data, out=tmp_path / "r", on_round=stop_after(2), **options)
+    data.store["x"] = data.store["x"] * 3
+    with pytest.raises(ud.UndriftError, match="with data"):
+        ud.train(net(), data, out=tmp_path / "r", resume=True, **options)
+
+
 def test_what_does_not_belong_together_is_refused(tmp_path):
     data, options = make_clients([10, 20]), {"rounds": 4, "local": LOCAL}
     with pytest.raises(StopError):
@@ -189,6 +266,8 @@ def test_trees_go_to_json_and_back():
     tensors: dict[str, torch.Tensor] = {}
     tree = {"b": [torch.ones(2), (torch.tensor(3), {})], "a": (), "half": torch.ones(1, dtype=torch.bfloat16)}
     back = unpack(json.loads(json.dumps(pack(tree, "t", tensors))), tensors)
+    twins = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+    assert unpack(pack(twins, "t", tensors), tensors)["a.b"] == 0
     assert list(back) == ["b", "a", "half"] and isinstance(back["b"][1], tuple) and back["a"] == ()
     assert torch.equal(back["b"][0], torch.ones(2)) and back["half"].dtype == torch.bfloat16
 

@@ -10,7 +10,7 @@ generator's state to keep.
 from __future__ import annotations
 
 import json
-import os
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.errors import UndriftError
+from undrift.files import PARTIAL, settle, sync, write_text
 from undrift.models.functional import Params
 from undrift.setup import Setup
 from undrift.tree import Tree, tree_to
+
+log = logging.getLogger("undrift")
 
 LAST = 2
 """How many checkpoints are kept."""
@@ -68,7 +71,9 @@ class Checkpoints:
         """Make a checkpoint of a run that stands between two rounds."""
         if self.folder is None or now.round == self.saved_round:
             return
-        self.folder.mkdir(exist_ok=True)
+        if not self.folder.is_dir():
+            self.folder.mkdir()
+            sync(self.folder.parent)
         self._save_clients(now.round)
         tensors: dict[str, Tensor] = {}
         trees = {
@@ -124,13 +129,15 @@ class Checkpoints:
 
     def restore(self, now: Progress, rows: list[dict[str, Any]]) -> Progress:
         """Where the newest checkpoint stands, and `now` if there is none. `rows` is the history so far."""
-        for number in _listed(self.folder) if self.folder and self.folder.is_dir() else ():
+        found = _listed(self.folder) if self.folder and self.folder.is_dir() else []
+        for number in found:
             assert self.folder
             try:
                 whole = json.loads((self.folder / f"round-{number}.json").read_text(encoding="utf-8"))
                 tensors = load_file(self.folder / f"round-{number}.safetensors")
-                clients = {name: _read_clients(self.folder / name) for name in whole["clients"]}
-            except (OSError, SafetensorError, json.JSONDecodeError):
+                clients = {name: _read_clients(self.folder / name, own) for name, own in whole["clients"].items()}
+            except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+                log.warning("the checkpoint of round %d in %s cannot be read (%s)", number, self.folder, error)
                 continue  # a disk may have lost one; the one before it serves
             self._check_same(whole["identity"])
             if len(rows) < number:
@@ -144,6 +151,10 @@ class Checkpoints:
                 self.run.model.tracked[name].copy_(value)
             for name, own in whole["clients"].items():
                 self.run.kept.restore(clients[name], set(own))
+            # What comes later is written anew, under the same names: no JSON may be left that names the old files.
+            for later in found:
+                if later > number:
+                    (self.folder / f"round-{later}.json").unlink()
             self.homes, self.saved_round = whole["clients"], number
             return Progress(
                 trees["params"],
@@ -154,6 +165,8 @@ class Checkpoints:
                 whole["total_bytes"],
                 rows[:number],
             )
+        if found:
+            raise UndriftError(f"None of the checkpoints in {self.folder} can be read; start the run again elsewhere.")
         return now
 
     def _check_same(self, before: dict[str, str]) -> None:
@@ -170,7 +183,8 @@ def _listed(folder: Path) -> list[int]:
     return sorted((int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.json")), reverse=True)
 
 
-def _read_clients(file: Path) -> dict[int, dict[int, Tree]]:
+def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
+    """The states in a file, by part and client; a KeyError if one of those wanted is not in it."""
     with safe_open(file, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])
@@ -178,6 +192,9 @@ def _read_clients(file: Path) -> dict[int, dict[int, Tree]]:
     for name, tree in trees.items():
         part, client = map(int, name.split("/"))
         found.setdefault(part, {})[client] = unpack(tree, tensors)
+    for states in found.values():
+        for client in wanted:
+            _ = states[client]
     return found
 
 
@@ -207,6 +224,7 @@ def pack(tree: Tree, name: str, tensors: dict[str, Tensor]) -> Any:
         kind = "list" if isinstance(tree, list) else "tuple"
         return {kind: [pack(branch, f"{name}.{i}", tensors) for i, branch in enumerate(tree)]}
     leaf = torch.as_tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
+    name = f"{name} #{len(tensors)}"  # two branches may spell their way alike
     tensors[name] = leaf.detach().cpu().contiguous().clone()  # a clone, for two names may share one tensor
     return {"tensor": name}
 
@@ -221,24 +239,6 @@ def unpack(packed: Any, tensors: dict[str, Tensor]) -> Tree:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    partial = file.with_name(file.name + ".partial")
+    partial = file.with_name(file.name + PARTIAL)
     save_file(tensors, partial, notes)
-    _settle(partial, file)
-
-
-def write_text(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    _settle(partial, file)
-
-
-def _settle(partial: Path, file: Path) -> None:
-    """Synced, then renamed, and the rename synced too: a crash leaves the old file or the new one, whole."""
-    for path, rename in ((partial, True), (file.parent, False)):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        if rename:
-            partial.replace(file)
+    settle(partial, file)

@@ -65,6 +65,10 @@ def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that
 
     if not (folder / "config.toml").exists():
         raise UndriftError(f"{folder} is no run: it has no config.toml.")
+    if "does not repeat the run" in (folder / "config.toml").read_text(encoding="utf-8"):
+        raise UndriftError(
+            f"{folder} was started from Python; go on there: ud.train(…, out={str(folder)!r}, resume=True)."
+        )
     if (folder / "model.safetensors").exists():
         typer.echo(f"{folder} is finished.")
         return
@@ -90,14 +94,20 @@ def compare(
     points = []
     for file in files:
         settings = _settings(file, set, imports, data_dir)
+        settings.pop("sweep", None)
         own = _points(settings, {"seed": _seeds(settings, seeds)}, str(file))
         points += [type(point)(f"{file.stem},{point.name}", point.settings) for point in own]
     runs = [compared.Run.read(folder) for folder in folders]
+    failed = 0
     if points:
-        runs += _sweep(points, out or _new_folder("compare"), "compare", None)
+        from undrift.sweep import unique
+
+        more, failed = _sweep(unique(points), out or _new_folder("compare"), "compare", None)
+        runs += more
     if not runs:
         raise UndriftError("There is nothing to compare: no run finished.")
     _console().print(compared.table(runs, target))
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
@@ -121,11 +131,11 @@ def sweep(
     from undrift import sweep as swept
 
     settings = _settings(file, set, imports, data_dir)
-    wanted = settings.pop("sweep", {}) | swept.parse_grid(grid or [])
+    wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
     if seeds is not None or "seed" not in wanted:
         wanted["seed"] = _seeds(settings, seeds)
     folder = out or _new_folder(file.stem)
-    runs = _sweep(_points(settings, wanted, str(file)), folder, str(file), workers)
+    runs, failed = _sweep(_points(settings, wanted, str(file)), folder, str(file), workers)
     console = _console()
     if not runs:
         raise typer.Exit(1)
@@ -134,6 +144,7 @@ def sweep(
     if found["best"] is not None and len(found["settings"]) > 1:
         console.print(f"best by {found['chosen_by'].replace('_', ' ')}: [bold]{found['best']}[/]")
     console.print(f"in {folder}")
+    raise typer.Exit(1 if failed else 0)
 
 
 class Kind(StrEnum):
@@ -207,8 +218,9 @@ def _settings(file: Path, set: list[str] | None, imports: list[str] | None, data
     from undrift import config
 
     settings = config.override(config.read(file), set or [])
-    if imports:
-        settings["imports"] = [*settings.get("imports", []), *imports]
+    given = settings.get("imports", [])
+    if imports and isinstance(given, list):
+        settings["imports"] = [*given, *imports]
     if data_dir and isinstance(settings.get("data"), dict):
         settings["data"]["data_dir"] = str(data_dir)
     return settings
@@ -247,13 +259,15 @@ def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False
 
 def _seeds(settings: dict[str, Any], count: int | None) -> list[int]:
     first = settings.get("seed", 0)
-    return [first + i for i in range(count or 1)] if isinstance(first, int) else [first]
+    plain = isinstance(first, int) and not isinstance(first, bool)
+    return [first + i for i in range(count or 1)] if plain else [first]
 
 
 def _new_folder(name: str) -> Path:
+    import secrets
     from datetime import datetime
 
-    return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{name}"
+    return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
 def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) -> Any:
@@ -262,12 +276,17 @@ def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) ->
     return points(settings, grid, where)
 
 
-def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> Any:
-    """The runs, with a bar that counts them; what went wrong with one is said and the others go on."""
+def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], int]:
+    """The runs that finished, with a bar that counts them, and how many did not: what went wrong is said."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from undrift.config import checked
+    from undrift.experiment import about, arguments
     from undrift.sweep import sweep
 
+    with about(where):  # what is wrong with the data is wrong with all runs: better said before the first
+        arguments(checked(points[0].settings, where))
+    failed = []
     console = _console()
     columns = (TextColumn("runs"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -276,9 +295,15 @@ def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> Any:
         def done(point: Any, message: str | None) -> None:
             progress.advance(task)
             if message:
+                failed.append(point)
                 print(f"error: {point.name}: {message}", file=sys.stderr)
 
-        return sweep(points, folder, where, workers, done)
+        try:
+            return sweep(points, folder, where, workers, done), len(failed)
+        except KeyboardInterrupt:
+            progress.stop()
+            typer.echo(f"stopped; the same command with --out {folder} goes on", err=True)
+            raise typer.Exit(130) from None
 
 
 def _sweep_table(found: dict[str, Any]) -> Any:
@@ -289,11 +314,16 @@ def _sweep_table(found: dict[str, Any]) -> Any:
     for column in ("", "runs", *(f"last {key.replace('_', ' ')}" for key in keys)):
         table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
     for row in found["settings"]:
-        cells = [
-            f"{row[key]['mean']:.4f}" + (f" ± {row[key]['std']:.4f}" if len(row["runs"]) > 1 else "") for key in keys
-        ]
+        cells = [_cell(row[key]) for key in keys]
         table.add_row(row["name"], str(len(row["runs"])), *cells)
     return table
+
+
+def _cell(figures: dict[str, Any]) -> str:
+    """Mean ± deviation, of one run its figure, of what is no number a dash."""
+    if figures["mean"] is None:
+        return "–"
+    return f"{figures['mean']:.4f}" + (f" ± {figures['std']:.4f}" if figures["std"] is not None else "")
 
 
 def main() -> None:

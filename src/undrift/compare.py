@@ -15,7 +15,10 @@ from undrift.display import score
 from undrift.errors import UndriftError
 from undrift.registry import parse_method
 
-UNTOLD = {"seed", "threads", "checkpoint_every", "engine", "lanes", "device", "compile", "evaluate_every", "out"}
+UNTOLD = set(
+    """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
+    personalize_every imports""".split()  # noqa: SIM905
+)
 """Keys that say nothing about what is compared."""
 
 
@@ -36,7 +39,10 @@ class Run:
         if not (folder / "model.safetensors").exists():
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        return cls(folder, flat(read(folder)), rows)
+        settings = flat(read(folder))
+        if "does not repeat the run" in (folder / "config.toml").read_text(encoding="utf-8"):
+            settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
+        return cls(folder, settings, rows)
 
     @property
     def metric(self) -> str:
@@ -49,7 +55,7 @@ class Run:
         return float(self.rows[-1].get(metric, np.nan))
 
     def best(self, metric: str) -> float:
-        values = [row[metric] for row in self.rows if metric in row]
+        values = [row[metric] for row in self.rows if metric in row and np.isfinite(row[metric])]
         return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
 
     def until(self, metric: str, target: float) -> dict[str, Any] | None:
@@ -74,15 +80,23 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in their seed alone, under a name that says what tells the groups apart."""
-    keys = {key for run in runs for key in run.settings} - UNTOLD - {"data.seed"}
-    told = {key for key in keys if len({json.dumps(run.settings.get(key)) for run in runs}) > 1}
+    runs = list({run.folder.resolve(): run for run in runs}.values())
+    keys = {key for run in runs for key in run.settings} - UNTOLD
+    told = {key for key in keys if len({_same(run.settings.get(key)) for run in runs}) > 1}
     found: dict[str, list[Run]] = {}
     for run in runs:
         parts = [
-            brief(run.settings[key]) if key == "method" else f"{key}={run.settings.get(key)}" for key in sorted(told)
+            brief(str(run.settings.get(key))) if key == "method" else f"{key}={run.settings.get(key)}"
+            for key in sorted(told)
         ]
-        found.setdefault(", ".join(parts) or brief(run.settings.get("method", run.folder.name)), []).append(run)
+        name = ", ".join(parts) or brief(str(run.settings.get("method", run.folder.name)))
+        found.setdefault(name, []).append(run)
     return found
+
+
+def _same(value: Any) -> str:
+    """One text for values that are one: 1 and 1.0."""
+    return json.dumps(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
 
 
 def brief(method: str) -> str:
@@ -100,10 +114,12 @@ def brief(method: str) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> str:
-    """Mean ± standard deviation; of one value that value."""
-    known = [v for v in values if not np.isnan(v)]
+    """Mean ± standard deviation; of one value that value. Where some are no numbers, of how many it is."""
+    known = [v for v in values if np.isfinite(v)]
     if not known:
         return "–"
+    if len(known) < len(values):
+        return f"{spread(known, digits)} ({len(known)} of {len(values)})"
     mean = f"{np.mean(known):.{digits}f}" if digits else f"{np.mean(known):,.0f}"
     if len(known) < 2:
         return mean

@@ -114,6 +114,10 @@ def toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return float(text)  # .05, which TOML does not know
+    except ValueError:
         return text  # a bare word: a method, a name
 
 

@@ -14,16 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def score(row: dict[str, Any]) -> tuple[str, float] | None:
-    """What a row tells of the model's quality: accuracy, else another metric, else the loss."""
-    rest = [n for n in row if n not in ROUTINE and isinstance(row[n], float) and not n.startswith(PREFIXES)]
-    for name in ("accuracy", "recall_at_5", *rest, "loss"):
+    """What a row tells of the model's quality: a metric, else the loss, on the test set or else on validation data."""
+    for name in (f"{prefix}{name}" for prefix in ("", "validation_") for name in ("accuracy", "recall_at_5", "loss")):
         if name in row:
             return name, row[name]
     return None
-
-
-ROUTINE = {"round", "steps", "total_steps", "steps_fraction", "samples", "seconds", "loss", "diagnostic", "decays"}
-PREFIXES = ("validation_", "client_", "tuned_", "bytes_", "total_")
 
 
 class Live:

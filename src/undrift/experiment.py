@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -77,7 +78,4 @@ def new_folder(experiment: Experiment, parent: Path) -> Path:
     """A folder for a new run that nobody has: the time, the data and the method."""
     words = f"{Path(experiment.data.name).stem} {re.sub(r'[(][^)]*[)]', '', experiment.method)}"
     name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', words).strip('-')}"
-    found, number = parent / name, 2
-    while found.exists():
-        found, number = parent / f"{name}-{number}", number + 1
-    return found
+    return parent / f"{name}-{secrets.token_hex(2)}"  # two that start in one second are two

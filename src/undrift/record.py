@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, is_dataclass
+import re
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from undrift import __version__
 from undrift.losses import LOSSES, METRICS
+from undrift.method import Method, Part
 from undrift.schedule import decay, inverse
 from undrift.setup import Setup, plainly
 
@@ -24,9 +26,9 @@ def record(run: Setup, given: dict[str, Any]) -> str:
     """TOML: the arguments of `ud.train`, with what was left to undrift filled in."""
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
     settings = {**given, **chosen, "method": run.method, "threads": torch.get_num_threads()}
-    settings["loss"] = run.loss.__name__ if run.loss in LOSSES.values() else run.loss
-    names = {metric: name for name, metric in METRICS.items()}
-    settings["metrics"] = [names.get(metric, metric) for metric in run.metrics.values()]
+    settings["loss"] = next((name for name, loss in LOSSES.items() if loss is run.loss), run.loss)
+    ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())
+    settings["metrics"] = list(run.metrics) if ours else run.metrics
     lines = [
         "# A run of undrift, complete: `undrift run` with this file repeats it.",
         f"# undrift {__version__}, torch {torch.__version__}; {run.choices['engine']} because {run.choices['why']}",
@@ -61,8 +63,8 @@ def literal(value: Any) -> str:
         return f"[{', '.join(literal(item) for item in value)}]"
     if hasattr(value, "tolist"):
         return literal(value.tolist())
-    if isinstance(value, decay | inverse) or hasattr(value, "parts") or (is_dataclass(value) and not callable(value)):
-        text = plainly(value)
+    if isinstance(value, decay | inverse | Method | Part):
+        text = re.sub(r"np\.\w+\(([^()]*)\)", r"\1", plainly(value))  # numpy's numbers say what they are
         if "<" not in text:  # what a function or an object of Python looks like
             return json.dumps(text, ensure_ascii=False)
     raise TypeError(f"no TOML for {value!r}")

@@ -46,8 +46,9 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise UndriftError(f"imports: the module {module!r} cannot be imported ({error}).") from error
+        except Exception as error:  # whatever a user's module may raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UndriftError(f"imports: the module {module!r} cannot be imported ({reason}).") from error
     for point in entry_points(group="undrift"):
         point.load()
 
@@ -72,10 +73,7 @@ def parse_method(text: str) -> Method:
 
 
 def parse_partition(text: str) -> Any:
-    try:
-        return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
-    except TypeError:
-        raise UndriftError(f"Partitions do not add up; choose one of those in {text!r}.") from None
+    return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
 
 
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
@@ -102,7 +100,11 @@ def parse_augmentation(text: str) -> Any:
 def parse(
     text: str, kind: str, names: Mapping[str, Callable[..., Any]], inner: Mapping[str, Callable[..., Any]] | None = None
 ) -> Any:
-    """Build what `text` writes: sums of calls of known names with plain values. `inner` may stand in arguments."""
+    """Build what `text` writes: a call of a known name with plain values, of methods also a sum of such calls.
+
+    `inner` may stand in arguments.
+    """
+    adds_up = kind == "method"
 
     def refuse(node: ast.AST) -> UndriftError:
         return UndriftError(
@@ -126,13 +128,17 @@ def parse(
             return call(node, {**names, **(inner or {})})
         if isinstance(node, ast.Name) and node.id == "inf":
             return math.inf
+        if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
+            return {argument(key): argument(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
+        if isinstance(node, ast.List | ast.Tuple):
+            return [argument(item) for item in node.elts]
         try:
             return ast.literal_eval(node)
         except ValueError:
             raise refuse(node) from None
 
     def build(node: ast.expr) -> Any:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and adds_up:
             return build(node.left) + build(node.right)
         if isinstance(node, ast.Call):
             return call(node, names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import Tensor, nn
 
 from undrift.errors import UndriftError
+from undrift.files import PARTIAL, alone, settle, sync, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +49,7 @@ class Folder:
         self.path = None if path is None else Path(path)
         self.resume = resume
         self.metrics: TextIO | None = None
+        self.held = ExitStack()
         if resume and not self.path:
             raise UndriftError("resume needs the folder of the run to go on with: out=….")
         if resume and self.path and not (self.path / "config.toml").exists():
@@ -54,20 +57,31 @@ class Folder:
 
     def __enter__(self) -> Folder:
         if self.path:
-            taken = self.path.is_file() or (self.path / "metrics.jsonl").exists()
+            taken = self.path.is_file() or (self.path / "config.toml").exists()
             if taken and not self.resume:
                 raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
-            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UndriftError(
+                    f"The folder {self.path} cannot be made ({error.strerror}); choose another."
+                ) from error
+            self.held.enter_context(alone(self.path))
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.metrics:
             self.metrics.close()
+        self.held.close()
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.path and (self.path / "model.safetensors").exists())
 
     def config(self, text: str) -> None:
-        """The file that repeats the run. A run that goes on keeps the one it has."""
-        if self.path and not self.resume:
-            (self.path / "config.toml").write_text(text, encoding="utf-8")
+        """The file that repeats the run."""
+        if self.path:
+            write_text(self.path / "config.toml", text)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rounds that `metrics.jsonl` has, up to the first that a crash left unfinished."""
@@ -81,13 +95,14 @@ class Folder:
         return rows
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Go on after these rounds: what was written beyond them is cut off."""
+        """Go on after these rounds: what was written beyond them is cut off, and the run is no longer finished."""
         if self.path:
-            partial = self.path / "metrics.jsonl.partial"
+            (self.path / "model.safetensors").unlink(missing_ok=True)
+            partial = self.path / f"metrics.jsonl{PARTIAL}"
             self.metrics = partial.open("w", encoding="utf-8")
             for row in rows:
                 self.row(row)
-            partial.replace(self.path / "metrics.jsonl")
+            settle(partial, self.path / "metrics.jsonl")
 
     def row(self, row: dict[str, Any]) -> None:
         if self.metrics:
@@ -96,13 +111,22 @@ class Folder:
 
     def sync(self) -> None:
         """See to it that the disk has all rows."""
-        if self.metrics:
+        if self.metrics and self.path:
             os.fsync(self.metrics.fileno())
+            sync(self.path)
 
     def model(self, model: nn.Module) -> None:
         if self.path:
             from safetensors.torch import save_model
 
-            partial = self.path / "model.safetensors.partial"
+            self.sync()
+            partial = self.path / f"model.safetensors{PARTIAL}"
             save_model(model, str(partial))
-            partial.replace(self.path / "model.safetensors")
+            settle(partial, self.path / "model.safetensors")
+
+    def load(self, model: nn.Module) -> None:
+        """The finished run's weights, into `model`."""
+        from safetensors.torch import load_model
+
+        assert self.path
+        load_model(model, str(self.path / "model.safetensors"))

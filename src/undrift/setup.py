@@ -33,7 +33,7 @@ from undrift.random import choose as choose_clients
 from undrift.registry import parse_model
 from undrift.roles import Plan, Server
 from undrift.schedule import value
-from undrift.tree import Tree
+from undrift.tree import Tree, to_device
 
 log = logging.getLogger("undrift")
 
@@ -52,6 +52,7 @@ class Setup:
     test: Rows | None
     validation: Rows | None
     server_data: Any
+    rounds: int
     cohort_size: int
     seed: int
     kept: Kept
@@ -62,14 +63,21 @@ class Setup:
     def identity(self) -> dict[str, str]:
         """What must be the same for a run to go on from a checkpoint."""
         shapes = {name: tuple(w.shape) for name, w in self.model.start.items()}
+        pieces = [self.data.offsets.tobytes(), self.data.index.numpy().tobytes()]
+        for tensor in self.data.store.values():  # some of its rows, all the way through
+            some = tensor[:: max(1, len(tensor) // 64)].contiguous()
+            pieces.append(some.reshape(-1).view(torch.uint8).numpy().tobytes())
         return {
+            "rounds": str(self.rounds),
             "seed": str(self.seed),
             "method": plainly(self.method),
             "local": plainly(self.local),
             "loss": plainly(self.loss),
             "clients a round": str(self.cohort_size),
-            "data": digest([self.data.offsets.tobytes(), self.data.index.numpy().tobytes()]),
-            "model": digest([repr(shapes).encode()]),
+            "precision": str(self.choices["precision"]),
+            "augmentation": plainly(self.data.augment),
+            "data": digest(pieces),
+            "model": digest([plainly(self.model.module).encode(), repr(shapes).encode()]),
         }
 
     @property
@@ -115,7 +123,7 @@ class Setup:
         return self.orders(plan, params, [() for _ in self.method.parts])
 
     def server(self, t: int) -> Server:
-        words = torch.tensor(derive(self.seed, "server", t), device=self.resident.device)
+        words = to_device(torch.tensor(derive(self.seed, "server", t)), self.resident.device)
         key = Key(words, torch.zeros_like(words[0]))
         return Server(self.model, self.loss, self.server_data, t, key, self.data.augment)
 
@@ -200,6 +208,7 @@ def prepare(
         test=resident.place(data.test_rows) if data.test_rows else None,
         validation=resident.place(data.validation_rows) if data.validation_rows else None,
         server_data=tuple(t.to(where) for t in data.server) if data.server else None,
+        rounds=rounds,
         cohort_size=cohort_size,
         seed=seed,
         kept=Kept(method, where, len(data.nonempty)),

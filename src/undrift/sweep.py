@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.checkpoint import write_text
-from undrift.compare import Run, groups, lower_is_better
+from undrift.compare import Run, flat, groups, lower_is_better
 from undrift.config import Settings, checked, override, toml_value
+from undrift.display import stopping
 from undrift.errors import UndriftError
 from undrift.experiment import about, run, understood
+from undrift.files import write_text
 
 Grid = dict[str, list[Any]]
 
@@ -31,6 +32,14 @@ class Point:
 
     name: str
     settings: Settings
+
+
+def file_grid(section: Any) -> Grid:
+    """The file's `[sweep]`: keys, in quotes or in sections of their own, and lists of values."""
+    grid = flat(section) if isinstance(section, dict) else {}
+    if not isinstance(section, dict) or not all(isinstance(values, list) and values for values in grid.values()):
+        raise UndriftError("[sweep] must have keys with lists of values, such as local.lr = [0.01, 0.1].")
+    return grid
 
 
 def parse_grid(assignments: list[str]) -> Grid:
@@ -55,6 +64,7 @@ def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
         with about(f"{where}, {name}"):
             understood(checked(changed, where))
         found.append(Point(name, changed))
+    found = unique(found)
     choices = [values for key, values in grid.items() if key != "seed"]
     held = [checked(point.settings, where).data.validation_fraction for point in found]
     if any(len(values) > 1 for values in choices) and not all(held):
@@ -63,6 +73,17 @@ def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
             "to 0.1, say."
         )
     return found
+
+
+def unique(found: list[Point]) -> list[Point]:
+    """The points with names that no two share: a name is a folder's."""
+    seen: dict[str, int] = {}
+    named = []
+    for point in found:
+        seen[point.name] = seen.get(point.name, 0) + 1
+        number = seen[point.name]
+        named.append(point if number == 1 else Point(f"{point.name}-{number}", point.settings))
+    return named
 
 
 def _word(value: Any) -> str:
@@ -74,7 +95,12 @@ def sweep(
     found: list[Point], out: Path, where: str, workers: int | None, done: Callable[[Point, str | None], None]
 ) -> list[Run]:
     """Run what is not finished yet, several at a time where that pays; gives the runs that finished."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UndriftError(f"The folder {out} cannot be made ({error.strerror}); choose another.") from error
+    for point in found:
+        _claim(point, out)
     waiting = [point for point in found if not (out / point.name / "model.safetensors").exists()]
     workers = min(workers or _workers(found[0], where), len(waiting))
     threads = max(1, (os.cpu_count() or 1) // max(workers, 1))
@@ -82,6 +108,15 @@ def sweep(
     for point, message in _finished(tasks, workers):
         done(point, message)
     return [Run.read(out / point.name) for point in found if (out / point.name / "model.safetensors").exists()]
+
+
+def _claim(point: Point, out: Path) -> None:
+    """Note whose folder it is, and refuse one that is another's: a sweep goes on only where it left off."""
+    file = out / f"{point.name}.json"
+    mine = json.dumps(point.settings, sort_keys=True)
+    if file.exists() and file.read_text(encoding="utf-8") != mine:
+        raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this sweep.")
+    write_text(file, mine)
 
 
 def _workers(point: Point, where: str) -> int:
@@ -99,39 +134,60 @@ def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, st
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(_one, *task): point for point, task in tasks.items()}
-        for future in as_completed(futures):
-            error = future.exception()
-            yield futures[future], str(error) if error else future.result()
+        try:
+            for future in as_completed(futures):
+                error = future.exception()
+                yield futures[future], str(error) if error else future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # the workers, interrupted too, finish their rounds and stop
+            raise
+
+
+_stopped: list[bool] = []
 
 
 def _one(settings: Settings, folder: str, where: str, threads: int) -> str | None:
-    """One run, in this process; gives the sentence if it is refused."""
+    """One run, in this process; gives the sentence if it is refused or stopped."""
+    if _stopped:  # a worker that was asked to stop takes up nothing new
+        return "stopped"
     torch.set_num_threads(threads)
     try:
-        run(checked(settings, where), folder, resume=(Path(folder) / "config.toml").exists())
+        with stopping() as stop_if_asked:
+            resume = (Path(folder) / "config.toml").exists()
+            run(checked(settings, where), folder, resume, on_round=lambda row: stop_if_asked())
     except UndriftError as error:
         return str(error)
+    except KeyboardInterrupt:
+        if get_context().parent_process() is None:  # no worker: the whole sweep stops
+            raise
+        _stopped.append(True)
+        return "stopped"
     return None
+
+
+def _number(x: Any) -> float | None:
+    """A number as JSON knows it."""
+    return float(x) if np.isfinite(x) else None
 
 
 def summary(runs: list[Run], out: Path) -> dict[str, Any]:
     """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation."""
     metric = runs[0].metric
-    chosen_by = f"validation_{metric}" if f"validation_{metric}" in runs[0].rows[-1] else None
+    held = metric if metric.startswith("validation_") else f"validation_{metric}"
+    chosen_by = held if held in runs[0].rows[-1] else None
     rows = []
     for name, own in groups(runs).items():
         row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own]}
-        for key in (metric, chosen_by) if chosen_by else (metric,):
+        for key in {metric, chosen_by or metric}:
             values = [run.final(key) for run in own]
-            row[key] = {
-                "mean": float(np.mean(values)),
-                "std": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
-            }
+            deviation = _number(np.std(values, ddof=1)) if len(values) > 1 else None
+            row[key] = {"mean": _number(np.mean(values)), "std": deviation}
         rows.append(row)
     best = None
     if chosen_by:
-        order = sorted(rows, key=lambda row: row[chosen_by]["mean"], reverse=not lower_is_better(metric))
-        best = order[0]["name"]
+        sign = 1 if lower_is_better(metric) else -1
+        known = [row for row in rows if row[chosen_by]["mean"] is not None]  # what diverged is not the best
+        best = min(known, key=lambda row: sign * row[chosen_by]["mean"])["name"] if known else None
     found = {"metric": metric, "chosen_by": chosen_by, "best": best, "settings": rows}
     write_text(out / "sweep.json", json.dumps(found, indent=2))
     return found

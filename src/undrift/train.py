@@ -62,7 +62,7 @@ def train(
     `resume=True` goes on from the last one. `on_round` is called with each round's history.
     `notes` are settings of the caller's own for the run's `config.toml`.
     """
-    given = {name: value for name, value in locals().items() if name not in ("on_round", "resume", "out")}
+    given = dict(locals())
     run = prepare(
         model, data, method, rounds=rounds, local=local, participation=participation, seed=seed, loss=loss,
         metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
@@ -74,8 +74,14 @@ def train(
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     with files as folder, arithmetic(precision, deterministic):
         now = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), run.resident.device))
+        if resume and folder.finished and len(folder.rows()) == rounds:
+            folder.load(run.model.module)
+            weights = dict(run.model.module.named_parameters())
+            params = {name: weights[name].detach().clone() for name in run.model.start}
+            return Result(params, run.model.module.eval(), folder.rows(), run.choices)
         now = checkpoints.restore(now, folder.rows()) if resume else now
-        folder.config(record(run, given))
+        if folder.path and not now.round:
+            folder.config(record(run, given))
         folder.begin(now.history)
         personal, clock = Personal(run), Clock(run.resident.device)
         for t in range(now.round, rounds):

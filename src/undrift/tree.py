@@ -37,9 +37,14 @@ def tree_to(tree: Tree, device: torch.device) -> Tree:
 
     def leaf(x: Any) -> torch.Tensor:
         exact = torch.float64 if isinstance(x, float) else None
-        return torch.as_tensor(x, dtype=exact, device=device).contiguous()
+        return to_device(torch.as_tensor(x, dtype=exact), device).contiguous()
 
     return tree_map(leaf, tree)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device, without waiting for what the device still has to do."""
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def tree_bytes(tree: Tree) -> int:

@@ -111,8 +111,10 @@ def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[s
     ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
     if not ours or not isinstance(asked["name"], str | Path):
         return None
-    texts = {"name": str(asked["name"]), "partition": repr(partition), "augment": repr(augment) if augment else None}
-    place = {"data_dir": str(asked["data_dir"]) if asked["data_dir"] else None}
+    own_path = asked["name"] not in sources.names() and Path(asked["name"]).expanduser().exists()
+    name = str(Path(asked["name"]).expanduser().resolve()) if own_path else str(asked["name"])
+    texts = {"name": name, "partition": repr(partition), "augment": repr(augment) if augment else None}
+    place = {"data_dir": str(Path(asked["data_dir"]).expanduser().resolve()) if asked["data_dir"] else None}
     return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
 
 

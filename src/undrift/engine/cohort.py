@@ -16,7 +16,7 @@ from undrift.method import Method
 from undrift.models.functional import Params
 from undrift.random import derive
 from undrift.roles import Batch, Plan
-from undrift.tree import Tree, tree_add, tree_bytes, tree_map, tree_stack, tree_to
+from undrift.tree import Tree, to_device, tree_add, tree_bytes, tree_map, tree_stack, tree_to
 
 Visit = Callable[[Params, np.ndarray], None]
 """Called with clients that have trained: their weights along a first axis, and their ids."""
@@ -135,12 +135,12 @@ def draw_up(
     rates = {name: getattr(plan, name) for name in ("lr", "momentum", "weight_decay")}
     numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
     start = tree_map(torch.Tensor.contiguous, params)
-    lanes = tree_map(lambda t: t.to(device), lanes)
+    lanes = tree_map(lambda t: to_device(t, device), lanes)
     lanes["kept"] = kept.stack(method.bind(numbers["parts"]), plan.clients, start) if kept else [() for _ in received]
     shared = {
         "start": start,
         "received": tree_to(received, device),
-        "round": torch.tensor(plan.round, device=device),
+        "round": to_device(torch.tensor(plan.round), device),
         "numbers": numbers["parts"],
         **numbers["rates"],
     }
@@ -158,7 +158,7 @@ def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> 
 def on_device(numbers: Tree, device: torch.device) -> Tree:
     """Python's numbers as float64 scalars, in one transfer. A scalar never raises a float32 tensor's precision."""
     leaves, spec = torch.utils._pytree.tree_flatten(numbers)
-    tensors = torch.tensor(leaves, dtype=torch.float64).to(device).unbind() if leaves else ()
+    tensors = to_device(torch.tensor(leaves, dtype=torch.float64), device).unbind() if leaves else ()
     return torch.utils._pytree.tree_unflatten(list(tensors), spec)
 
 

@@ -40,8 +40,8 @@ def _convolve(
     plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.dim() == 4
     if not plain:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    out = Convolution.apply(input, weight, _pair(stride), _pair(padding))  # type: ignore[no-untyped-call]
-    return out if bias is None else out + bias[:, None, None]
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    return Convolution.apply(input, weight, bias, _pair(stride), _pair(padding))  # type: ignore[no-untyped-call]
 
 
 def _pair(x: Any) -> Pair:
@@ -50,28 +50,28 @@ def _pair(x: Any) -> Pair:
 
 class Convolution(Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
-        return F.conv2d(x, weight, None, stride, padding)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
+        return F.conv2d(x, weight, bias, stride, padding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, ctx.stride, ctx.padding = inputs
+        x, weight, _, ctx.stride, ctx.padding = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0]
-        dx, dw = Back.apply(g, x, weight, ctx.stride, ctx.padding, wanted)  # type: ignore[no-untyped-call]
-        return (dx if wanted else None), dw, None, None
+        dx, dw, db = Back.apply(g, x, weight, ctx.stride, ctx.padding, wanted)  # type: ignore[no-untyped-call]
+        return (dx if wanted else None), dw, db, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Any:
-        x, weight = (_lanes(t, dim, info.batch_size) for t, dim in zip((x, weight), in_dims[:2], strict=True))
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Any:
+        tensors = zip((x, weight, bias), in_dims[:3], strict=True)
+        x, weight, bias = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
         if x.dim() != 5:  # a vmap inside a vmap: torch's own rule
-            out = torch.vmap(lambda x, w: F.conv2d(x, w, None, stride, padding))(x, weight)
-            return out, 0
-        return forward(x, weight, stride, padding), 0
+            return torch.vmap(lambda x, w, b: F.conv2d(x, w, b, stride, padding))(x, weight, bias), 0
+        return forward(x, weight, bias, stride, padding), 0
 
 
 class Back(Function):
@@ -79,10 +79,10 @@ class Back(Function):
 
     @staticmethod
     def forward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool) -> Any:
-        dx, dw, _ = torch.ops.aten.convolution_backward(
-            g, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1, (wanted, True, False)
+        dx, dw, db = torch.ops.aten.convolution_backward(
+            g, x, weight, [len(weight)], stride, padding, (1, 1), False, (0, 0), 1, (wanted, True, True)
         )
-        return (dx if wanted else g.new_zeros(())), dw
+        return (dx if wanted else g.new_zeros(())), dw, db
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -95,9 +95,9 @@ class Back(Function):
         tensors = zip((g, x, weight), in_dims[:3], strict=True)
         g, x, weight = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
         if x.dim() != 5:
-            outs = torch.vmap(lambda g, x, w: Back.forward(g, x, w, stride, padding, wanted))(g, x, weight)
-            return outs, (0, 0)
-        return backward(g, x, weight, stride, padding, wanted), (0, 0)
+            back = torch.vmap(lambda g, x, w: Back.forward(g, x, w, stride, padding, wanted))
+            return back(g, x, weight), (0, 0, 0)
+        return backward(g, x, weight, stride, padding, wanted), (0, 0, 0)
 
 
 def _lanes(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -129,24 +129,27 @@ def _matrix(weight: Tensor) -> Tensor:
     return F.pad(flat, (0, _missing(flat.shape[2])))
 
 
-def forward(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
     kernel = (weight.shape[-2], weight.shape[-1])
     columns, (height, width) = patches(x, kernel, stride, padding)
-    out = torch.bmm(columns, _matrix(weight).mT)
+    out = torch.bmm(columns, _matrix(weight).mT) + bias[:, None]
     return out.view(x.shape[0], x.shape[1], height, width, weight.shape[1]).permute(0, 1, 4, 2, 3)
 
 
-def backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool) -> tuple[Tensor, Tensor]:
+def backward(
+    g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     lanes, outputs, channels, *kernel = weight.shape
     columns, (height, width) = patches(x, (kernel[0], kernel[1]), stride, padding)
     rows = g.permute(0, 1, 3, 4, 2).reshape(lanes, -1, outputs)
     real = channels * kernel[0] * kernel[1]
     dw = torch.bmm(rows.mT, columns)[..., :real].reshape(lanes, outputs, *kernel, channels).permute(0, 1, 4, 2, 3)
+    db = torch.bmm(rows.new_ones(1, 1, 1).expand(lanes, 1, rows.shape[1]), rows)[:, 0]  # faster than their sum
     if not wanted:
-        return g.new_zeros(lanes), dw
+        return g.new_zeros(lanes), dw, db
     spread = torch.bmm(rows, _matrix(weight))[..., :real]
     spread = spread.reshape(lanes, x.shape[1], height, width, *kernel, channels)
-    return fold(spread, (x.shape[3], x.shape[4]), stride, padding), dw
+    return fold(spread, (x.shape[3], x.shape[4]), stride, padding), dw, db
 
 
 def fold(spread: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:

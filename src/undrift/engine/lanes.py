@@ -26,7 +26,7 @@ from undrift.engine.plain import MEASURE_BATCH
 from undrift.engine.trace import Traced
 from undrift.models.functional import Params
 from undrift.roles import Batch
-from undrift.tree import Tree, tree_add, tree_expand, tree_leaves, tree_map, tree_structure, tree_unflatten
+from undrift.tree import Tree, to_device, tree_add, tree_expand, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 class LanesEngine:
@@ -80,7 +80,7 @@ class LanesEngine:
 
     def _begin(self, orders: Orders, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
-        lane = tree_map(lambda t: t[clients], orders.lanes)
+        lane = self._get(orders.lanes, clients, 0)
         lane["measured"] = self.measure(
             tree_expand(orders.shared["start"], len(clients)), lane, orders, clients, "before"
         )
@@ -113,7 +113,7 @@ class LanesEngine:
         sums = Sums()
         for begin in range(0, len(orders.plan.clients), self.lanes):
             clients = list(range(begin, min(begin + self.lanes, len(orders.plan.clients))))
-            lane = tree_map(lambda t, clients=clients: t[clients], orders.lanes)
+            lane = self._get(orders.lanes, clients, 0)
             start = tree_expand(orders.shared["start"], len(clients))
             sums.add(tree_map(lambda t: t.sum(0), self.measure(start, lane, orders, clients, "finish")))
         return sums.total
@@ -133,8 +133,8 @@ class LanesEngine:
             width = min(MEASURE_BATCH, int(sizes.max()) - begin)
             positions = begin + np.arange(width)[None]
             rows = self.data.rows(ids, np.minimum(positions, sizes[:, None] - 1))
-            mask = torch.from_numpy(positions < sizes[:, None]).to(self.data.device)
-            batch = self.data.batch(torch.from_numpy(rows).to(self.data.device), mask)
+            mask = to_device(torch.from_numpy(positions < sizes[:, None]), self.data.device)
+            batch = self.data.batch(to_device(torch.from_numpy(rows), self.data.device), mask)
             sums = vmap(partial(one, number=number))(params, lane, batch.x, batch.y, batch.mask)
             found = sums if found is None else tree_add(found, sums)
         return _contiguous(found)
@@ -145,14 +145,14 @@ class LanesEngine:
         positions = orders.batches.rows[which].swapaxes(0, 1)
         rows = self.data.rows(orders.plan.clients[stretch.clients], positions).swapaxes(0, 1)
         arrays = (np.ascontiguousarray(rows), orders.batches.counts[which], stretch.rows)
-        one, two, three = (torch.from_numpy(array).to(self.data.device) for array in arrays)
+        one, two, three = (to_device(torch.from_numpy(array), self.data.device) for array in arrays)
         return one, two, three
 
     def _put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
         """`old` with the lanes at `where` replaced by `new`."""
         if len(where) == lanes:
             return new
-        index = torch.tensor(where, device=self.data.device)
+        index = to_device(torch.tensor(where), self.data.device)
         if old is None:
             old = tree_map(lambda n: n.new_zeros(lanes, *n.shape[1:]), new)
         return tree_map(lambda o, n: o.index_copy_(0, index, n), old, new)
@@ -160,7 +160,7 @@ class LanesEngine:
     def _get(self, tree: Tree, where: list[int], lanes: int) -> Tree:
         if len(where) == lanes:
             return tree
-        index = torch.tensor(where, device=self.data.device)
+        index = to_device(torch.tensor(where), self.data.device)
         return tree_map(lambda t: t.index_select(0, index), tree)
 
 

@@ -7,7 +7,7 @@ decay, `d ← d + 1`, and starts anew. The three methods differ in what d does t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -118,7 +118,7 @@ class AdditiveTuning(Pflug):
 class FirstStepOnly(StepRates):
     """From round `after` on only the first local step moves; every later one has rate 0. Rounds before are plain."""
 
-    after: Number  # the design's word; the hook of that name is not this part's
+    after: Number = field()  # the design's word; the hook of that name is not this part's, nor its default
 
     def rate(self, k: Tensor, client: Client) -> Tree:
         return torch.where((client.round >= self.after) & (k > 0), 0.0, 1.0)
