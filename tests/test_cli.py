@@ -13,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.test_config import GOOD, changed, toml
+from undrift import models
 from undrift.cli import app
 from undrift.compare import Run, brief, groups, spread
+from undrift.data import sources
 from undrift.errors import UndriftError
 from undrift.sweep import summary
 
@@ -70,7 +72,9 @@ def test_a_new_folder_every_time(here):
     assert all("digits-FedAvg" in folder.name for folder in Path("runs").iterdir())
 
 
-def test_a_users_own_method_model_and_data(here):
+def test_a_users_own_method_model_and_data(here, monkeypatch):
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))  # what is registered here is forgotten again
+    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     Path("mine.py").write_text(
         textwrap.dedent(
             """

@@ -79,3 +79,51 @@ def test_batch_norm_and_switches_are_put_back():
     before = torch.backends.cuda.matmul.allow_tf32
     run = ud.train(Normed(), make_clients([12, 8, 20]), rounds=2, local=LOCAL, precision="tf32", deterministic=True)
     assert run.choices["engine"] == "plain" and torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def pictures(sizes: list[int]) -> ud.FederatedDataset:
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.rand(n, 3, 12, 12, generator=generator), torch.randint(0, 4, (n,), generator=generator)) for n in sizes
+    ]
+    return ud.FederatedDataset.from_clients(pairs, test=pairs[0])
+
+
+def small_cnn() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, stride=2), torch.nn.ReLU(),
+        torch.nn.Dropout(0.2), torch.nn.Flatten(), torch.nn.Linear(200, 4),
+    )  # fmt: skip
+
+
+PICTURES = {"rounds": 4, "local": ud.Local(epochs=2, batch_size=8, lr=0.1), "participation": 4}
+
+
+@pytest.mark.parametrize("method", [ud.FedAvg(), ud.FedDyn(0.1) + ud.FedNLR(), ud.GradientNoise(0.01)])
+def test_compiled_steps_agree_with_plain_ones(method):
+    """Uneven clients, short batches, dropout, convolutions of both kinds: within float32's rounding."""
+    data = pictures([23, 5, 41, 10, 17])
+    plain = ud.train(small_cnn(), data, method, engine="plain", device="cuda", **PICTURES)
+    for compile in (False, True):
+        found = ud.train(small_cnn(), data, method, engine="lanes", lanes=3, compile=compile, **PICTURES)
+        assert found.choices["compile"] == compile
+        assert distance(found.params, plain.params) < 2e-4
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_two_compiled_runs_give_the_same_bits(precision):
+    data = pictures([23, 5, 41, 10, 17])
+    runs = [
+        ud.train(small_cnn(), data, ud.FedProx(0.1), precision=precision, compile=True, **PICTURES) for _ in range(2)
+    ]
+    assert same_bits(runs[0].params, runs[1].params)
+
+
+def test_compile_is_chosen_for_long_runs_and_refused_where_it_cannot_be():
+    from undrift.engine.choose import Choice, compiles
+
+    lanes, where = Choice("lanes", 10, ""), torch.device("cuda")
+    assert compiles(None, lanes, where, 1000, 100.0) and not compiles(None, lanes, where, 10, 100.0)
+    with pytest.raises(ud.UndriftError, match="compile=True is for lanes on a GPU"):
+        compiles(True, lanes, torch.device("cpu"), 10, 1.0)

@@ -212,7 +212,7 @@ def test_the_test_sets_faults_are_found_before_training(uneven):
     faults = {
         "test data's are floats": (x, y.double()),
         "does not take the test data's": (x[:, :5], y),
-        "test data's targets": (x, y[:, None]),
+        "test data's labels have shape": (x, y[:, None]),
         "test data's labels run from": (x, y + 4),
     }
     for sentence, test in faults.items():

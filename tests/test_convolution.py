@@ -1,0 +1,75 @@
+"""A cohort's convolutions, both ways, against torch's own rule under vmap; they need no GPU to be right."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, vmap
+
+from undrift.engine.convolution import LaneConvolutions, widens
+
+SHAPES = [  # inputs, outputs, size, kernel, stride, padding
+    (3, 8, 9, 3, 1, 0),
+    (2, 3, 9, 5, 1, 2),
+    (2, 3, 8, 3, 2, 1),
+    (1, 2, 7, 1, 2, 0),
+    (4, 4, 8, 3, 1, 1),
+    (4, 2, 9, 3, 2, 1),
+    (5, 3, 6, (1, 3), (2, 1), (0, 1)),
+]
+
+
+def loss(params, x, own, stride, padding):
+    with LaneConvolutions() if own else nullcontext():
+        h = torch.tanh(F.conv2d(x, params["w"], params["b"], stride, padding))
+        return (F.conv2d(h, params["v"], padding=1).square()).sum()
+
+
+def problem(inputs, outputs, size, kernel):
+    torch.manual_seed(0)
+    kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
+    shapes = {"w": (3, outputs, inputs, *kernel), "b": (3, outputs), "v": (3, outputs, outputs, 3, 3)}
+    return {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}, torch.randn(
+        3, 4, inputs, size, size
+    ).double()
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "size", "kernel", "stride", "padding"), SHAPES)
+def test_gradients_are_those_of_torchs_own_rule(inputs, outputs, size, kernel, stride, padding):
+    params, x = problem(inputs, outputs, size, kernel)
+    found, wanted = (
+        vmap(grad(lambda p, x, own=own: loss(p, x, own, stride, padding)))(params, x) for own in (True, False)
+    )
+    for name in wanted:
+        assert torch.allclose(found[name], wanted[name], rtol=1e-10, atol=1e-10), name
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "size", "kernel", "stride", "padding"), SHAPES)
+def test_sample_by_sample_inside_the_lanes(inputs, outputs, size, kernel, stride, padding):
+    """What FedCurv's Fisher does: a vmap over samples inside the vmap over lanes."""
+    params, x = problem(inputs, outputs, size, kernel)
+
+    def each(own):
+        one = grad(lambda p, sample: loss(p, sample[None], own, stride, padding))
+        return vmap(lambda p, xs: vmap(one, (None, 0))(p, xs))(params, x)
+
+    found, wanted = each(True), each(False)
+    assert all(torch.allclose(found[n], wanted[n], rtol=1e-10, atol=1e-10) for n in wanted)
+
+
+def test_both_ways_are_tried_here():
+    ways = {widens(torch.empty(1, outputs, inputs, 1, 1)) for inputs, outputs, *_ in SHAPES}
+    assert ways == {True, False}
+
+
+def test_what_is_no_plain_convolution_stays_torchs():
+    x, w = torch.randn(2, 4, 8, 8), torch.randn(6, 2, 3, 3)
+    for options in ({"groups": 2}, {"groups": 2, "dilation": 2}, {"groups": 2, "padding": "same"}):
+        with LaneConvolutions():
+            found = F.conv2d(x, w, **options)
+        assert torch.equal(found, F.conv2d(x, w, **options))
+    with LaneConvolutions():
+        assert F.conv2d(x[0], torch.randn(3, 4, 3, 3)).shape == (3, 6, 6)
