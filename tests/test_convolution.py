@@ -54,7 +54,7 @@ def test_sample_by_sample_inside_the_lanes(inputs, outputs, size, kernel, stride
 
     def each(own):
         one = grad(lambda p, sample: loss(p, sample[None], own, stride, padding))
-        return vmap(lambda p, xs: vmap(one, (None, 0))(p, xs))(params, x)
+        return vmap(vmap(one, (None, 0)))(params, x)
 
     found, wanted = each(True), each(False)
     assert all(torch.allclose(found[n], wanted[n], rtol=1e-10, atol=1e-10) for n in wanted)

@@ -100,6 +100,7 @@ def small_cnn() -> torch.nn.Module:
 PICTURES = {"rounds": 4, "local": ud.Local(epochs=2, batch_size=8, lr=0.1), "participation": 4}
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("method", [ud.FedAvg(), ud.FedDyn(0.1) + ud.FedNLR(), ud.GradientNoise(0.01)])
 def test_compiled_steps_agree_with_plain_ones(method):
     """Uneven clients, short batches, dropout, convolutions of both kinds: within float32's rounding."""
@@ -111,6 +112,7 @@ def test_compiled_steps_agree_with_plain_ones(method):
         assert distance(found.params, plain.params) < 2e-4
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
 def test_two_compiled_runs_give_the_same_bits(precision):
     data = pictures([23, 5, 41, 10, 17])

@@ -101,7 +101,8 @@ class Key:
 
 def bits(key: Key, count: int) -> Tensor:
     """`count` random 32-bit words as int64."""
-    blocks = torch.arange((count + 3) // 4, device=key.words.device)
+    # As data, not as a mere index: compilers take the latter for 32 bits, and the generator's products need 64.
+    blocks = torch.arange((count + 3) // 4, device=key.words.device) + (key.words[0] & 0)
     words = philox((blocks, key.stream, key.step, 0), (key.words[0], key.words[1]))
     return torch.stack(words, -1).reshape(-1)[:count]
 
