@@ -1,0 +1,85 @@
+"""RESULTS.md from what the benchmarks wrote:  python -m benchmarks.report"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def read(name: str) -> dict[str, Any] | None:
+    file = HERE / "results" / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def where(found: dict[str, Any]) -> str:
+    return f"{found['gpu']}, torch {found['torch']}"
+
+
+def pfl(found: dict[str, Any]) -> list[str]:
+    first = found["rows"][0]["ms"]
+    lines = [f"| {r['side']} | {r['ms']:.2f} | {first / r['ms']:.1f}× |" for r in found["rows"]]
+    return [
+        "## pfl-research's CIFAR-10 benchmark",
+        "",
+        f"`python -m benchmarks.pfl`, {where(found)}. Whole rounds, both sides in one process, by turns, medians.",
+        "",
+        "| | ms a round | ÷ pfl, tf32 |",
+        "|---|---|---|",
+        *lines,
+    ]
+
+
+def cohort(found: dict[str, Any]) -> list[str]:
+    sides = ("loop", "replayed", "central", "ours", "compiled")
+    lines = []
+    for row in found["rows"]:
+        speed = row["thousand_samples_a_second"]
+        cells = " | ".join(f"{speed[side]:.1f}" if side in speed else "–" for side in sides)
+        over = " | ".join(f"{row['best'] / speed[side]:.2f}×" for side in ("loop", "replayed", "central"))
+        lines.append(f"| {row['case']}, {row['precision']} | {cells} | {over} |")
+    return [
+        "## The papers' models",
+        "",
+        f"`python -m benchmarks.cohort`, {where(found)}. Thousand samples a second: an eager loop, the loop with its",
+        "step replayed as a CUDA graph, one model on as many samples a step, ours, ours compiled; then our better one",
+        "over each.",
+        "",
+        f"| | {' | '.join(sides)} | ÷ loop | ÷ replayed | ÷ central |",
+        "|---" * 9 + "|",
+        *lines,
+    ]
+
+
+def methods(found: dict[str, Any]) -> list[str]:
+    lines = [f"| {r['method']} | {r['ms']:.1f} | {r['over_fedavg']:.2f}× |" for r in found["rows"]]
+    title = f"`python -m benchmarks.methods`, {where(found)}, compiled: {found['compile']}."
+    return ["## Methods, on VGG-9", "", title, "", "| | ms a round | ÷ FedAvg |", "|---|---|---|", *lines]
+
+
+def busy(found: dict[str, Any]) -> list[str]:
+    lines = [f"| {n} | {r['median']:.1%} | {r['lowest']:.1%} – {r['highest']:.1%} |" for n, r in found["rows"].items()]
+    return [
+        "## How busy lanes are",
+        "",
+        "`python -m benchmarks.busy`: 100 clients by Dirichlet(0.1), batches of 64, ten partitions. The rule picks "
+        f"{min(found['rule'])} to {max(found['rule'])}.",
+        "",
+        "| lanes | busy, median | lowest – highest |",
+        "|---|---|---|",
+        *lines,
+    ]
+
+
+def main() -> None:
+    lines = ["# Benchmarks", "", "Made by `python -m benchmarks.report` from `benchmarks/results/*.json`.", ""]
+    for name, section in {"pfl": pfl, "cohort": cohort, "methods": methods, "busy": busy}.items():
+        if found := read(name):
+            lines += [*section(found), ""]
+    (HERE / "RESULTS.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
