@@ -40,7 +40,7 @@ PARTS = [
 ]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from(PARTS), min_size=2, max_size=5),
     st.lists(st.integers(0, 12), min_size=3, max_size=5).filter(lambda sizes: sum(n > 0 for n in sizes) > 1),

@@ -319,7 +319,7 @@ def test_bytes_are_those_of_what_travels():
 @pytest.mark.parametrize("method", ["Scaffold()"])
 def test_kills(tmp_path, method):
     """A few here; `make soak` has ten for each of five methods."""
-    kill_and_resume(tmp_path, method, rounds=60, kills=3, seed=0)
+    kill_and_resume(tmp_path, method, rounds=40, kills=2, seed=0)
 
 
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path):
