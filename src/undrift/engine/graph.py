@@ -7,6 +7,8 @@ whose turn it is. So a stretch is one call a step, and nothing of it waits for t
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -76,10 +78,19 @@ def _mutating(program: Program, count: int, compiled: bool) -> Callable[..., Any
 
     if compiled:
         # Static shapes: with dynamic ones the patches of a convolution were ten times slower.
-        return torch.compile(step, dynamic=False, fullgraph=True)
+        return torch.compile(_of_its_own(step), dynamic=False, fullgraph=True)
     if isinstance(program, GraphModule):
         _update_in_place(program, count)
     return step
+
+
+_made = itertools.count()
+
+
+def _of_its_own(function: Any) -> Any:
+    """The function with a code object of its own: torch compiles one and the same for eight sets of shapes at most."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_made)}")
+    return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
 UPDATES = {torch.ops.aten.addcmul.default: torch.ops.aten.addcmul_.default}

@@ -60,7 +60,7 @@ class Traced:
                 'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.)'
             ) from error
         program = _without_idle_views(program)
-        return (torch.compile(program, dynamic=False) if self.compiled else program), shape[-1]
+        return (torch.compile(program.forward, dynamic=False) if self.compiled else program), shape[-1]
 
 
 def _without_idle_views(program: GraphModule) -> GraphModule:

@@ -1,0 +1,53 @@
+"""What a GPU's graphs are made of, as far as it can be tried without one."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from undrift.engine import graph
+from undrift.engine.graph import _mutating, _update_in_place
+
+
+def test_a_step_changes_its_state_in_place():
+    def program(w, v, g):
+        return [torch.addcmul(w, v, g, value=-1), v * 2]
+
+    w, v, g = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 0.25)
+    step = _mutating(make_fx(program)(w, v, g), 2, compiled=False)
+    for _ in range(2):
+        step(w, v, g)
+    assert w.tolist() == [1 - 0.5 - 1.0] * 3 and v.tolist() == [8.0] * 3
+
+
+def traced(function) -> set[str]:
+    """The operations of a step with two pieces of state, w and v, after weights are updated in place."""
+    w, v, r, g = torch.ones(2, 2), torch.ones(2, 2), torch.ones(()), torch.ones(2, 2)
+    program = make_fx(function)(w, v, r, g)
+    _update_in_place(program, 2)
+    return {str(node.target) for node in program.graph.nodes}
+
+
+def test_a_weight_is_written_over_only_when_nobody_reads_it_later():
+    def through_a_view(w, v, r, g):
+        turned = w.t()
+        return [torch.addcmul(w, r, g, value=-1), v + turned]
+
+    assert "aten.addcmul_.default" in traced(lambda w, v, r, g: [torch.addcmul(w, r, g, value=-1), v + 1])
+    for function in (
+        lambda w, v, r, g: [torch.addcmul(w, r, g, value=-1), v + w],  # read afterwards
+        through_a_view,
+        lambda w, v, r, g: [torch.addcmul(g, r, w, value=-1), v + 1],  # of something else
+    ):
+        assert "aten.addcmul_.default" not in traced(function)
+
+
+def test_more_than_eight_steps_can_be_compiled_in_one_process(monkeypatch):
+    """torch gives up on a function after eight sets of shapes; every step is a function of its own."""
+    compile = torch.compile
+    monkeypatch.setattr(graph.torch, "compile", lambda f, **options: compile(f, backend="eager", **options))
+    for n in range(1, 12):
+        w, g = torch.ones(n), torch.full((n,), 0.25)
+        step = _mutating(make_fx(lambda w, g: [w - g])(w, g), 1, compiled=True)
+        step(w, g)
+        assert w.tolist() == [0.75] * n
