@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ def stopping() -> Iterator[Any]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
+        print("stopping after this round; once more stops at once", file=sys.stderr)
 
     def check() -> None:
         if asked:

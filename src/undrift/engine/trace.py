@@ -7,6 +7,7 @@ leaves the list of tensor operations it comes to, which then runs without autogr
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,8 +51,10 @@ class Traced:
         # Tracing knows tensors by identity: one that stands in two places must look like two, or later calls
         # with different ones would read the first for both. And a program whose views hold for contiguous
         # tensors must get contiguous ones.
+        copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
         try:
-            program = make_fx(flat)(*[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves])
+            with _one_mode():
+                program = make_fx(flat)(*copies)
         except UndriftError:
             raise
         except Exception as error:  # whatever a user's model or hook may raise
@@ -61,6 +64,16 @@ class Traced:
             ) from error
         program = _without_idle_views(program)
         return (torch.compile(program.forward, dynamic=False) if self.compiled else program), shape[-1]
+
+
+def _one_mode() -> Any:
+    """One mode of fake tensors for all operations: unless it finds one, tracing makes a new one for each of them."""
+    try:
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:  # torch's own affairs: without them tracing takes twice as long
+        return nullcontext()
+    return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
 
 
 def _without_idle_views(program: GraphModule) -> GraphModule:
