@@ -53,23 +53,25 @@ def _options(
 def run(file: File, set: Set = None, out: Out = None, imports: Import = None, data_dir: DataDir = None) -> None:
     """Run an experiment."""
     experiment = _experiment(file, set, imports, data_dir)
-    from undrift.experiment import new_folder
+    from undrift.experiment import new_folder, title
 
-    _run(experiment, out or new_folder(experiment, Path("runs")), file)
+    _run(experiment, out or new_folder(title(experiment)), file)
 
 
 @app.command()
 def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped.")]) -> None:
     """Go on with a run from its last checkpoint, as if it had never stopped."""
     from undrift.errors import UndriftError
+    from undrift.record import repeats
+    from undrift.result import finished
 
     if not (folder / "config.toml").exists():
         raise UndriftError(f"{folder} is no run: it has no config.toml.")
-    if "does not repeat the run" in (folder / "config.toml").read_text(encoding="utf-8"):
+    if not repeats(folder):
         raise UndriftError(
             f"{folder} was started from Python; go on there: ud.train(…, out={str(folder)!r}, resume=True)."
         )
-    if (folder / "model.safetensors").exists():
+    if finished(folder):
         typer.echo(f"{folder} is finished.")
         return
     _run(_experiment(folder, None, None, None), folder, folder, resume=True)
@@ -100,9 +102,10 @@ def compare(
     runs = [compared.Run.read(folder) for folder in folders]
     failed = 0
     if points:
+        from undrift.experiment import new_folder
         from undrift.sweep import unique
 
-        more, failed = _sweep(unique(points), out or _new_folder("compare"), "compare", None)
+        more, failed = _sweep(unique(points), out or new_folder("compare"), "compare", None)
         runs += more
     if not runs:
         raise UndriftError("There is nothing to compare: no run finished.")
@@ -129,12 +132,13 @@ def sweep(
     does what is left to do.
     """
     from undrift import sweep as swept
+    from undrift.experiment import new_folder
 
     settings = _settings(file, set, imports, data_dir)
     wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
     if seeds is not None or "seed" not in wanted:
         wanted["seed"] = _seeds(settings, seeds)
-    folder = out or _new_folder(file.stem)
+    folder = out or new_folder(file.stem)
     runs, failed = _sweep(_points(settings, wanted, str(file)), folder, str(file), workers)
     console = _console()
     if not runs:
@@ -261,13 +265,6 @@ def _seeds(settings: dict[str, Any], count: int | None) -> list[int]:
     first = settings.get("seed", 0)
     plain = isinstance(first, int) and not isinstance(first, bool)
     return [first + i for i in range(count or 1)] if plain else [first]
-
-
-def _new_folder(name: str) -> Path:
-    import secrets
-    from datetime import datetime
-
-    return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
 def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) -> Any:

@@ -13,7 +13,9 @@ import numpy as np
 from undrift.config import read
 from undrift.display import score
 from undrift.errors import UndriftError
+from undrift.record import repeats
 from undrift.registry import parse_method
+from undrift.result import finished
 
 UNTOLD = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
@@ -36,11 +38,11 @@ class Run:
         file = folder / "metrics.jsonl"
         if not file.exists():
             raise UndriftError(f"{folder} is no run: it has no metrics.jsonl.")
-        if not (folder / "model.safetensors").exists():
+        if not finished(folder):
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         settings = flat(read(folder))
-        if "does not repeat the run" in (folder / "config.toml").read_text(encoding="utf-8"):
+        if not repeats(folder):
             settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
         return cls(folder, settings, rows)
 

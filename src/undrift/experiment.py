@@ -74,8 +74,12 @@ def about(key: str) -> Iterator[None]:
         raise UndriftError(f"{key}: {error}") from error
 
 
-def new_folder(experiment: Experiment, parent: Path) -> Path:
-    """A folder for a new run that nobody has: the time, the data and the method."""
+def title(experiment: Experiment) -> str:
+    """What a run's folder is called: after its data and its method."""
     words = f"{Path(experiment.data.name).stem} {re.sub(r'[(][^)]*[)]', '', experiment.method)}"
-    name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', words).strip('-')}"
-    return parent / f"{name}-{secrets.token_hex(2)}"  # two that start in one second are two
+    return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
+
+
+def new_folder(name: str) -> Path:
+    """A folder under `runs` that nobody has: two that start in one second are two."""
+    return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{name}-{secrets.token_hex(2)}"

@@ -39,15 +39,15 @@ class Personal:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
         self.rows = [span.to(run.resident.device) for span in spans]
+        sizes = torch.tensor([len(rows) for rows in self.rows])
+        self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         self.store, self.take = run.resident.place(Rows(own.store, own.index[:0])).store, own.take
 
     def shared(self, params: Params, last: bool) -> dict[str, Any]:
         """The global model on every client's own data; at the last round also client by client."""
         if not len(self.clients):
             return {}
-        sizes = torch.tensor([len(rows) for rows in self.rows])
-        whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        found = self._measured(params, torch.cat(self.rows), whose, len(sizes))
+        found = self._measured(params, torch.cat(self.rows), self.whose, len(self.clients))
         row: dict[str, Any] = summary("client", found)
         if last:
             each = {name: values.tolist() for name, values in found.items()}

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from undrift.losses import LOSSES, METRICS
 from undrift.method import Method, Part
 from undrift.schedule import decay, inverse
 from undrift.setup import Setup, plainly
+
+OF_PYTHON = "of Python, so this file alone does not repeat the run"
+
+
+def repeats(folder: Path) -> bool:
+    """Whether the run in this folder can be repeated from its file alone."""
+    return OF_PYTHON not in (folder / "config.toml").read_text(encoding="utf-8")
+
 
 ORDER = (
     "model", "method", "rounds", "participation", "seed", "loss", "metrics", "device", "precision", "engine", "lanes",
@@ -36,7 +45,7 @@ def record(run: Setup, given: dict[str, Any]) -> str:
         *(line(name, value) for name, value in (given["notes"] or {}).items() if value),
     ]
     if run.data.origin is None:
-        lines += ["", "# data: made in Python, so this file alone does not repeat the run"]
+        lines += ["", f"# data: {OF_PYTHON}"]
     else:
         lines += ["", "[data]", *(line(name, value) for name, value in run.data.origin.items())]
     local = {field.name: getattr(run.local, field.name) for field in fields(run.local)}
@@ -50,7 +59,7 @@ def line(name: str, value: Any) -> str:
     try:
         return f"{name} = {literal(value)}"
     except TypeError:
-        return f"# {name}: {plainly(value)[:80].splitlines()[0]}, of Python, so this file alone does not repeat the run"
+        return f"# {name}: {plainly(value)[:80].splitlines()[0]}, {OF_PYTHON}"
 
 
 def literal(value: Any) -> str:

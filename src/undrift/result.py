@@ -39,6 +39,11 @@ def _plain(x: Any) -> Any:
     return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
+def finished(folder: Path) -> bool:
+    """Whether the run in this folder has ended: its model is written last."""
+    return (folder / "model.safetensors").exists()
+
+
 class Folder:
     """A run's folder: `config.toml`, `metrics.jsonl` that grows with the rounds, `model.safetensors` at the end.
 
@@ -76,7 +81,7 @@ class Folder:
 
     @property
     def finished(self) -> bool:
-        return bool(self.path and (self.path / "model.safetensors").exists())
+        return bool(self.path and finished(self.path))
 
     def config(self, text: str) -> None:
         """The file that repeats the run."""

@@ -22,6 +22,7 @@ from undrift.display import stopping
 from undrift.errors import UndriftError
 from undrift.experiment import about, run, understood
 from undrift.files import write_text
+from undrift.result import finished
 
 Grid = dict[str, list[Any]]
 
@@ -101,13 +102,13 @@ def sweep(
         raise UndriftError(f"The folder {out} cannot be made ({error.strerror}); choose another.") from error
     for point in found:
         _claim(point, out)
-    waiting = [point for point in found if not (out / point.name / "model.safetensors").exists()]
+    waiting = [point for point in found if not finished(out / point.name)]
     workers = min(workers or _workers(found[0], where), len(waiting))
     threads = max(1, (os.cpu_count() or 1) // max(workers, 1))
     tasks = {point: (point.settings, str(out / point.name), where, threads) for point in waiting}
     for point, message in _finished(tasks, workers):
         done(point, message)
-    return [Run.read(out / point.name) for point in found if (out / point.name / "model.safetensors").exists()]
+    return [Run.read(out / point.name) for point in found if finished(out / point.name)]
 
 
 def _claim(point: Point, out: Path) -> None:

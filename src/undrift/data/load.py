@@ -89,12 +89,7 @@ def load(
     common["client_names"] = source.clients if natural else None
     personal = None
     if client_test_fraction:
-        rng = host_generator(seed, "client test data")
-        if source.spans is not None:
-            held, left = tails(source.spans[rows], client_test_fraction, source.gap)
-        else:
-            held = stratified_by_group(source.labels[rows], owner, client_test_fraction, rng)
-            left = ~held
+        held, left = _parted(source, rows, client_test_fraction, host_generator(seed, "client test data"), owner)
         if not held.any():
             raise UndriftError("client_test_fraction takes no row of any client; they are too small, so take more.")
         personal = _owned(source, rows[held], owner[held], count, **common)
@@ -140,8 +135,7 @@ def _dealt(
 
 
 def _owned(source: Source, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
-    inside = rows if source.rows is None else source.rows[rows]
-    return FederatedDataset.from_owners(source.store, inside, owner, clients, **rest)
+    return FederatedDataset.from_owners(source.store, source.inside(rows), owner, clients, **rest)
 
 
 def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str | Path | None) -> Source:
@@ -179,7 +173,7 @@ def _with_test(source: Source, name: str | None, fraction: float | None, size: i
         held = stratified(strata, fraction, rng)
         if not held.any():
             raise UndriftError(f"test_fraction={fraction} of {len(held)} rows is none; take more.")
-        rows = np.arange(len(held)) if source.rows is None else source.rows
+        rows = source.inside(np.arange(len(held)))
         source = replace(
             source,
             labels=source.labels[~held],
@@ -206,15 +200,21 @@ def _hold_back(
 ) -> tuple[Rows | None, np.ndarray]:
     if not fraction:
         return None, rows
-    if source.spans is not None:
-        held, left = tails(source.spans[rows], fraction, source.gap)
-    else:
-        held = stratified(source.labels[rows], fraction, host_generator(seed, f"{purpose} data"))
-        left = ~held
+    held, left = _parted(source, rows, fraction, host_generator(seed, f"{purpose} data"))
     if not held.any():
         raise UndriftError(f"{purpose}_fraction takes none of the {len(rows)} rows; take more.")
-    index = rows[held] if source.rows is None else source.rows[rows[held]]
-    return Rows(source.store, torch.from_numpy(index), source.take), rows[left]
+    return Rows(source.store, torch.from_numpy(source.inside(rows[held])), source.take), rows[left]
+
+
+def _parted(
+    source: Source, rows: np.ndarray, fraction: float, rng: np.random.Generator, owner: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which of these rows a fraction takes, of each owner where they have one, and which are left: two masks."""
+    if source.spans is not None:
+        return tails(source.spans[rows], fraction, source.gap)
+    labels = source.labels[rows]
+    held = stratified(labels, fraction, rng) if owner is None else stratified_by_group(labels, owner, fraction, rng)
+    return held, ~held
 
 
 def _check_fractions(server: float, validation: float, client_test: float, test: float | None) -> None:

@@ -31,3 +31,7 @@ class Source:
     """Of rows that overlap their neighbours: which stretch of consecutive rows each training row is of."""
     gap: int = 0
     """How far apart rows must be not to overlap."""
+
+    def inside(self, rows: np.ndarray) -> np.ndarray:
+        """Where these training rows lie in the store."""
+        return rows if self.rows is None else self.rows[rows]
