@@ -20,7 +20,7 @@ soak: .venv/ready
 	$(BIN)/pytest soak -s
 
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.rounds
+	$(BIN)/python -m benchmarks.cpu
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).
 .venv/ready: pyproject.toml requirements.txt

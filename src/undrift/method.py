@@ -31,6 +31,8 @@ class Part:
 
     measures: ClassVar[str | None] = None
     """When `measure` passes over the client's data: "before" training, "after" it, or once at the "finish"."""
+    reads_rates: ClassVar[bool] = True
+    """Whether `update` or `upload` reads `client.rate_sum` or `client.work`. False spares every step their sums."""
     implies_weighting: ClassVar[str | None] = None
     """The weighting this part's mathematics assumes ("uniform"), if it assumes one."""
     contradicts: ClassVar[tuple[str, ...]] = ()

@@ -1,6 +1,6 @@
 """Which engine, and how many lanes: by rules on the model, the data and the device, never by timing.
 
-So the choice, and with it the bits, repeat. The constants come from `python -m benchmarks.rounds`.
+So the choice, and with it the bits, repeat. The constants come from `python -m benchmarks.cpu`.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Program:
 
     @property
     def reads_rates(self) -> bool:
-        """Only `update` and `upload` may read `rate_sum` and `work`; without them nobody pays for the sums."""
-        return bool(self.method.overriding("update") or self.method.overriding("upload"))
+        """Only `update` and `upload` may read `rate_sum` and `work`; where none does, nobody pays for the sums."""
+        return any(part.reads_rates for hook in ("update", "upload") for _, part in self.method.overriding(hook))
 
     def clients(self, lane: Tree, shared: Tree, step: Tensor | int) -> list[tuple[Part, Client]]:
         """Every part, with this round's numbers in it, beside the client as that part sees it."""
@@ -73,7 +73,7 @@ class Program:
             views.append((part, replace(base, key=key, received=shared["received"][i], **mine)))
         return views
 
-    def measure(self, params: Params, lane: Tree, shared: Tree, batch: Batch, when: str, number: int) -> Tree:
+    def measure(self, params: Params, lane: Tree, shared: Tree, batch: Batch, when: str, number: Tensor) -> Tree:
         """Each measuring part's sums over batch `number` of a pass over the client's data."""
         return [
             tree_map(_summable, part.measure(params, batch, client)) if part.measures == when else ()

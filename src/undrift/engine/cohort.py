@@ -22,6 +22,10 @@ Visit = Callable[[Params, np.ndarray], None]
 """Called with clients that have trained: their weights along a first axis, and their ids."""
 
 
+MEASURE_BATCH = 256
+"""How many samples of a client a batch of a pass without training has at most."""
+
+
 class Resident:
     """The clients' data on the device: samples are gathered there by index, and only indices travel."""
 
@@ -29,6 +33,8 @@ class Resident:
         self.data, self.device, self.dtype = data, device, dtype
         self.store = {name: tensor.to(device) for name, tensor in data.store.items()}
         self.index = data.index.numpy()
+        most = max(1, int(data.sizes.max()))
+        self.measure_width = -(-most // -(-most // MEASURE_BATCH))  # even pieces of the largest client
 
     def place(self, rows: Rows) -> Rows:
         """These rows on the device; those of the clients' own store are there already."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-Pair = tuple[int, int]
+from undrift.models.patches import Pair, arguments, as_weight, missing, patches
 
 
 class LaneConvolutions(TorchFunctionMode):
@@ -30,24 +30,13 @@ class LaneConvolutions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _convolve(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.dim() == 4
-    if not plain:
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+def _convolve(*args: Any, **kwargs: Any) -> Tensor:
+    found = arguments(*args, **kwargs)
+    if not found:
+        return F.conv2d(*args, **kwargs)
+    x, weight, bias, stride, padding = found
     bias = weight.new_zeros(len(weight)) if bias is None else bias
-    return Convolution.apply(input, weight, bias, _pair(stride), _pair(padding))  # type: ignore[no-untyped-call]
-
-
-def _pair(x: Any) -> Pair:
-    return (x, x) if isinstance(x, int) else tuple(x) * (2 // len(tuple(x)))
+    return Convolution.apply(x, weight, bias, stride, padding)  # type: ignore[no-untyped-call]
 
 
 class Convolution(Function):
@@ -138,29 +127,10 @@ def _parted(x: Tensor, lanes: int) -> Tensor:
     return x.unflatten(1, (lanes, -1)).movedim(1, 0)
 
 
-def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> tuple[Tensor, Pair]:
-    """Lanes × (batch · positions) × (kernel · channels), and the number of positions each way.
-
-    Channels come last, in memory too, so that patches are made of runs of neighbours.
-    """
-    x = x.permute(0, 1, 3, 4, 2)
-    if any(padding):
-        x = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    view = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # L B H' W' C k k
-    lanes, batch, height, width, channels = view.shape[:5]
-    rows = view.permute(0, 1, 2, 3, 5, 6, 4).reshape(lanes, batch * height * width, -1)
-    return F.pad(rows, (0, _missing(channels * kernel[0] * kernel[1]))), (height, width)
-
-
-def _missing(width: int) -> int:
-    """How much is missing to a multiple of 8: products of other widths do not run on tensor cores."""
-    return -width % 8
-
-
 def _matrix(weight: Tensor) -> Tensor:
     """The weights as lanes × outputs × (kernel · channels), as wide as patches are."""
     flat = weight.permute(0, 1, 3, 4, 2).flatten(2)
-    return F.pad(flat, (0, _missing(flat.shape[2])))
+    return F.pad(flat, (0, missing(flat.shape[2])))
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
@@ -177,7 +147,7 @@ def backward(
     columns, (height, width) = patches(x, (kernel[0], kernel[1]), stride, padding)
     rows = g.permute(0, 1, 3, 4, 2).reshape(lanes, -1, outputs)
     real = channels * kernel[0] * kernel[1]
-    dw = torch.bmm(rows.mT, columns)[..., :real].reshape(lanes, outputs, *kernel, channels).permute(0, 1, 4, 2, 3)
+    dw = as_weight(torch.bmm(rows.mT, columns), weight)
     db = torch.bmm(rows.new_ones(1, 1, 1).expand(lanes, 1, rows.shape[1]), rows)[:, 0]  # faster than their sum
     if not wanted:
         return g.new_zeros(lanes), dw, db

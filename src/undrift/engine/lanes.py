@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from undrift.engine.client import Program
+from undrift.engine.client import MEASURE, Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import StepGraph
 from undrift.engine.packing import Stretch, stretches
-from undrift.engine.plain import MEASURE_BATCH
 from undrift.engine.trace import Traced
 from undrift.models.functional import Params
 from undrift.roles import Batch
-from undrift.tree import Tree, to_device, tree_add, tree_expand, tree_leaves, tree_map, tree_structure, tree_unflatten
+from undrift.tree import Tree, to_device, tree_add, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 class LanesEngine:
@@ -35,6 +34,11 @@ class LanesEngine:
         self.step, self.start = Traced(self._step), Traced(self._start)
         self.conclude = Traced(self._conclude, compiled)
         self.graphs: dict[Any, StepGraph] | None = {} if data.device.type == "cuda" else None
+        # A pass without training is few steps long: only where launching costs more than computing is it traced.
+        self.passes = {
+            when: partial(self._pass, when) if self.graphs is None else Traced(partial(self._pass, when), compiled)
+            for when in MEASURE
+        }
 
     def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
         sums, state, lane = Sums(), None, None
@@ -81,9 +85,7 @@ class LanesEngine:
     def _begin(self, orders: Orders, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
         lane = self._get(orders.lanes, clients, 0)
-        lane["measured"] = self.measure(
-            tree_expand(orders.shared["start"], len(clients)), lane, orders, clients, "before"
-        )
+        lane["measured"] = self.measure(orders.shared["start"], lane, orders, clients, "before")
         lane["prepared"], state = self.start(lane, orders.shared)
         return lane, state
 
@@ -114,8 +116,8 @@ class LanesEngine:
         for begin in range(0, len(orders.plan.clients), self.lanes):
             clients = list(range(begin, min(begin + self.lanes, len(orders.plan.clients))))
             lane = self._get(orders.lanes, clients, 0)
-            start = tree_expand(orders.shared["start"], len(clients))
-            sums.add(tree_map(lambda t: t.sum(0), self.measure(start, lane, orders, clients, "finish")))
+            found = self.measure(orders.shared["start"], lane, orders, clients, "finish")
+            sums.add(tree_map(lambda t: t.sum(0), found))
         return sums.total
 
     def measure(self, params: Tree, lane: Tree, orders: Orders, clients: list[int], when: str) -> list[Tree]:
@@ -123,21 +125,26 @@ class LanesEngine:
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         ids = orders.plan.clients[clients]
-        sizes = self.data.data.sizes[ids]
+        sizes, width = self.data.data.sizes[ids], self.data.measure_width
         found = None
-
-        def one(params: Params, lane: Tree, x: Tensor, y: Tensor, mask: Tensor, number: int) -> Tree:
-            return self.program.measure(params, lane, orders.shared, Batch(x, y, mask), when, number)
-
-        for number, begin in enumerate(range(0, int(sizes.max()), MEASURE_BATCH)):
-            width = min(MEASURE_BATCH, int(sizes.max()) - begin)
+        for number, begin in enumerate(range(0, int(sizes.max()), width)):
             positions = begin + np.arange(width)[None]
             rows = self.data.rows(ids, np.minimum(positions, sizes[:, None] - 1))
-            mask = to_device(torch.from_numpy(positions < sizes[:, None]), self.data.device)
-            batch = self.data.batch(to_device(torch.from_numpy(rows), self.data.device), mask)
-            sums = vmap(partial(one, number=number))(params, lane, batch.x, batch.y, batch.mask)
+            arrays = (torch.from_numpy(rows), torch.from_numpy(positions < sizes[:, None]), torch.tensor(number))
+            moved = [to_device(array, self.data.device) for array in arrays]
+            sums = self.passes[when](params, lane, orders.shared, *moved)
             found = sums if found is None else tree_add(found, sums)
         return _contiguous(found)
+
+    def _pass(self, when: str, params: Tree, lane: Tree, shared: Tree, rows: Tensor, mask: Tensor, turn: Tensor) -> Any:
+        """One batch of it. Weights are each lane's own after training, and before it one and the same."""
+        batch, trained = self.data.batch(rows, mask), when == "after"
+
+        def one(params: Params, lane: Tree, x: Tensor, y: Tensor, mask: Tensor) -> Tree:
+            with LaneConvolutions() if self.compiled and trained else nullcontext():
+                return self.program.measure(params, lane, shared, Batch(x, y, mask), when, turn)
+
+        return vmap(one, (0 if trained else None, 0, 0, 0, 0))(params, lane, batch.x, batch.y, batch.mask)
 
     def _batches(self, orders: Orders, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor]:
         """For every step and lane of a stretch: rows of the store, how many of them are real, and the local step."""

@@ -16,8 +16,6 @@ from undrift.models.functional import Params, ordinary_gradient
 from undrift.roles import Batch
 from undrift.tree import Tree, tree_add, tree_map
 
-MEASURE_BATCH = 256
-
 
 class PlainEngine:
     def __init__(self, program: Program, data: Resident) -> None:
@@ -62,10 +60,11 @@ class PlainEngine:
         """A pass over all of a client's data without training."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
-        n, found = int(self.data.data.sizes[client]), None
-        for number, begin in enumerate(range(0, n, MEASURE_BATCH)):
-            batch = self.batch(client, np.arange(begin, min(n, begin + MEASURE_BATCH)))
-            sums = self.program.measure(params, lane, shared, batch, when, number)
+        n, width, found = int(self.data.data.sizes[client]), self.data.measure_width, None
+        for number, begin in enumerate(range(0, n, width)):
+            batch = self.batch(client, np.arange(begin, min(n, begin + width)))
+            turn = torch.tensor(number, device=self.data.device)
+            sums = self.program.measure(params, lane, shared, batch, when, turn)
             found = sums if found is None else tree_add(found, sums)
         return found  # type: ignore[return-value]
 

@@ -18,6 +18,7 @@ from undrift.errors import UndriftError
 from undrift.method import Part
 from undrift.methods.temporal import Targeted, TemporalEnsemble
 from undrift.models.functional import Model, ordinary_gradient
+from undrift.models.squares import Squares
 from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
@@ -28,19 +29,28 @@ ELEMENTS = 2**26
 
 def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     """The sum over a batch's real rows of squared per-sample gradients."""
+    way = _row_by_row if not model.vmaps else _at_once if model.squares else _each_row
+    # At once, one layer's per-sample gradients are there at a time, else those of all.
+    sizes = [w.numel() for w in params.values()]
+    rows = max(1, ELEMENTS // (max(sizes) if way is _at_once else sum(sizes)))
+    total = None
+    for x, y, mask in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
+        sums = way(model, loss, params, Batch(x, y, mask))
+        total = sums if total is None else tree_add(total, sums)
+    return total
 
+
+def _at_once(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
+    with Squares():
+        return grad(lambda p: (loss(model(p, batch.x), batch.y) * batch.mask).sum())(params)
+
+
+def _each_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     def one(x: Tensor, y: Tensor, real: Tensor) -> Tree:
         g = grad(lambda p: loss(model(p, x[None]), y[None]).sum())(params)
         return tree_map(lambda g: g.square() * real, g)
 
-    if not model.vmaps:
-        return _row_by_row(model, loss, params, batch)
-    rows = max(1, ELEMENTS // sum(w.numel() for w in params.values()))
-    total = None
-    for chunk in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
-        sums = tree_map(lambda f: f.sum(0), vmap(one)(*chunk))
-        total = sums if total is None else tree_add(total, sums)
-    return total
+    return tree_map(lambda f: f.sum(0), vmap(one)(batch.x, batch.y, batch.mask))
 
 
 def _row_by_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
@@ -67,6 +77,7 @@ class FedCurv(Part):
     weight: Number
 
     measures: ClassVar[str | None] = "after"
+    reads_rates: ClassVar[bool] = False
 
     def start(self, params: Tree) -> Tree:
         return {"F": tree_zeros(params), "Fw": tree_zeros(params)}

@@ -24,6 +24,8 @@ from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
 class StepRates(Part):
     """What all four share: a rate by local step, and in the history the first four, averaged over who took them."""
 
+    reads_rates: ClassVar[bool] = False
+
     def start(self, params: Tree) -> Tree:
         return {"rates": torch.zeros(4, dtype=torch.float64)}
 

@@ -17,6 +17,7 @@ class FedDyn(Part):
 
     alpha: Number
 
+    reads_rates: ClassVar[bool] = False
     implies_weighting: ClassVar[str | None] = "uniform"
     contradicts: ClassVar[tuple[str, ...]] = ("FedNova",)
     ranges: ClassVar[dict[str, str]] = {"alpha": "(0, inf)"}

@@ -40,6 +40,7 @@ class FedNLR(Part):
     ratio: Number | None = None
 
     measures: ClassVar[str | None] = "before"
+    reads_rates: ClassVar[bool] = False
     ranges: ClassVar[dict[str, str]] = {"ratio": "[1, inf)"} | dict.fromkeys(("base", "depth", "width"), "(-inf, inf)")
 
     def ratios(self, layers: list[Layer]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class SignAgreement(Part):
 
     threshold: Number
 
+    reads_rates: ClassVar[bool] = False
+
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         return tree_map(torch.sign, delta), client.kept
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.errors import UndriftError
 from undrift.models.layers import Layer, Watch
+from undrift.models.squares import Uses
 from undrift.random import Key, keep_mask, normal, uniform
 
 Params = dict[str, Tensor]
@@ -62,6 +63,18 @@ class Model:
                     "neurons' activations cannot be told; put the batch first (batch_first=True)."
                 )
         return seen.layers()
+
+    @cached_property
+    def squares(self) -> bool:
+        """Whether one backward pass gives squared per-sample gradients: see `squares.py`."""
+        assert self.sample is not None
+        found = []
+        for rows in (3, 5):  # two numbers, of which one is not by chance the length of another axis
+            uses = Uses(rows)
+            with torch.no_grad():
+                self._call(self.start, self.sample[:1].expand(rows, *self.sample.shape[1:]), {}, False, uses)
+            found.append(uses.all_fine(self.start))
+        return all(found)
 
     def examine(self, x: Tensor) -> Tensor:
         """Run the model once on `x` in each mode, on a copy: refuses draws that no key governs, finds what it tracks.
@@ -114,7 +127,7 @@ class Model:
         return seen
 
     def _call(
-        self, params: Params, x: Tensor, statistics: Params, training: bool, watch: Watch | None = None
+        self, params: Params, x: Tensor, statistics: Params, training: bool, watch: Watch | Uses | None = None
     ) -> Tensor:
         if self.module.training != training:
             self.module.train(training)

@@ -1,10 +1,11 @@
-"""Whole federated rounds: undrift beside a plain PyTorch loop, in one process, on the same data.
+"""Whole federated rounds on a CPU: undrift beside a plain PyTorch loop, in one process, on the same data.
 
-    python -m benchmarks.rounds [--threads 2] [--repeats 5] [--json FILE] [CASE …]
+    python -m benchmarks.cpu [--threads 2] [--repeats 5] [--json FILE] [CASE …]
 
 The loop is what one would write by hand and as fast as it gets that way: one model, its weights copied in for each
-client, `torch.optim.SGD`, batches gathered from tensors by index, a running weighted sum. Both sides run warm and
-take turns; a figure is the median of the repeats. The constants of `undrift/engine/choose.py` come from this table.
+client, `torch.optim.SGD`, batches gathered from tensors by index, a running weighted sum. "all lanes" is what `vmap`
+over the whole cohort gives. All sides run warm and take turns; a figure is the median of the repeats. The constants of
+`undrift/engine/choose.py` come from this table.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Case:
     batch: int
     steps: int = 7
     rounds: int = 6
+    classes: int = 10
+    tokens: int | None = None
+    """How many different words the samples are made of, where they are text."""
 
 
 SIDES = {"auto": {}, "one lane": {"lanes": 1}, "all lanes": {"lanes": 10**6}, "plain": {"engine": "plain"}}
@@ -46,6 +50,10 @@ def cnn(shape: tuple[int, ...]) -> nn.Module:
     return ud.models.get("cnn", classes=10, shape=shape)
 
 
+def paper(name: str, shape: tuple[int, ...], classes: int = 10, **options: object) -> nn.Module:
+    return ud.models.get(name, classes=classes, shape=shape, **options)
+
+
 CASES = {
     "digits MLP": Case(lambda: mlp(64, 64), (1, 8, 8), 20, 10, rounds=20),
     "MLP 784-200": Case(lambda: mlp(784, 200), (1, 28, 28), 20, 10),
@@ -55,6 +63,13 @@ CASES = {
     "small CNN, 16×16": Case(lambda: cnn((1, 16, 16)), (1, 16, 16), 10, 20),
     "small CNN, 28×28": Case(lambda: cnn((1, 28, 28)), (1, 28, 28), 10, 32, steps=3, rounds=4),
     "small CNN, 3×32×32": Case(lambda: cnn((3, 32, 32)), (3, 32, 32), 10, 32, steps=3, rounds=3),
+    "logistic 784": Case(lambda: paper("logistic", (1, 28, 28)), (1, 28, 28), 20, 10, rounds=20),
+    "LeNet-5": Case(lambda: paper("lenet5", (3, 32, 32)), (3, 32, 32), 6, 100, steps=3, rounds=3),
+    "CNN of FedAvg": Case(lambda: paper("cnn_fedavg", (1, 28, 28)), (1, 28, 28), 5, 32, steps=3, rounds=3),
+    "FEMNIST CNN": Case(lambda: paper("cnn_femnist", (1, 28, 28), 62), (1, 28, 28), 5, 32, 3, 3, classes=62),
+    "VGG-9": Case(lambda: paper("vgg9", (3, 32, 32), dropout=False), (3, 32, 32), 3, 64, steps=1, rounds=3),
+    "ResNet-20": Case(lambda: paper("resnet20", (3, 32, 32)), (3, 32, 32), 2, 64, steps=1, rounds=3),
+    "GRU": Case(lambda: paper("gru", (80,), 80, vocabulary=80), (80,), 4, 32, 1, 3, classes=80, tokens=80),
 }
 
 
@@ -62,8 +77,10 @@ def make_data(case: Case) -> ud.FederatedDataset:
     """Numbers only: what is timed does not depend on what the pictures show."""
     generator = torch.Generator().manual_seed(0)
     n = case.batch * case.steps
-    x = torch.rand(case.clients, n, *case.shape, generator=generator)
-    y = torch.randint(0, 10, (case.clients, n), generator=generator)
+    size = (case.clients, n, *case.shape)
+    words = torch.randint(0, case.tokens or 1, size, generator=generator)
+    x = words if case.tokens else torch.rand(size, generator=generator)
+    y = torch.randint(0, case.classes, (case.clients, n), generator=generator)
     return ud.FederatedDataset.from_clients(list(zip(x, y, strict=True)))
 
 
