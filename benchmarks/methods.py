@@ -1,6 +1,6 @@
 """Each method's round beside FedAvg's, on VGG-9 with a cohort of 8 and batches of 64, on a GPU.
 
-    python -m benchmarks.methods [--compile] [--deterministic] [--json FILE] [METHOD …]
+    python -m benchmarks.methods [--compile] [--json FILE] [METHOD …]
 
 A round is one local epoch, so FedAvg's is also what a pass over the data without training is measured against (FedNLR's
 activations, FedCurv's and FedCL's Fisher information), which is counted apart. A compiler takes half a minute for each
@@ -24,8 +24,10 @@ import torch
 import undrift as ud
 from undrift.engine.lanes import LanesEngine
 
+PRICE = "FedAvg, deterministic=True"
 METHODS = {
     "FedAvg": ud.FedAvg(),
+    PRICE: ud.FedAvg(),
     "FedProx": ud.FedProx(0.01),
     "FedProx, temporal target": ud.FedProx(0.01, target=ud.TemporalEnsemble(0.2)),
     "Scaffold": ud.Scaffold(),
@@ -105,14 +107,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"any of: {'; '.join(METHODS)}")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--warm", type=int, default=0, metavar="N", help="compile N methods at a time beforehand")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = arguments.methods or list(METHODS)
-    options = ["--compile"] * arguments.compile + ["--deterministic"] * arguments.deterministic
     shares = [names[i :: arguments.warm] for i in range(arguments.warm)] if arguments.compile else []
-    command = [sys.executable, "-m", "benchmarks.methods", *options]
+    command = [sys.executable, "-m", "benchmarks.methods", "--compile"]
     for process in [subprocess.Popen([*command, *share], stdout=subprocess.DEVNULL) for share in shares if share]:
         process.wait()
     data = samples()
@@ -120,15 +120,14 @@ def main() -> None:
     print(f"{'':28}{'ms a round':>12}{'÷ FedAvg':>10}{'passes':>10}{'÷ an epoch':>12}")
     rows, first = [], None
     for name in names:
-        took, apart = milliseconds(METHODS[name], data, arguments.compile, arguments.deterministic)
+        took, apart = milliseconds(METHODS[name], data, arguments.compile, name == PRICE)
         first = first or took
         passes = f"{apart:10.1f}{apart / first:11.2f}×" if apart > PASS else ""
         print(f"{name:28}{took:12.1f}{took / first:9.2f}×{passes}", flush=True)
         rows.append({"method": name, "ms": took, "over_fedavg": took / first, "passes_ms": apart if passes else None})
         if arguments.json:
             head = {"benchmark": "methods", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-            head |= {"compile": arguments.compile, "deterministic": arguments.deterministic}
-            arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
+            arguments.json.write_text(json.dumps({**head, "compile": arguments.compile, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python -m benchmarks.pfl [--rounds 20] [--json FILE]
 
 1,000 users of 50 samples, a cohort of 50, batches of 10, one local epoch, its CNN of 1.6 million parameters. A figure
-is the median of whole rounds: sampling, local training, aggregation, the server's step. Needs a GPU and `pip install
-pfl==0.6.0` (or a folder that has it on PYTHONPATH). Samples are random bytes: what is timed does not depend on them.
+is the median of whole rounds: sampling, local training, aggregation, the server's step. Needs `pip install pfl==0.6.0`
+(or a folder that has it on PYTHONPATH). Samples are random bytes: what is timed does not depend on them. Where torch
+sees no GPU, both sides run on the CPU, on `--threads` of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 import undrift as ud
 
 USERS, EACH, COHORT, BATCH, LR = 1000, 50, 50, 10, 0.1
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class CNN(nn.Sequential):
@@ -64,7 +66,7 @@ def theirs(rounds: int, precision: str) -> float:
     from pfl.model.pytorch import PyTorchModel
 
     x, y = samples()
-    x, y = (x.float() / 255).cuda(), y.cuda()
+    x, y = (x.float() / 255).to(DEVICE), y.to(DEVICE)
 
     def user(i: int) -> Dataset:
         rows = slice(i * EACH, (i + 1) * EACH)
@@ -79,7 +81,8 @@ def theirs(rounds: int, precision: str) -> float:
 
     class Watch(TrainingProcessCallback):
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-            torch.cuda.synchronize()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
             times.append(time.perf_counter())
             return False, Metrics()
 
@@ -94,10 +97,10 @@ def theirs(rounds: int, precision: str) -> float:
         callbacks=[Watch()],
         send_metrics_to_platform=False,
     )
-    return statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
+    return statistics.median(b - a for a, b in itertools.pairwise(times[rounds // 10 :]))
 
 
-def ours(rounds: int, precision: str, compile: bool) -> float:
+def ours(rounds: int, precision: str, compile: bool | None = None) -> float:
     """Seconds a round takes undrift: the wall clock over all rounds but the first ones."""
     x, y = samples()
     owner = np.repeat(np.arange(USERS), EACH)
@@ -107,17 +110,19 @@ def ours(rounds: int, precision: str, compile: bool) -> float:
         CNN(), data, rounds=rounds, local=local, participation=COHORT, precision=precision, compile=compile,
         evaluate_every=rounds,
     )  # fmt: skip
-    return statistics.median(row["seconds"] for row in run.history[5:])
+    return statistics.median(row["seconds"] for row in run.history[rounds // 5 :])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20 if DEVICE == "cuda" else 5)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    sides = {
+    torch.set_num_threads(arguments.threads)
+    gpu = {
         "pfl 0.6.0, tf32": lambda: theirs(arguments.rounds, "tf32"),
         "pfl 0.6.0, bf16": lambda: theirs(arguments.rounds, "bfloat16"),
         "undrift, tf32": lambda: ours(60, "tf32", False),
@@ -125,19 +130,25 @@ def main() -> None:
         "undrift, bf16": lambda: ours(60, "bfloat16", False),
         "undrift, bf16, compiled": lambda: ours(60, "bfloat16", True),
     }
+    cpu = {
+        "pfl 0.6.0": lambda: theirs(arguments.rounds, "auto"),
+        "undrift": lambda: ours(arguments.rounds, "auto"),
+    }
+    sides = gpu if DEVICE == "cuda" else cpu
     times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(arguments.repeats):  # by turns, so that a slow minute slows both
         for side, run in sides.items():
             times[side].append(run())
     median = {side: statistics.median(values) for side, values in times.items()}
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'':26}{'ms a round':>12}{'÷ pfl tf32':>14}{'spread':>16}")
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{arguments.threads} threads of a CPU"
+    print(f"{where}, torch {torch.__version__}")
+    print(f"{'':26}{'ms a round':>12}{'÷ pfl':>14}{'spread':>16}")
     for side, seconds in median.items():
         spread = f"{1e3 * min(times[side]):.2f} – {1e3 * max(times[side]):.2f}"
-        print(f"{side:26}{1e3 * seconds:12.2f}{median['pfl 0.6.0, tf32'] / seconds:13.1f}×{spread:>16}")
+        print(f"{side:26}{1e3 * seconds:12.2f}{next(iter(median.values())) / seconds:13.2f}×{spread:>16}")
     if arguments.json:
         rows = [{"side": s, "ms": 1e3 * m, "all": [1e3 * t for t in times[s]]} for s, m in median.items()]
-        head = {"benchmark": "pfl", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        head = {"benchmark": "pfl", "gpu": where, "torch": torch.__version__}
         arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
 
 

@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from undrift.models.patches import Pair, arguments, as_weight, missing, patches
 
+Wanted = tuple[bool, bool]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 class LaneConvolutions(TorchFunctionMode):
     """Inside it, plain two-dimensional convolutions are the functions below; all others stay as they are."""
@@ -52,9 +55,9 @@ class Convolution(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[0]
+        wanted = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3]))
         dx, dw, db = Back.apply(g, x, weight, ctx.stride, ctx.padding, wanted)  # type: ignore[no-untyped-call]
-        return (dx if wanted else None), dw, db, None, None
+        return (dx if wanted[0] else None), *((dw, db) if wanted[1] else (None, None)), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Any:
@@ -67,14 +70,14 @@ class Convolution(Function):
 
 
 class Back(Function):
-    """The gradients of a convolution, which are not differentiated again."""
+    """The gradients of a convolution, of its input and its weights as `wanted`; not to be differentiated again."""
 
     @staticmethod
-    def forward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool) -> Any:
-        dx, dw, db = torch.ops.aten.convolution_backward(
-            g, x, weight, [len(weight)], stride, padding, (1, 1), False, (0, 0), 1, (wanted, True, True)
+    def forward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Any:
+        found = torch.ops.aten.convolution_backward(
+            g, x, weight, [len(weight)], stride, padding, (1, 1), False, (0, 0), 1, (*wanted, wanted[1])
         )
-        return (dx if wanted else g.new_zeros(())), dw, db
+        return tuple(g.new_zeros(()) if d is None else d for d in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -82,7 +85,7 @@ class Back(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool
+        info: Any, in_dims: Any, g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted
     ) -> Any:
         tensors = zip((g, x, weight), in_dims[:3], strict=True)
         g, x, weight = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
@@ -90,7 +93,8 @@ class Back(Function):
             back = torch.vmap(lambda g, x, w: Back.forward(g, x, w, stride, padding, wanted))
             return back(g, x, weight), (0, 0, 0)
         way = backward if widens(weight) else grouped_backward
-        return way(g, x, weight, stride, padding, wanted), (0, 0, 0)
+        found = way(g, x, weight, stride, padding, wanted)
+        return tuple(g.new_zeros(len(g)) if d is None else d for d in found), (0, 0, 0)
 
 
 def _lanes(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -107,15 +111,14 @@ def grouped_forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, paddi
     return _parted(out, len(weight))
 
 
-def grouped_backward(
-    g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def grouped_backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Gradients:
     lanes, outputs = weight.shape[:2]
     dx, dw, db = torch.ops.aten.convolution_backward(
         _joined(g), _joined(x), weight.flatten(0, 1), [lanes * outputs], stride, padding, (1, 1), False, (0, 0), lanes,
-        (wanted, True, True),
+        (*wanted, wanted[1]),
     )  # fmt: skip
-    return _parted(dx, lanes) if wanted else g.new_zeros(lanes), dw.view(weight.shape), db.view(lanes, outputs)
+    weights = (dw.view(weight.shape), db.view(lanes, outputs)) if wanted[1] else (None, None)
+    return _parted(dx, lanes) if wanted[0] else None, *weights
 
 
 def _joined(x: Tensor) -> Tensor:
@@ -140,20 +143,19 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair
     return out.view(x.shape[0], x.shape[1], height, width, weight.shape[1]).permute(0, 1, 4, 2, 3)
 
 
-def backward(
-    g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Gradients:
     lanes, outputs, channels, *kernel = weight.shape
-    columns, (height, width) = patches(x, (kernel[0], kernel[1]), stride, padding)
     rows = g.permute(0, 1, 3, 4, 2).reshape(lanes, -1, outputs)
-    real = channels * kernel[0] * kernel[1]
-    dw = as_weight(torch.bmm(rows.mT, columns), weight)
-    db = torch.bmm(rows.new_ones(1, 1, 1).expand(lanes, 1, rows.shape[1]), rows)[:, 0]  # faster than their sum
-    if not wanted:
-        return g.new_zeros(lanes), dw, db
-    spread = torch.bmm(rows, _matrix(weight))[..., :real]
-    spread = spread.reshape(lanes, x.shape[1], height, width, *kernel, channels)
-    return fold(spread, (x.shape[3], x.shape[4]), stride, padding), dw, db
+    dx = dw = db = None
+    if wanted[1]:
+        columns = patches(x, (kernel[0], kernel[1]), stride, padding)[0]
+        dw = as_weight(torch.bmm(rows.mT, columns), weight)
+        db = torch.bmm(rows.new_ones(1, 1, 1).expand(lanes, 1, rows.shape[1]), rows)[:, 0]  # faster than their sum
+    if wanted[0]:
+        spread = torch.bmm(rows, _matrix(weight))[..., : channels * kernel[0] * kernel[1]]
+        spread = spread.reshape(lanes, x.shape[1], *g.shape[3:], *kernel, channels)
+        dx = fold(spread, (x.shape[3], x.shape[4]), stride, padding)
+    return dx, dw, db
 
 
 def fold(spread: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:

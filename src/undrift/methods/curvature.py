@@ -23,16 +23,16 @@ from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
 
-ELEMENTS = 2**26
+ELEMENTS = {"cpu": 2**26, "cuda": 2**29}
 """How many numbers the per-sample gradients of one chunk may have."""
 
 
 def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     """The sum over a batch's real rows of squared per-sample gradients."""
-    way = _row_by_row if not model.vmaps else _at_once if model.squares else _each_row
+    way = _row_by_row if not model.vmaps else _each_row if model.squares is None else _at_once
     # At once, one layer's per-sample gradients are there at a time, else those of all.
-    sizes = [w.numel() for w in params.values()]
-    rows = max(1, ELEMENTS // (max(sizes) if way is _at_once else sum(sizes)))
+    each = model.squares if way is _at_once else sum(w.numel() for w in params.values())
+    rows = max(1, ELEMENTS[batch.x.device.type] // max(1, each or 0))
     total = None
     for x, y, mask in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
         sums = way(model, loss, params, Batch(x, y, mask))

@@ -65,16 +65,14 @@ class Model:
         return seen.layers()
 
     @cached_property
-    def squares(self) -> bool:
-        """Whether one backward pass gives squared per-sample gradients: see `squares.py`."""
+    def squares(self) -> int | None:
+        """Whether one backward pass gives squared per-sample gradients: then how many numbers it makes a sample."""
         assert self.sample is not None
-        found = []
-        for rows in (3, 5):  # two numbers, of which one is not by chance the length of another axis
-            uses = Uses(rows)
+        found = [Uses(3), Uses(5)]  # two numbers of rows, of which one is not by chance the length of another axis
+        for uses in found:
             with torch.no_grad():
-                self._call(self.start, self.sample[:1].expand(rows, *self.sample.shape[1:]), {}, False, uses)
-            found.append(uses.all_fine(self.start))
-        return all(found)
+                self._call(self.start, self.sample[:1].expand(uses.rows, *self.sample.shape[1:]), {}, False, uses)
+        return found[0].largest if all(uses.fine(self.start) for uses in found) else None
 
     def examine(self, x: Tensor) -> Tensor:
         """Run the model once on `x` in each mode, on a copy: refuses draws that no key governs, finds what it tracks.

@@ -84,14 +84,18 @@ class Uses(TorchFunctionMode):
         self.rows, self.names = rows, dict[int, str]()
         self.seen: list[str] = []
         self.strange: set[str] = set()
+        self.largest = 0
+        """The most numbers that a sample's own gradient has, of those that are made one by one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         used = [self.names[id(t)] for t in pytree.tree_leaves((args, kwargs)) if id(t) in self.names]
         found = layer(func, args, kwargs or {}) if used else None
-        fine = found and len(found[0]) == self.rows and id(found[0]) not in self.names
-        self.strange |= set() if fine else set(used)
         self.seen += used
+        if found and len(found[0]) == self.rows and id(found[0]) not in self.names:
+            self.largest = max(self.largest, found[1].numel() if found[0].dim() > 2 else 0)
+        else:
+            self.strange |= set(used)
         return func(*args, **(kwargs or {}))
 
-    def all_fine(self, names: Any) -> bool:
+    def fine(self, names: Any) -> bool:
         return not self.strange & set(names) and all(self.seen.count(name) == 1 for name in names)
