@@ -116,6 +116,13 @@ def ours(case: Case, precision: str, compile: bool) -> float:
     return statistics.median(row["seconds"] for row in run.history[4:])
 
 
+def kept(file: Path | None, head: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    """What the file has of other cases, from the same hardware and versions."""
+    found = json.loads(file.read_text()) if file and file.exists() else {}
+    same = all(found.get(name) == value for name, value in head.items())
+    return [row for row in found.get("rows", ()) if row["case"] not in names] if same else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of: {'; '.join(CASES)}")
@@ -126,8 +133,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; thousand samples a second")
     sides = ("loop", "replayed", "central", "ours", "compiled")
     print(f"{'':30}{''.join(f'{side:>10}' for side in sides)}   best ÷ loop  ÷ replayed  ÷ central")
-    rows: list[dict[str, Any]] = []
-    for name in arguments.cases or CASES:
+    head = {"benchmark": "cohort", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    names = arguments.cases or list(CASES)
+    rows: list[dict[str, Any]] = kept(arguments.json, head, names)
+    for name in names:
         case = CASES[name]
         for precision in ("tf32", "bfloat16"):
             low, total = precision == "bfloat16", case.clients * case.batch * case.steps
@@ -146,7 +155,7 @@ def main() -> None:
             print(f"{name + ', ' + precision:30}{cells}  {over}", flush=True)
             rows.append({"case": name, "precision": precision, "thousand_samples_a_second": speed, "best": best})
             if arguments.json:  # after each, so that a run that is cut short leaves what it has
-                head = {"benchmark": "cohort", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+                rows.sort(key=lambda row: list(CASES).index(row["case"]))
                 arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
 
 
