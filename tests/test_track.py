@@ -188,18 +188,31 @@ def quiet_mlflow(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+RACER = """
+from undrift.track import Trackers
+with Trackers("mlflow", None) as trackers:
+    trackers.begin("seed = 3", [])
+    trackers.row({"round": 1, "accuracy": 0.5})
+"""
+
+
 @needs_database
 @of_others
 def test_mlflow_without_a_server_or_a_folder(tmp_path, quiet_mlflow, monkeypatch):
-    """MLflow's own default, a database in the working directory."""
+    """MLflow's own default, a database in the working directory, which two runs at once must not both make."""
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    history = ud.train(net(), DATA, track="mlflow", **OPTIONS).history
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    racers = [subprocess.Popen([sys.executable, "-c", RACER]) for _ in range(2)]
+    assert [racer.wait() for racer in racers] == [0, 0]
+    assert (tmp_path / "mlflow.db").exists()
+    last = ud.train(net(), DATA, track="mlflow", **OPTIONS).history[-1]
     client = MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert run.info.status == "FINISHED" and run.data.metrics["accuracy"] == history[-1]["accuracy"]
-    assert list(tmp_path.glob("mlflow.db"))
+    found = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert [run.info.status for run in found] == ["FINISHED"] * 3
+    assert [run.data.metrics["accuracy"] for run in found] == [last["accuracy"], 0.5, 0.5], "the newest comes first"
+    assert [run.data.params.get("seed") for run in found] == ["0", "3", "3"]
 
 
 class Server:
@@ -244,6 +257,7 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
     try:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
         folder, options = tmp_path / "first", {**OPTIONS, "checkpoint_every": 2, "track": "mlflow"}
+        whole = ud.train(net(), DATA, METHOD, **OPTIONS)
         server.wait()
         client = MlflowClient()
 
@@ -275,7 +289,6 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
             ud.train(net(), DATA, METHOD, out=tmp_path / "second", on_round=stop_after(2), **options)
         assert only("second").info.status == "FAILED"
 
-        whole = ud.train(net(), DATA, METHOD, **OPTIONS)
         deaths = {2: server.kill}
         result = ud.train(
             net(), DATA, METHOD, out=tmp_path / "third", on_round=lambda row: deaths.get(row["round"], int)(), **options

@@ -6,12 +6,16 @@ asks which round came last, and sends what follows: rounds that are trained agai
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import tempfile
 import time
 import tomllib
 from pathlib import Path
 
+from filelock import FileLock  # torch brings it
+from mlflow import get_tracking_uri
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -26,6 +30,12 @@ ID = "mlflow.txt"
 ARTIFACTS = ("config.toml", "metrics.jsonl", "model.safetensors")
 
 
+def first_come() -> FileLock:
+    """One process at a time: several that find no database would all make it, over one another."""
+    where = hashlib.sha256(f"{get_tracking_uri()} {os.getcwd()}".encode()).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir()) / f"undrift-mlflow-{where}.lock")
+
+
 class Tracker:
     hint = "check MLFLOW_TRACKING_URI"
 
@@ -34,8 +44,9 @@ class Tracker:
 
     def begin(self, config: str, rounds: list[Scalars]) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default it takes minutes to give up
-        self.client = MlflowClient()
-        self.id, self.last = self._found() or (self._created(config), 0.0)
+        with first_come():
+            self.client = MlflowClient()
+            self.id, self.last = self._found() or (self._created(config), 0.0)
         self.add(rounds)
 
     def add(self, rounds: list[Scalars]) -> None:
@@ -87,7 +98,7 @@ class Tracker:
         if found is None:
             try:
                 return str(self.client.create_experiment(name))
-            except MlflowException:  # another run of a sweep was faster
+            except MlflowException:  # another machine's run was faster
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
