@@ -250,7 +250,7 @@ class Server:
 @needs_server
 @of_others
 def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeypatch, caplog):
-    """One server, as it takes seconds to start: a run is stopped and resumed; one fails; one outlives the server."""
+    """One server, as it takes seconds to start: a run is stopped and goes on; one fails; one outlives the server."""
     from mlflow.tracking import MlflowClient
 
     server = Server(tmp_path)
@@ -266,6 +266,9 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
             (run,) = [run for run in client.search_runs([where]) if run.info.run_name == name]
             return run
 
+        def points(run, name: str) -> list[tuple[int, float]]:
+            return [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+
         with pytest.raises(KeyboardInterrupt):
             ud.train(net(), DATA, METHOD, out=folder, on_round=stop_after(5, KeyboardInterrupt), **options)
         assert only("first").info.status == "KILLED"
@@ -273,9 +276,7 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
         history = ud.train(net(), DATA, METHOD, out=folder, resume=True, **options).history
         run = only("first")
         assert run.info.status == "FINISHED"
-        drawn = {}
-        for name in run.data.metrics:
-            drawn[name] = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+        drawn = {name: points(run, name) for name in run.data.metrics}
         assert [step for step, _ in drawn.pop("seconds")] == [1, 2, 3, 4, 5, 6]
         assert drawn.pop("round") == [(n, n) for n in range(1, 7)]
         assert drawn == curves(history)
@@ -285,9 +286,16 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
         files = {file.path for file in client.list_artifacts(run.info.run_id)}
         assert files == {"config.toml", "metrics.jsonl", "model.safetensors"}
 
+        folder, statuses = tmp_path / "second", set()
         with pytest.raises(StopError):
-            ud.train(net(), DATA, METHOD, out=tmp_path / "second", on_round=stop_after(2), **options)
+            ud.train(net(), DATA, METHOD, out=folder, on_round=stop_after(2), **options)
         assert only("second").info.status == "FAILED"
+        with pytest.raises(StopError):  # two rounds that MLflow does not see
+            ud.train(net(), DATA, METHOD, out=folder, resume=True, on_round=stop_after(4), **{**options, "track": None})
+        seen = {"on_round": lambda row: statuses.add(only("second").info.status)}
+        history = ud.train(net(), DATA, METHOD, out=folder, resume=True, **seen, **options).history
+        assert statuses == {"RUNNING"} and only("second").info.status == "FINISHED"
+        assert points(only("second"), "loss") == curves(history)["loss"], "it got what it missed"
 
         deaths = {2: server.kill}
         result = ud.train(
