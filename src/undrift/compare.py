@@ -19,7 +19,7 @@ from undrift.result import finished
 
 UNTOLD = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
-    personalize_every imports""".split()  # noqa: SIM905
+    personalize_every track imports""".split()  # noqa: SIM905
 )
 """Keys that say nothing about what is compared."""
 

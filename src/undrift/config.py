@@ -74,6 +74,7 @@ class Experiment(Section):
     evaluate_every: Count = 1
     personalize_every: Count | None = None
     checkpoint_every: Count | StrictStr = "30s"
+    track: StrictStr | list[StrictStr] | None = None
     imports: list[StrictStr] = []
     """Modules to import first: a user's own methods, models and data."""
 

@@ -21,6 +21,7 @@ from undrift.local import Local
 from undrift.method import Method
 from undrift.registry import import_plugins, parse_method, parse_model, parse_number, parse_partition
 from undrift.result import Result
+from undrift.track import find
 from undrift.train import train
 
 
@@ -47,6 +48,8 @@ def understood(experiment: Experiment) -> tuple[Method, Local]:
         models.known(parse_model(experiment.model)[0])
     with about("checkpoint_every"):
         parse_interval(experiment.checkpoint_every)
+    with about("track"):
+        find(experiment.track)
     work: dict[str, Any] = {}
     for name, value in experiment.local:
         with about(f"local.{name}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from undrift.record import record
 from undrift.result import Folder, Result
 from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare
+from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
 
 
@@ -49,6 +50,7 @@ def train(
     out: str | Path | None = None,
     checkpoint_every: int | str | None = None,
     resume: bool = False,
+    track: str | Sequence[str] | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Result:
@@ -60,6 +62,7 @@ def train(
     last round, or every `personalize_every`-th, how each client's does after one more local epoch.
     `out`: a folder for the run's files. `checkpoint_every`: rounds (10) or seconds ("30s") between checkpoints there;
     `resume=True` goes on from the last one. `on_round` is called with each round's history.
+    `track`: "tensorboard", "mlflow" or a list of both, which get each round's figures too.
     `notes` are settings of the caller's own for the run's `config.toml`.
     """
     given = dict(locals())
@@ -72,7 +75,8 @@ def train(
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
     files = Folder(out, resume)
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
-    with files as folder, arithmetic(precision, deterministic):
+    trackers = Trackers(track, files.path)
+    with files as folder, arithmetic(precision, deterministic), trackers:
         now = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), run.resident.device))
         if resume and folder.finished and len(folder.rows()) == rounds:
             folder.load(run.model.module)
@@ -80,8 +84,10 @@ def train(
             params = {name: weights[name].detach().clone() for name in run.model.start}
             return Result(params, run.model.module.eval(), folder.rows(), run.choices)
         now = checkpoints.restore(now, folder.rows()) if resume else now
-        if folder.path and not now.round:
-            folder.config(record(run, given))
+        config = record(run, given) if folder.path or trackers else ""
+        trackers.begin(config, now.history)
+        if not now.round:
+            folder.config(config)
         folder.begin(now.history)
         personal, clock = Personal(run), Clock(run.resident.device)
         for t in range(now.round, rounds):
@@ -136,10 +142,11 @@ def train(
             if last or (personalize_every and (t + 1) % personalize_every == 0):
                 row |= personal.tuned(params, states, method, t)
             now.history.append(row)
-            if last or folder.path or on_round:
+            if last or folder.path or trackers or on_round:
                 clock.settle()
             folder.row(row)
             try:
+                trackers.row(row)
                 if on_round:
                     on_round(row)
             except BaseException:  # whoever stops a run here, with Ctrl-C say, finds it where it stood
