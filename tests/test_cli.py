@@ -35,7 +35,7 @@ def undrift(*arguments: object) -> str:
 
 
 def test_help_reads_well_at_every_level():
-    for command in ([], ["run"], ["resume"], ["compare"], ["sweep"], ["list"], ["data"], ["data", "show"]):
+    for command in ([], ["run"], ["resume"], ["compare"], ["sweep"], ["report"], ["list"], ["data"], ["data", "show"]):
         text = undrift(*command, "--help")
         assert "Usage" in text and len(text.splitlines()) > 5
     assert "Run an experiment." in undrift("--help") and "undrift 0." in undrift("--version")
@@ -60,7 +60,9 @@ def test_completion_is_offered():
 def test_run_and_its_folder(here):
     said = undrift("run", "e.toml", "--set", "rounds=3", "--out", "runs/mine")
     assert said.startswith("accuracy 0.") and said.endswith("after 3 rounds, in runs/mine\n")
-    assert {f.name for f in Path("runs/mine").iterdir()} == {"config.toml", "metrics.jsonl", "model.safetensors"}
+    assert {f.name for f in Path("runs/mine").iterdir()} == {
+        *("config.toml", "partition.json", "metrics.jsonl", "model.safetensors")
+    }
     undrift("run", "runs/mine", "--out", "again")
     assert Path("again/model.safetensors").read_bytes() == Path("runs/mine/model.safetensors").read_bytes()
 

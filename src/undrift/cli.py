@@ -151,6 +151,35 @@ def sweep(
     raise typer.Exit(1 if failed else 0)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not, or of sweeps.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page.  [default: report.html in the run's folder; of several runs, here]")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep it current, and serve it to a browser here.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to serve it.  [default: a free one]")] = 0,
+    figures: Annotated[Path | None, typer.Option(help="Also draw figures for a paper into this folder.")] = None,
+) -> None:
+    """Runs as one page of charts that opens without a network; those that differ in their seed alone as one curve."""
+    from undrift.report.gather import folders, gather
+    from undrift.report.page import write
+
+    found = folders(runs)
+    told = gather(found)
+    file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
+    write(file, told)
+    typer.echo(f"{len(found)} run{'s' if len(found) > 1 else ''}, in {file}")
+    if figures:
+        from undrift.report.figures import draw
+
+        typer.echo(f"{len(draw(told, figures))} figures, each as .svg and .png, in {figures}")
+    if watch:
+        from undrift.report.watch import watch as follow
+
+        follow(found, file, port, typer.echo)
+
+
 class Kind(StrEnum):
     methods = "methods"
     partitions = "partitions"

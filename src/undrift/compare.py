@@ -15,7 +15,7 @@ from undrift.display import score
 from undrift.errors import UndriftError
 from undrift.record import repeats
 from undrift.registry import parse_method
-from undrift.result import finished
+from undrift.result import finished, history
 
 UNTOLD = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
@@ -26,7 +26,7 @@ UNTOLD = set(
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run's folder."""
+    """What a run's folder tells of it."""
 
     folder: Path
     settings: dict[str, Any]
@@ -34,17 +34,17 @@ class Run:
     rows: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
-        file = folder / "metrics.jsonl"
-        if not file.exists():
-            raise UndriftError(f"{folder} is no run: it has no metrics.jsonl.")
-        if not finished(folder):
+    def read(cls, folder: Path, unfinished: bool = False) -> Run:
+        """A finished run, or, where that is asked for, one as far as it is."""
+        needed = "config.toml" if unfinished else "metrics.jsonl"
+        if not (folder / needed).exists():
+            raise UndriftError(f"{folder} is no run: it has no {needed}.")
+        if not unfinished and not finished(folder):
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         settings = flat(read(folder))
         if not repeats(folder):
             settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
-        return cls(folder, settings, rows)
+        return cls(folder, settings, history(folder))
 
     @property
     def metric(self) -> str:

@@ -44,8 +44,20 @@ def finished(folder: Path) -> bool:
     return (folder / "model.safetensors").exists()
 
 
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The rounds that `metrics.jsonl` has, up to the first that a crash, or a writer at work, left unfinished."""
+    rows: list[dict[str, Any]] = []
+    file = folder / "metrics.jsonl"
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
 class Folder:
-    """A run's folder: `config.toml`, `metrics.jsonl` that grows with the rounds, `model.safetensors` at the end.
+    """A run's folder: settings, who holds what, `metrics.jsonl` that grows with the rounds, the model at the end.
 
     Without a path it is no folder, and writes nothing. A folder that has a run is refused, unless to resume it.
     """
@@ -88,16 +100,13 @@ class Folder:
         if self.path:
             write_text(self.path / "config.toml", text)
 
+    def partition(self, found: dict[str, Any]) -> None:
+        """Who holds what."""
+        if self.path:
+            write_text(self.path / "partition.json", json.dumps(found))
+
     def rows(self) -> list[dict[str, Any]]:
-        """The rounds that `metrics.jsonl` has, up to the first that a crash left unfinished."""
-        rows: list[dict[str, Any]] = []
-        file = self.path / "metrics.jsonl" if self.path else None
-        for line in file.read_text(encoding="utf-8").splitlines() if file and file.exists() else ():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return rows
+        return history(self.path) if self.path else []
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
         """Go on after these rounds: what was written beyond them is cut off, and the run is no longer finished."""

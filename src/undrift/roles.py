@@ -30,6 +30,12 @@ class Plan:
     momentum: float
     weight_decay: float
 
+    @property
+    def span(self) -> dict[str, float]:
+        """The cohort's step counts in three numbers, for the history."""
+        steps = self.steps
+        return {"fewest": int(steps.min()), "mean": float(steps.mean()), "most": int(steps.max())}
+
 
 @dataclass(frozen=True)
 class Batch:

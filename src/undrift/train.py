@@ -14,6 +14,7 @@ from undrift.checkpoint import Checkpoints, Progress
 from undrift.checks import require, whole
 from undrift.clock import Clock
 from undrift.data.dataset import FederatedDataset
+from undrift.data.holdings import holdings
 from undrift.engine.cohort import on_device
 from undrift.evaluate import evaluate
 from undrift.local import Local
@@ -86,7 +87,8 @@ def train(
         now = checkpoints.restore(now, folder.rows()) if resume else now
         config = record(run, given) if folder.path or trackers else ""
         trackers.begin(config, now.history)
-        if not now.round:
+        if folder.path and not now.round:
+            folder.partition(holdings(data))
             folder.config(config)
         folder.begin(now.history)
         personal, clock = Personal(run), Clock(run.resident.device)
@@ -130,6 +132,8 @@ def train(
                 "steps": int(plan.steps.sum()),
                 "total_steps": now.total_steps,
                 "steps_fraction": now.total_steps / now.constant_steps,
+                "local_steps": plan.span,
+                "lr": float(plan.lr),
                 "samples": int(orders.batches.counts.sum()),
                 "bytes_down": down,
                 "bytes_up": up,

@@ -1,0 +1,1 @@
+"""Runs as a page, as figures for a paper, and as a page that follows them."""

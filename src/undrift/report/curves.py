@@ -1,0 +1,104 @@
+"""Curves of runs that differ in their seed alone: mean and deviation, by round and by what rounds cost."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from undrift.compare import Run
+from undrift.report.thin import number, plain, telling
+
+Numbers = np.ndarray
+
+POINTS = 300
+"""A curve has at most so many points, those that tell most of it."""
+SHORT = 150
+"""Likewise, curves that are small charts'."""
+
+AXES = {"round": "round", "steps": "total_steps", "bytes": "total_bytes", "seconds": "seconds"}
+"""What curves may be drawn over, and the row's key; seconds add up."""
+COUNTED = {"round", "steps", "total_steps", "steps_fraction", "samples", "bytes_down", "bytes_up", "total_bytes"}
+SCHEDULE = ("lr", "diagnostic", "decays")
+SOURCES = {
+    "test": "{}",
+    "validation": "validation_{}",
+    "client": "client_{}",
+    "client_worst": "client_{}_worst",
+    "client_std": "client_{}_std",
+    "tuned": "tuned_{}",
+    "tuned_worst": "tuned_{}_worst",
+    "tuned_std": "tuned_{}_std",
+}
+"""On what a metric may have been measured, and what its key is then."""
+
+
+def curves(runs: list[Run], metrics: list[str]) -> dict[str, Any]:
+    """A group's curves: of what was evaluated, over the rounds that were; of the rest, over all."""
+    length = max(len(run.rows) for run in runs)
+    forms = {f"{source}.{name}": form.format(name) for name in metrics for source, form in SOURCES.items()}
+    evaluated = {key: _stack(runs, length, own) for key, own in forms.items()}
+    evaluated = {key: values for key, values in evaluated.items() if np.isfinite(values).any()}
+    at = np.flatnonzero(np.any([~np.isnan(v).all(0) for v in evaluated.values()], 0)) if evaluated else np.empty(0, int)
+    others = {key: _stack(runs, length, key) for key in (*SCHEDULE, *_others(runs, set(forms.values())))}
+    others = {key: values for key, values in others.items() if np.isfinite(values).any()}
+    span = {k: _stack(runs, length, "local_steps", k) for k in ("fewest", "mean", "most")}
+    axes = {name: _stack(runs, length, key) for name, key in AXES.items()}
+    axes["seconds"] = np.cumsum(axes["seconds"], 1)
+    axes = {name: _mean(values) for name, values in axes.items()}
+
+    leading = [_mean(evaluated[key])[at] for key in evaluated][:2]
+    fine = at[telling(leading, len(at), POINTS)]
+    coarse = telling([_mean(v) for v in others.values()], length, SHORT)
+    found: dict[str, Any] = {
+        "evaluated": {name: plain(values[fine]) for name, values in axes.items()},
+        "every": {name: plain(values[coarse]) for name, values in axes.items()},
+        "curves": {key: _curve(values[:, fine]) for key, values in evaluated.items()},
+        "schedules": {key: _curve(values[:, coarse]) for key, values in others.items()},
+    }
+    if np.isfinite(span["mean"]).any():
+        steps = {k: plain(_mean(values)[coarse]) for k, values in span.items()}
+        low_high = {"low": steps["fewest"], "high": steps["most"]} if steps["fewest"] != steps["most"] else {}
+        found["schedules"]["local_steps"] = {"mean": steps["mean"], **low_high}
+    return found
+
+
+def _others(runs: list[Run], known: set[str]) -> list[str]:
+    """Numbers that parts of a method add to the history, a user's own among them."""
+    keys = {key: None for run in runs for row in run.rows for key, value in row.items() if number(value)}
+    return [key for key in keys if key not in known | COUNTED | {"seconds", *SCHEDULE}]
+
+
+def _stack(runs: list[Run], length: int, key: str, inner: str | None = None) -> Numbers:
+    """Runs × rounds, without a number where a run has none."""
+    values = np.full((len(runs), length), np.nan)
+    for r, run in enumerate(runs):
+        for t, row in enumerate(run.rows):
+            value = row.get(key) if inner is None else row.get(key, {}).get(inner)
+            if number(value):
+                values[r, t] = value
+    return values
+
+
+def _finite(values: Numbers) -> Numbers:
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _mean(values: Numbers) -> Numbers:
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of rounds where no run has a number there is no mean
+        return np.nanmean(_finite(values), 0) if len(values) else values
+
+
+def _curve(values: Numbers) -> dict[str, Any]:
+    """The mean over runs, and their standard deviation where there are several and they differ."""
+    known = np.isfinite(values).sum(0)
+    found = {"mean": plain(_mean(values))}
+    if (known > 1).any():
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            deviation = np.where(known > 1, np.nanstd(_finite(values), 0, ddof=1), 0.0)
+        if (deviation > 0).any():
+            found["std"] = plain(deviation)
+    return found

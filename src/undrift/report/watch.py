@@ -1,0 +1,114 @@
+"""The page of runs that go on: served to this machine's browsers, and written anew as rounds come."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from undrift.errors import UndriftError
+from undrift.report.gather import gather
+from undrift.report.page import numbers, page, write
+
+HOST = "127.0.0.1"
+PAUSE = 1.0
+"""Seconds between two looks at the folders."""
+REWRITE = 10.0
+"""Seconds between two writes of the file, which is large; the last state is written when watching ends."""
+WATCHED = ("config.toml", "metrics.jsonl", "model.safetensors", "partition.json")
+
+
+class Server(ThreadingHTTPServer):
+    """What browsers are given, replaced as a whole when there is something new."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, told: dict[str, Any]) -> None:
+        super().__init__((HOST, port), Handler)
+        self.show(told)
+
+    def show(self, told: dict[str, Any]) -> None:
+        text = numbers({**told, "live": True}).encode()
+        self.told, self.text, self.tag = told, text, f'"{hashlib.sha256(text).hexdigest()[:16]}"'
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        shown = self.server
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+            self.send_error(403)  # some other site's name, made to point here
+        elif self.path == "/":
+            self._reply(page(shown.told, live=True).encode(), "text/html; charset=utf-8")
+        elif self.path != "/data.json":
+            self.send_error(404)
+        elif self.headers.get("If-None-Match") == shown.tag:
+            self.send_response(304)
+            self.end_headers()
+        else:
+            self._reply(shown.text, "application/json", shown.tag)
+
+    def _reply(self, body: bytes, kind: str, tag: str | None = None) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page and keep it current until Ctrl-C."""
+    seen, told = stamps(folders), gather(folders)
+    try:
+        server = Server(port, told)
+    except OSError as error:
+        raise UndriftError(
+            f"Port {port} cannot be used ({error.strerror}); choose another, or leave --port out."
+        ) from None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    say(f"watching at http://{HOST}:{server.server_port}/ until Ctrl-C")
+    written, stale, pause = time.monotonic(), False, PAUSE
+    try:
+        while True:
+            time.sleep(pause)
+            if (now := stamps(folders)) != seen:
+                began = time.monotonic()
+                try:
+                    told = gather(folders)
+                except (UndriftError, OSError):  # a folder that is being made anew
+                    continue
+                server.show(told)
+                seen, stale, pause = now, True, max(PAUSE, 4 * (time.monotonic() - began))
+            if stale and time.monotonic() - written > REWRITE:
+                write(file, told)
+                written, stale = time.monotonic(), False
+    except KeyboardInterrupt:
+        write(file, told)
+        say(f"stopped; the page is in {file}")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def stamps(folders: Sequence[Path]) -> list[Any]:
+    """What changes when a run goes on."""
+    found: list[Any] = []
+    for folder in folders:
+        for name in WATCHED:
+            try:
+                stat = (folder / name).stat()
+                found.append((stat.st_mtime_ns, stat.st_size))
+            except OSError:
+                found.append(None)
+    return found
