@@ -120,7 +120,7 @@ def tables(found: dict[str, Any]) -> str:
         lines.append(f"| {name} | {_spread(fedavg['test'])} | {tries} | {gives} |")
     lines += [
         "",
-        "All of them: test accuracy, mean ± standard deviation over three seeds. **Bold** is the best of a column;",
+        "All of them: test accuracy, mean ± standard deviation over three seeds. **Bold** is a column's best;",
     ]
     lines += ["▲ says: ahead of FedAvg in each of the three seeds; ▼: behind in each.", ""]
     lines += [f"| | {' | '.join(TROUBLES)} |", "|---|" + "---:|" * len(TROUBLES)]
@@ -131,7 +131,7 @@ def tables(found: dict[str, Any]) -> str:
             best = max(statistics.mean(cells[name, m]["test"]) for m in METHODS)
             text = _spread(cell["test"])
             text = f"**{text}**" if statistics.mean(cell["test"]) == best else text
-            row.append(text + (" ▲" if _ahead(cell, fedavg) else " ▼" if _ahead(fedavg, cell) else ""))
+            row.append(text + ("&nbsp;▲" if _ahead(cell, fedavg) else "&nbsp;▼" if _ahead(fedavg, cell) else ""))
         lines.append(f"| {method} | {' | '.join(row)} |")
     lines += ["", "What validation data chose:", "", f"| | {' | '.join(TROUBLES)} |", "|---|" + "---|" * len(TROUBLES)]
     for method in METHODS:
@@ -152,14 +152,14 @@ def _ahead(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _spread(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+    return f"{statistics.mean(values):.3f}&nbsp;±&nbsp;{statistics.stdev(values):.3f}"
 
 
 def write(page: Path, found: dict[str, Any]) -> None:
     """Put the tables between the page's markers."""
     before, rest = page.read_text(encoding="utf-8").split("<!-- measured -->\n", 1)
     after = rest.split("<!-- end -->", 1)[1]
-    page.write_text(f"{before}<!-- measured -->\n{tables(found)}\n<!-- end -->{after}", encoding="utf-8")
+    page.write_text(f"{before}<!-- measured -->\n\n{tables(found)}\n\n<!-- end -->{after}", encoding="utf-8")
 
 
 def main() -> None:
