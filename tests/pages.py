@@ -37,7 +37,6 @@ def run(page: Path, folder: Path) -> str:
     names: dict = {"__name__": page.stem}
     everything, printed = "", ""
     for block in blocks(page):
-        assert block.language in LANGUAGES, f"{page.name} has a block in {block.language or 'no language'}"
         if block.title and block.language != "py":
             (folder / block.title).write_text(block.code, encoding="utf-8")
         elif block.language == "text" and printed:

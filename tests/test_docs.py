@@ -16,7 +16,7 @@ import pytest
 
 import undrift as ud
 from benchmarks import costs, troubles
-from tests.pages import DOCS, ROOT, RUN, blocks, python, run
+from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, python, run
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if any(block.language in RUN for block in blocks(page))]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -28,6 +28,11 @@ def test_a_pages_code_runs_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
     run(page, tmp_path)
+
+
+def test_no_block_is_in_a_language_that_the_tests_pass_over():
+    found = {block.language: page.name for page in (ROOT / "README.md", *DOCS.rglob("*.md")) for block in blocks(page)}
+    assert found.keys() == LANGUAGES, found
 
 
 def test_the_tutorials_method_has_fifteen_lines():
