@@ -27,13 +27,13 @@ INK = "#7d838c"
 ROUNDS, SEEDS = 40, 3
 
 
-def curves(method: str, lr: float) -> np.ndarray:
+def curves(method: str, lr: float, rounds: int = ROUNDS) -> np.ndarray:
     """Accuracy in per cent, seeds × rounds."""
     rows = []
     for seed in range(SEEDS):
         data = ud.load("digits", ud.Dirichlet(0.05), clients=20, seed=seed)
         local = ud.Local(epochs=2, batch_size=32, lr=lr)
-        history = ud.train("mlp", data, method, rounds=ROUNDS, local=local, participation=0.4, seed=seed).history
+        history = ud.train("mlp", data, method, rounds=rounds, local=local, participation=0.4, seed=seed).history
         rows.append([100 * row["accuracy"] for row in history])
     return np.array(rows)
 
@@ -41,8 +41,8 @@ def curves(method: str, lr: float) -> np.ndarray:
 def draw(found: dict[str, np.ndarray], out: Path) -> None:
     plt.rcParams.update({"font.size": 11, "svg.hashsalt": "undrift", "text.color": INK, "axes.labelcolor": INK})
     figure, axes = plt.subplots(figsize=(8.4, 3.9), layout="constrained")
-    rounds = np.arange(1, ROUNDS + 1)
-    ends = {}
+    last = len(next(iter(found.values()))[0])
+    rounds, ends = np.arange(1, last + 1), {}
     for name, runs in found.items():
         mean, spread = runs.mean(0), runs.std(0, ddof=1)
         axes.plot(rounds, mean, color=COLOURS[name], linewidth=2.2)
@@ -52,8 +52,10 @@ def draw(found: dict[str, np.ndarray], out: Path) -> None:
     for name, height in sorted(ends.items(), key=lambda item: -item[1]):
         place = min(height, place - 6.5)  # labels of lines that end close together stand apart
         text = f"{name}  {height:.0f}%"
-        axes.annotate(text, (ROUNDS + 1, place), color=COLOURS[name], va="center", annotation_clip=False, weight="bold")
-    axes.set(xlim=(1, ROUNDS), ylim=(0, 100), xlabel="round", ylabel="test accuracy, %")
+        axes.annotate(
+            text, (last + last / 40, place), color=COLOURS[name], va="center", annotation_clip=False, weight="bold"
+        )
+    axes.set(xlim=(1, last), ylim=(0, 100), xlabel="round", ylabel="test accuracy, %")
     axes.set_title("20 clients, digits dealt out by Dirichlet(0.05), 8 clients a round", fontsize=11, loc="left")
     axes.grid(color=INK, alpha=0.2, linewidth=0.6)
     axes.tick_params(colors=INK)

@@ -6,6 +6,7 @@ import html.parser
 import inspect
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -51,6 +52,14 @@ def test_a_notebooks_code_runs_in_order(notebook, tmp_path, monkeypatch):
         if cell["cell_type"] == "code":
             python("".join(cell["source"]), names)
     matplotlib.pyplot.close("all")
+
+
+def test_the_pictures_script_draws(tmp_path):
+    script = runpy.run_path(str(DOCS / "picture.py"))
+    runs = script["curves"]("FedAvg()", 0.5, rounds=2)
+    assert runs.shape == (3, 2) and 0 < runs.min() < runs.max() < 100
+    script["draw"]({"FedAvg": runs}, tmp_path / "images" / "picture.svg")
+    assert "<svg" in (tmp_path / "images" / "picture.svg").read_text(encoding="utf-8")
 
 
 def test_there_are_notebooks():
