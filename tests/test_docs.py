@@ -78,7 +78,8 @@ def test_every_hook_stands_on_its_page_as_it_is_in_the_source():
     assert all(f"### {hook}\n" in text and f"[{hook}](#{hook})" in text for hook in shown)
 
 
-def test_the_catalogue_is_up_to_date():
+def test_the_catalogue_is_up_to_date_and_has_every_method():
+    assert {e.partition("(")[0] for group in costs.METHODS.values() for e in group} == set(ud.METHODS)
     found = json.loads((RESULTS / "costs.json").read_text(encoding="utf-8"))
     assert (DOCS / "methods.md").read_text(encoding="utf-8") == costs.page(found), (
         "run python -m benchmarks.costs --write docs/methods.md"
