@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo install test soak bench clean
+.PHONY: demo docs docs-serve install test soak bench clean
 
 install: .venv/ready
 
@@ -14,6 +14,13 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+# The documentation as a site, in site/.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # Longer trials: ten kills of five methods.
 soak: .venv/ready
@@ -31,4 +38,4 @@ bench: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """What each method costs beside FedAvg, measured, and the catalogue page that is made of it and of the docstrings.
 
-    python -m benchmarks.costs [--repeats 5] [--write docs/methods.md]
+    python -m benchmarks.costs [--repeats 5]              measure, into benchmarks/results/costs.json
+    python -m benchmarks.costs --write docs/methods.md    the page, from that file and from the docstrings
 
 Time is a whole round's on the digits MLP (20 clients, batch 10), bytes are those of the trees that really travel and
 stay, in multiples of the weights. Both sides run in one process, take turns, and the figure is the median.
@@ -11,8 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import statistics
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +66,7 @@ No part, but a schedule: `ud.Local(steps=ud.decay(K₀, d), …)` takes `K_t = �
 would have taken. Why it helps, on one number (`examples/quadratic.py`, the mean of ten runs):
 
 ![Constant K misses the optimum; decaying K reaches it](quadratic.png)"""
+HOOKS = [name for name, hook in vars(Part).items() if inspect.isfunction(hook) and not name.startswith("_")]
 LOCAL = ud.Local(epochs=1, batch_size=10, lr=0.1)
 ROUNDS = 60
 
@@ -112,51 +117,54 @@ def times(x: float) -> str:
     return "–" if x < 0.005 else f"{x:.2f}"
 
 
-def page(rows: dict[str, dict[str, float]]) -> str:
+def page(found: dict[str, Any]) -> str:
     """The catalogue, in Markdown."""
     lines = [
         "# The methods",
         "",
-        "*Made by `python -m benchmarks.costs --write docs/methods.md` from the docstrings and from measurements.*",
-        "",
         "Every method is FedAvg plus changes; they add up with `+`, and every number may be a schedule of the round.",
+        "[Which method for which trouble](troubles.md) says what to try first.",
+        "",
+        "*Made by `python -m benchmarks.costs --write docs/methods.md` from the docstrings and from measurements.*",
         "",
         "## What they cost",
         "",
         "In multiples of FedAvg's round, and of the weights' bytes: what a client gets and sends, what it keeps",
         "between rounds, what the server keeps. Digits MLP, 20 clients, batch 10, one epoch, two CPU threads, "
-        f"torch {torch.__version__}.",
+        f"torch {found['torch']}.",
         "",
         "| method | round | down | up | client keeps | server keeps |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, row in rows.items():
+    for name, row in found["rows"].items():
         cells = [f"{row['round']:.2f}", *(times(row[k]) for k in ("down", "up", "kept", "server"))]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append(f"| [`{name}`](#{name.partition('(')[0].lower()}) | {' | '.join(cells)} |")
     lines += ["", "CCVR's work comes once, after the last round, and is not in its figure; nor are its uploads then."]
     lines += ["", *SCHEDULES.splitlines()]
-    told: set[type] = set()
+    told: set[Any] = set()
     for title, group in METHODS.items():
         lines += ["", f"## {title}"]
         for part in dict.fromkeys(type(as_method(e).parts[0]) for e in group):
-            if part in told:
-                continue
-            told.add(part)
-            lines += ["", f"### {part.__name__}", "", inspect.getdoc(part) or ""]
-            lines += ["", *numbers(part)]
-            example = next(as_method(e).parts[0] for e in group if e.startswith(part.__name__ + "("))
-            beside = contradictions(example)
-            if beside:
-                lines += ["", f"Not beside: {', '.join(beside)}."]
-    lines += [
-        "",
-        "### TemporalEnsemble",
-        "",
-        inspect.getdoc(ud.TemporalEnsemble) or "",
-        "",
-        *numbers(ud.TemporalEnsemble),
-    ]
+            if part not in told:
+                example = next(as_method(e).parts[0] for e in group if e.startswith(part.__name__ + "("))
+                lines += entry(part, told, contradictions(example))
+    lines += entry(ud.TemporalEnsemble, told, [])
     return "\n".join(lines) + "\n"
+
+
+def entry(part: type, told: set[Any], beside: list[str]) -> list[str]:
+    """One method: its file's words on the paper, unless they were said, its own, its numbers, its hooks."""
+    family = inspect.getdoc(sys.modules[part.__module__]) or ""
+    lines = ["", f"### {part.__name__}", ""]
+    if family not in told:  # the first of a family brings them
+        lines += [family, ""]
+    told |= {part, family}
+    lines += [inspect.getdoc(part) or ""]
+    if fields := numbers(part):
+        lines += ["", *fields]
+    if used := [h for h in HOOKS if issubclass(part, Part) and getattr(part, h) is not getattr(Part, h)]:
+        lines += ["", f"Hooks: {', '.join(f'[{h}](hooks.md#{h})' for h in used)}."]
+    return [*lines, "", f"Not beside: {', '.join(beside)}."] if beside else lines
 
 
 def numbers(part: type) -> list[str]:
@@ -179,14 +187,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
+    file = Path(__file__).parent / "results" / "costs.json"
+    if arguments.write:
+        arguments.write.write_text(page(json.loads(file.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
     torch.set_num_threads(2)
     held, rows = data(), {}
     for expression in (e for group in METHODS.values() for e in group):
         ratios = [seconds(expression, held) / seconds("FedAvg()", held) for _ in range(arguments.repeats)]
         rows[expression] = {"round": statistics.median(ratios), **traffic(expression, held)}
         print(f"{expression:50}" + "".join(f"{k} {v:6.2f}  " for k, v in rows[expression].items()), flush=True)
-    if arguments.write:
-        arguments.write.write_text(page(rows), encoding="utf-8")
+    found = {"benchmark": "costs", "torch": torch.__version__, "rows": rows}
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

