@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 import undrift as ud
-from undrift.engine.packing import stretches
+from undrift.engine.packing import pack, stretches
 from undrift.local import steps_per_epoch
 from undrift.random import host_generator
 
 
 def busy(steps: np.ndarray, lanes: int) -> float:
-    length = sum(len(stretch.rows) for stretch in stretches(steps, lanes))
+    length = sum(len(stretch.rows) for stretch in stretches(steps, pack(steps, lanes)))
     return float(steps.sum() / (lanes * length))
 
 

@@ -13,7 +13,7 @@ def test_every_step_of_every_client_is_taken_once_and_in_order(steps, lanes):
     steps = np.array(steps)
     taken: dict[int, list[int]] = {c: [] for c in range(len(steps))}
     running: dict[int, int] = {}
-    for s in stretches(steps, lanes):
+    for s in stretches(steps, pack(steps, lanes)):
         for lane, client in s.begins:
             assert lane not in running and s.clients[lane] == client
             running[lane] = client

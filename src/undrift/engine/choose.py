@@ -87,18 +87,17 @@ def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: i
 
 
 def build(choice: Choice, program: Program, data: Resident) -> LanesEngine | PlainEngine:
-    return (
-        LanesEngine(program, data, choice.lanes, choice.compile)
-        if choice.engine == "lanes"
-        else PlainEngine(program, data)
-    )
+    if choice.engine == "plain":
+        return PlainEngine(program, data)
+    threads = torch.get_num_threads() if data.device.type == "cpu" and choice.lanes == 1 else 1
+    return LanesEngine(program, data, choice.lanes, choice.compile, threads)
 
 
 def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
     """How many lanes, and why: as many as keep busy while the longest client trains, and as memory holds."""
     device = data.device
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
-        return 1, "on a CPU convolutions of this size are fastest one client at a time"
+        return 1, "on a CPU convolutions of this size are fastest one client a thread"
     busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
     x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
     batch = 2 * width * x.numel() * x.element_size()  # and at least as much again for what the layers make of it

@@ -179,6 +179,12 @@ class Sums:
         """Add what one client, or several lanes' sum, sends."""
         self.total = sent if self.total is None else tree_add(self.total, sent)
 
+    def join(self, other: Sums) -> None:
+        """Add what others have added up."""
+        self.add(other.total)
+        for i, states in other.kept.items():
+            self.kept.setdefault(i, {}).update(states)
+
     def keep(self, kept: list[Tree], which: Kept, clients: list[int]) -> None:
         """Keep the states of `clients`, which lie along the trees' first axis."""
         for i in which.states:

@@ -21,29 +21,40 @@ from undrift.engine.client import MEASURE, Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import StepGraph
-from undrift.engine.packing import Stretch, stretches
-from undrift.engine.trace import Traced
+from undrift.engine.packing import Stretch, pack, stretches
+from undrift.engine.threads import at_once
+from undrift.engine.trace import CALLING, Traced
 from undrift.models.functional import Params
 from undrift.roles import Batch
 from undrift.tree import Tree, to_device, tree_add, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 class LanesEngine:
-    def __init__(self, program: Program, data: Resident, lanes: int, compiled: bool = False) -> None:
+    def __init__(self, program: Program, data: Resident, lanes: int, compiled: bool = False, threads: int = 1) -> None:
         self.program, self.data, self.lanes, self.compiled = program, data, lanes, compiled
+        self.threads = threads
         self.step, self.start = Traced(self._step), Traced(self._start)
         self.conclude = Traced(self._conclude, compiled)
         self.graphs: dict[Any, StepGraph] | None = {} if data.device.type == "cuda" else None
-        # A pass without training is few steps long: only where launching costs more than computing is it traced.
-        self.passes = {
-            when: partial(self._pass, when) if self.graphs is None else Traced(partial(self._pass, when), compiled)
-            for when in MEASURE
-        }
+        # A pass without training is few steps long: it is traced only where launching costs more than computing, and
+        # where threads must not call the model.
+        traced = self.graphs is not None or threads > 1
+        passes = {when: partial(self._pass, when) for when in MEASURE}
+        self.passes = {when: Traced(one, compiled) if traced else one for when, one in passes.items()}
 
     def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
-        sums, state, lane = Sums(), None, None
-        lanes = min(self.lanes, len(orders.plan.clients))
-        for stretch in stretches(orders.plan.steps, lanes):
+        queues = pack(orders.plan.steps, min(self.lanes * self.threads, len(orders.plan.clients)))
+        if self.threads == 1:
+            return outcome(self._work(queues, orders, kept, visit), orders)
+        total = Sums()
+        for sums in at_once(lambda queue: self._work([queue], orders, kept, visit), queues):
+            total.join(sums)
+        return outcome(total, orders)
+
+    def _work(self, queues: list[list[int]], orders: Orders, kept: Kept, visit: Visit | None) -> Sums:
+        """Train the clients that wait for each lane."""
+        sums, state, lane, lanes = Sums(), None, None, len(queues)
+        for stretch in stretches(orders.plan.steps, queues):
             for where, clients in _groups(stretch.begins, lanes):
                 fresh_lane, fresh_state = self._begin(orders, clients)
                 lane, state = self._put(lane, fresh_lane, where, lanes), self._put(state, fresh_state, where, lanes)
@@ -51,9 +62,10 @@ class LanesEngine:
             for where, clients in _groups(stretch.ends, lanes):
                 done = self._get(state, where, lanes)
                 if visit:
-                    visit(done["params"], orders.plan.clients[clients])
+                    with CALLING:
+                        visit(done["params"], orders.plan.clients[clients])
                 self._end(orders, done, self._get(lane, where, lanes), clients, sums, kept)
-        return outcome(sums, orders)
+        return sums
 
     def _steps(self, state: Tree, lane: Tree, orders: Orders, stretch: Stretch) -> Tree:
         """A stretch of local steps of every lane. Trees are taken apart once, not at every step."""

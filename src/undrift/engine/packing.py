@@ -37,9 +37,9 @@ class Stretch:
     """(lane, client) pairs that have finished after it."""
 
 
-def stretches(steps: np.ndarray, lanes: int) -> Iterator[Stretch]:
-    """The whole round as stretches between changes of client."""
-    queues = [queue[::-1] for queue in pack(steps, lanes)]
+def stretches(steps: np.ndarray, queues: list[list[int]]) -> Iterator[Stretch]:
+    """The whole round as stretches between changes of client, given each lane's clients."""
+    lanes, queues = len(queues), [queue[::-1] for queue in queues]
     clients, done = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
     busy = np.zeros(lanes, bool)
     while True:

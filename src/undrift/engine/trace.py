@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from threading import RLock
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from undrift.errors import UndriftError
 
+CALLING = RLock()
+"""Whoever calls the model's module holds it, for the module's weights are put in and out; traced programs need not."""
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
 
 
@@ -37,7 +40,9 @@ class Traced:
         leaves, spec = pytree.tree_flatten(args)
         signature = (spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if signature not in self.programs:
-            self.programs[signature] = self._trace(leaves, spec)
+            with CALLING:
+                if signature not in self.programs:  # another thread may have been first
+                    self.programs[signature] = self._trace(leaves, spec)
         return self.programs[signature]
 
     def _trace(self, leaves: list[Tensor], spec: Any) -> tuple[Callable[..., list[Tensor]], Any]:
