@@ -17,14 +17,9 @@ from pathlib import Path
 import numpy as np
 
 import undrift as ud
-from undrift.engine.packing import pack, stretches
+from undrift.engine.packing import busy, pack
 from undrift.local import steps_per_epoch
 from undrift.random import host_generator
-
-
-def busy(steps: np.ndarray, lanes: int) -> float:
-    length = sum(len(stretch.rows) for stretch in stretches(steps, pack(steps, lanes)))
-    return float(steps.sum() / (lanes * length))
 
 
 def main() -> None:
@@ -41,7 +36,7 @@ def main() -> None:
         rule = math.ceil(len(steps) * steps.mean() / steps.max())  # what engine/choose.py takes where memory allows
         picked.append(rule)
         for name in found:
-            found[name].append(busy(steps, rule if name == "the rule's" else int(name)))
+            found[name].append(busy(steps, pack(steps, rule if name == "the rule's" else int(name))))
     print("lanes busy, median of 10 partitions (lowest, highest)")
     for name, shares in found.items():
         lanes = f"{min(picked)} to {max(picked)} lanes, the rule's" if name == "the rule's" else f"{name} lanes"

@@ -217,9 +217,10 @@ def prepare(
     )
     steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
     probe = setup.orders(setup.plan(0), function.start, [() for _ in method.parts])
-    choice = choose(engine, lanes, program, resident, probe, steps, local.widest(data.sizes))
+    width = local.widest(data.sizes)
+    choice = choose(engine, lanes, program, resident, probe, steps, width)
     choice = replace(choice, compile=compiles(compile, choice, where, rounds, cohort_size * float(steps.mean())))
-    setup.engine = build(choice, program, resident)
+    setup.engine = build(choice, program, resident, width)
     setup.choices = {
         "engine": choice.engine,
         "lanes": choice.lanes,

@@ -28,6 +28,8 @@ CPU_LANE_BYTES = 8 * 2**20
 """What all lanes' weights and batches may take on a CPU: beyond its cache, more lanes cost more than they save."""
 CPU_PADDING = 4
 """How many times the mean batch the widest may be before padding all to it costs a CPU more than lanes save."""
+CPU_THREAD_BYTES = 4 * 2**20
+"""What a layer may put out for clients to have a thread each; of more, they crowd each other out of the cache."""
 GPU_LANE_SHARE = 0.05
 """The share of a GPU's memory for all lanes' weights and batches; gradients, activations and data take the rest."""
 
@@ -86,18 +88,26 @@ def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: i
     return able and (bool(asked) if asked is not None else rounds * steps / choice.lanes >= COMPILE_STEPS)
 
 
-def build(choice: Choice, program: Program, data: Resident) -> LanesEngine | PlainEngine:
+def build(choice: Choice, program: Program, data: Resident, width: int) -> LanesEngine | PlainEngine:
     if choice.engine == "plain":
         return PlainEngine(program, data)
-    threads = torch.get_num_threads() if data.device.type == "cpu" and choice.lanes == 1 else 1
+    one_by_one = data.device.type == "cpu" and choice.lanes == 1
+    threads = torch.get_num_threads() if one_by_one and _largest(program.model, width) <= CPU_THREAD_BYTES else 1
     return LanesEngine(program, data, choice.lanes, choice.compile, threads)
+
+
+def _largest(model: Model, width: int) -> float:
+    """Bytes of the largest output that a layer gives for a batch."""
+    with torch.no_grad():
+        outputs = [call.output for call in model.watch(model.start, model.sample[:1]).calls]  # type: ignore[index]
+    return width * max((out.numel() * out.element_size() for out in outputs), default=0)
 
 
 def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
     """How many lanes, and why: as many as keep busy while the longest client trains, and as memory holds."""
     device = data.device
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
-        return 1, "on a CPU convolutions of this size are fastest one client a thread"
+        return 1, "on a CPU convolutions of this size are fastest one client at a time"
     busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
     x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
     batch = 2 * width * x.numel() * x.element_size()  # and at least as much again for what the layers make of it

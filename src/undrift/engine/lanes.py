@@ -21,12 +21,15 @@ from undrift.engine.client import MEASURE, Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import StepGraph
-from undrift.engine.packing import Stretch, pack, stretches
+from undrift.engine.packing import Stretch, busy, pack, stretches
 from undrift.engine.threads import at_once
 from undrift.engine.trace import CALLING, Traced
 from undrift.models.functional import Params
 from undrift.roles import Batch
 from undrift.tree import Tree, to_device, tree_add, tree_leaves, tree_map, tree_structure, tree_unflatten
+
+THREADS_BUSY = 0.9
+"""How much of the time threads must be busy; else one client at a time has all cores."""
 
 
 class LanesEngine:
@@ -43,9 +46,10 @@ class LanesEngine:
         self.passes = {when: Traced(one, compiled) if traced else one for when, one in passes.items()}
 
     def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
-        queues = pack(orders.plan.steps, min(self.lanes * self.threads, len(orders.plan.clients)))
-        if self.threads == 1:
-            return outcome(self._work(queues, orders, kept, visit), orders)
+        steps = orders.plan.steps
+        queues = pack(steps, min(self.threads, len(steps)))
+        if self.threads == 1 or busy(steps, queues) < THREADS_BUSY:
+            return outcome(self._work(pack(steps, min(self.lanes, len(steps))), orders, kept, visit), orders)
         total = Sums()
         for sums in at_once(lambda queue: self._work([queue], orders, kept, visit), queues):
             total.join(sums)

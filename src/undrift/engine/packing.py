@@ -23,6 +23,11 @@ def pack(steps: np.ndarray, lanes: int) -> list[list[int]]:
     return queues
 
 
+def busy(steps: np.ndarray, queues: list[list[int]]) -> float:
+    """The share of the steps in which a lane is not idle."""
+    return float(steps.sum() / (len(queues) * max(steps[queue].sum() for queue in queues)))
+
+
 @dataclass(frozen=True)
 class Stretch:
     """A stretch of steps in which no lane changes its client."""
