@@ -28,7 +28,7 @@ def test_the_readmes_commands_run_as_printed(tmp_path):
     (code,) = (block.code for block in blocks(README) if block.language == "console")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert "best by validation accuracy" in console(code, tmp_path)
-    assert len(code.splitlines()) == 6
+    assert (tmp_path / "report.html").stat().st_size > 1e6
 
 
 def test_the_example_in_the_page_on_runs_is_an_experiment():
