@@ -13,7 +13,7 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 # The documentation as a site, in site/.
 docs: .venv/ready
@@ -22,9 +22,10 @@ docs: .venv/ready
 docs-serve: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Longer trials: ten kills of five methods.
+# Longer trials: ten kills of five methods, memory, and the tests that take long.
 soak: .venv/ready
 	$(BIN)/pytest soak -s
+	$(BIN)/pytest -m long
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu

@@ -66,7 +66,7 @@ def kill_and_resume(where: Path, method: str, rounds: int, kills: int, seed: int
         before = count(broken)
         while process.poll() is None and count(broken) == before:  # its imports are over when rounds come
             time.sleep(0.002)
-        time.sleep(chance.random() * 2 * span / kills)
+        time.sleep(chance.random() * span / (kills + 1))  # so that the run outlives even the last of them
         met += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.communicate()

@@ -463,6 +463,7 @@ def copies_of_a_million(clients: int) -> tuple[float, float]:
     return copies, lanes
 
 
+@pytest.mark.long
 def test_a_million_parameters_and_many_clients_are_not_as_many_copies():
     """A few hundred clients here; `make soak` has a thousand."""
     copies, lanes = copies_of_a_million(300)

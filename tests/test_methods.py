@@ -104,6 +104,7 @@ PAIRS = [(1.0, -1.0), (2.0, 3.0), (5.0, 0.5), (0.5, 10.0)]
 BEST = sum(a * b for a, b in PAIRS) / sum(a for a, _ in PAIRS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [ud.Scaffold(), ud.FedDyn(alpha=1.0)])
 def test_drift_is_corrected_to_the_minimiser_of_the_sum(method):
     """Thirty local steps on quadratics: SCAFFOLD and FedDyn end where the sum is least, FedAvg does not."""
@@ -113,6 +114,7 @@ def test_drift_is_corrected_to_the_minimiser_of_the_sum(method):
     assert abs(settle(method, PAIRS, rounds=600, participation=2, steps=30, lr=0.05) - BEST) < 1e-2
 
 
+@pytest.mark.long
 def test_fednova_removes_the_bias_of_unequal_steps_to_first_order():
     """Shrink γ tenfold and FedNova's gap to the minimiser falls with it; FedAvg's stays."""
     steps = {"steps": [1, 4, 10, 30]}

@@ -41,7 +41,10 @@ HUBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PICTURES)
+LONG = ("cifar100", "mnist", "fashion_mnist")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in PICTURES])
 def test_pictures(name):
     rows, test, shape, (fewest, most), mean = PICTURES[name]
     data = load(name)

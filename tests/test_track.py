@@ -196,6 +196,7 @@ with Trackers("mlflow", None) as trackers:
 """
 
 
+@pytest.mark.long
 @needs_database
 @of_others
 def test_mlflow_without_a_server_or_a_folder(tmp_path, quiet_mlflow, monkeypatch):

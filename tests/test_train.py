@@ -62,7 +62,7 @@ ud.train(model, data, method, rounds=5, local=local, participation=0.4, seed=7, 
 """
 
 
-@pytest.mark.parametrize("engine", ["lanes", "plain"])
+@pytest.mark.parametrize("engine", ["lanes", pytest.param("plain", marks=pytest.mark.long)])
 def test_two_processes_write_the_same_bits(tmp_path, engine):
     for name in "ab":
         subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / name), engine], check=True)
