@@ -22,11 +22,11 @@ def pfl(found: dict[str, Any]) -> list[str]:
     first = found["rows"][0]["ms"]
     lines = [f"| {r['side']} | {r['ms']:.2f} | {first / r['ms']:.1f}× |" for r in found["rows"]]
     return [
-        "## pfl-research's CIFAR-10 benchmark",
+        f"## pfl-research's CIFAR-10 benchmark{', on a CPU' if 'CPU' in found['gpu'] else ''}",
         "",
         f"`python -m benchmarks.pfl`, {where(found)}. Whole rounds, both sides in one process, by turns, medians.",
         "",
-        "| | ms a round | ÷ pfl, tf32 |",
+        f"| | ms a round | ÷ {found['rows'][0]['side']} |",
         "|---|---|---|",
         *lines,
     ]
@@ -84,9 +84,27 @@ def busy(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def cpu(found: dict[str, Any]) -> list[str]:
+    sides, lines = ("loop", "auto", "one lane", "all lanes", "plain"), []
+    for row in found["rows"]:
+        cells = " | ".join(f"{row['samples_per_second'][side]:,.0f}" for side in sides)
+        lines.append(f"| {row['case']} | {cells} | {row['auto_over_loop']:.2f}× | {row['lanes']} |")
+    return [
+        "## On a CPU",
+        "",
+        f"`python -m benchmarks.cpu`, {found['threads']} threads, torch {found['torch']}. Samples a second: a loop, what",
+        "the rule chooses, and its choices by hand. The ratio is the median of ratios of neighbouring runs.",
+        "",
+        f"| | {' | '.join(sides)} | auto ÷ loop | lanes |",
+        "|---" * 8 + "|",
+        *lines,
+    ]
+
+
 def main() -> None:
     lines = ["# Benchmarks", "", "Made by `python -m benchmarks.report` from `benchmarks/results/*.json`.", ""]
-    for name, section in {"pfl": pfl, "cohort": cohort, "methods": methods, "busy": busy}.items():
+    sections = {"pfl": pfl, "cohort": cohort, "methods": methods, "busy": busy, "cpu": cpu, "pfl_cpu": pfl}
+    for name, section in sections.items():
         if found := read(name):
             lines += [*section(found), ""]
     (HERE / "RESULTS.md").write_text("\n".join(lines), encoding="utf-8")
