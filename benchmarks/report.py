@@ -92,8 +92,8 @@ def cpu(found: dict[str, Any]) -> list[str]:
     return [
         "## On a CPU",
         "",
-        f"`python -m benchmarks.cpu`, {found['threads']} threads, torch {found['torch']}. Samples a second: a loop, what",
-        "the rule chooses, and its choices by hand. The ratio is the median of ratios of neighbouring runs.",
+        f"`python -m benchmarks.cpu`, {found['threads']} threads, torch {found['torch']}. Samples a second: a loop,",
+        "what the rule chooses, and its choices by hand. The ratio is the median of ratios of neighbouring runs.",
         "",
         f"| | {' | '.join(sides)} | auto ÷ loop | lanes |",
         "|---" * 8 + "|",
