@@ -23,7 +23,7 @@ from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
 
-ELEMENTS = {"cpu": 2**26, "cuda": 2**29}
+ELEMENTS, ON_GPU = 2**26, 2**29
 """How many numbers the per-sample gradients of one chunk may have."""
 
 
@@ -32,7 +32,7 @@ def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], pa
     way = _row_by_row if not model.vmaps else _each_row if model.squares is None else _at_once
     # At once, one layer's per-sample gradients are there at a time, else those of all.
     each = model.squares if way is _at_once else sum(w.numel() for w in params.values())
-    rows = max(1, ELEMENTS[batch.x.device.type] // max(1, each or 0))
+    rows = max(1, (ON_GPU if batch.x.is_cuda else ELEMENTS) // max(1, each or 0))
     total = None
     for x, y, mask in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
         sums = way(model, loss, params, Batch(x, y, mask))
