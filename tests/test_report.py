@@ -31,9 +31,6 @@ from undrift.report.thin import even, plain, telling
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-pytestmark = pytest.mark.xdist_group("report")  # one process, so one browser
-
-
 @pytest.fixture(scope="module")
 def browser():
     if not CHROMIUM:
