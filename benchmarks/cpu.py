@@ -46,10 +46,6 @@ def mlp(features: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
-def cnn(shape: tuple[int, ...]) -> nn.Module:
-    return ud.models.get("cnn", classes=10, shape=shape)
-
-
 def paper(name: str, shape: tuple[int, ...], classes: int = 10, **options: object) -> nn.Module:
     return ud.models.get(name, classes=classes, shape=shape, **options)
 
@@ -59,10 +55,10 @@ CASES = {
     "MLP 784-200": Case(lambda: mlp(784, 200), (1, 28, 28), 20, 10),
     "MLP 784-1000": Case(lambda: mlp(784, 1000), (1, 28, 28), 20, 10, rounds=4),
     "MLP 784-1000, batch 64": Case(lambda: mlp(784, 1000), (1, 28, 28), 20, 64, rounds=4),
-    "small CNN, 8×8": Case(lambda: cnn((1, 8, 8)), (1, 8, 8), 20, 10),
-    "small CNN, 16×16": Case(lambda: cnn((1, 16, 16)), (1, 16, 16), 10, 20),
-    "small CNN, 28×28": Case(lambda: cnn((1, 28, 28)), (1, 28, 28), 10, 32, steps=3, rounds=4),
-    "small CNN, 3×32×32": Case(lambda: cnn((3, 32, 32)), (3, 32, 32), 10, 32, steps=3, rounds=3),
+    "small CNN, 8×8": Case(lambda: paper("cnn", (1, 8, 8)), (1, 8, 8), 20, 10),
+    "small CNN, 16×16": Case(lambda: paper("cnn", (1, 16, 16)), (1, 16, 16), 10, 20),
+    "small CNN, 28×28": Case(lambda: paper("cnn", (1, 28, 28)), (1, 28, 28), 10, 32, steps=3, rounds=4),
+    "small CNN, 3×32×32": Case(lambda: paper("cnn", (3, 32, 32)), (3, 32, 32), 10, 32, steps=3, rounds=3),
     "logistic 784": Case(lambda: paper("logistic", (1, 28, 28)), (1, 28, 28), 20, 10, rounds=20),
     "LeNet-5": Case(lambda: paper("lenet5", (3, 32, 32)), (3, 32, 32), 6, 100, steps=3, rounds=3),
     "CNN of FedAvg": Case(lambda: paper("cnn_fedavg", (1, 28, 28)), (1, 28, 28), 5, 32, steps=3, rounds=3),

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from undrift.result import finished
+
 HERE = Path(__file__).parent
 IMAGES = HERE / "images"
 METHODS = {
@@ -54,7 +56,7 @@ def main() -> None:
                 file = where / "experiment.toml"
                 file.write_text(EXPERIMENT.format(method=method, seed=seed))
                 out = f"runs/{name}-{seed}"
-                if (where / out / "model.safetensors").exists():
+                if finished(where / out):
                     continue
                 frames = record([sys.executable, "-m", "undrift", "run", str(file), "--out", out], where)
                 if (name, seed) == ("fedprox", 0):
