@@ -47,13 +47,14 @@ class LanesEngine:
 
     def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
         steps = orders.plan.steps
-        queues = pack(steps, min(self.threads, len(steps)))
-        if self.threads == 1 or busy(steps, queues) < THREADS_BUSY:
-            return outcome(self._work(pack(steps, min(self.lanes, len(steps))), orders, kept, visit), orders)
-        total = Sums()
-        for sums in at_once(lambda queue: self._work([queue], orders, kept, visit), queues):
-            total.join(sums)
-        return outcome(total, orders)
+        if self.threads > 1:
+            queues = pack(steps, min(self.threads, len(steps)))
+            if busy(steps, queues) >= THREADS_BUSY:
+                total = Sums()
+                for sums in at_once(lambda queue: self._work([queue], orders, kept, visit), queues):
+                    total.join(sums)
+                return outcome(total, orders)
+        return outcome(self._work(pack(steps, min(self.lanes, len(steps))), orders, kept, visit), orders)
 
     def _work(self, queues: list[list[int]], orders: Orders, kept: Kept, visit: Visit | None) -> Sums:
         """Train the clients that wait for each lane."""
