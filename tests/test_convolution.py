@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from undrift.engine.convolution import LaneConvolutions, widens
+from undrift.engine.convolution import LaneConvolutions
 
 SHAPES = [  # inputs, outputs, size, kernel, stride, padding
     (3, 8, 9, 3, 1, 0),
@@ -58,11 +58,6 @@ def test_sample_by_sample_inside_the_lanes(inputs, outputs, size, kernel, stride
 
     found, wanted = each(True), each(False)
     assert all(torch.allclose(found[n], wanted[n], rtol=1e-10, atol=1e-10) for n in wanted)
-
-
-def test_both_ways_are_tried_here():
-    ways = {widens(torch.empty(1, outputs, inputs, 1, 1)) for inputs, outputs, *_ in SHAPES}
-    assert ways == {True, False}
 
 
 def test_what_is_no_plain_convolution_stays_torchs():

@@ -330,10 +330,10 @@ class Branching(torch.nn.Module):
 
 
 class Recurrent(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, both_ways=True):
         super().__init__()
-        self.cell = torch.nn.GRU(2, 5, batch_first=True)
-        self.head = torch.nn.Linear(5, 4)
+        self.cell = torch.nn.GRU(2, 5, batch_first=True, bidirectional=both_ways)
+        self.head = torch.nn.Linear(10 if both_ways else 5, 4)
         self.double()
 
     def forward(self, x):
@@ -361,6 +361,14 @@ def test_models_that_do_not_vmap_run_on_the_plain_engine(module, why):
     if module is not Branching:
         with pytest.raises(ud.UndriftError, match="Use engine="):
             ud.train(module(), data, rounds=1, local=LOCAL, engine="lanes")
+
+
+def test_recurrent_layers_of_torch_run_as_lanes():
+    data, model = make_clients([12, 8, 20]), Recurrent(both_ways=False)
+    lanes, plain = (ud.train(model, data, rounds=3, local=LOCAL, engine=e) for e in ("auto", "plain"))
+    assert lanes.choices["engine"] == "lanes" and plain.choices["engine"] == "plain"
+    assert distance(lanes.params, plain.params) < 1e-10
+    assert type(lanes.model.cell) is type(model.cell) is torch.nn.GRU
 
 
 def test_running_statistics_are_averaged_with_the_weights_weights():

@@ -6,7 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from undrift.engine import graph
-from undrift.engine.graph import _mutating, _update_in_place
+from undrift.engine.graph import _cast_ahead, _mutating, _update_in_place
 
 
 def test_a_step_changes_its_state_in_place():
@@ -51,3 +51,23 @@ def test_more_than_eight_steps_can_be_compiled_in_one_process(monkeypatch):
         step = _mutating(make_fx(lambda w, g: [w - g])(w, g), 1, compiled=True)
         step(w, g)
         assert w.tolist() == [0.75] * n
+
+
+def test_weights_are_cast_where_they_are_written():
+    def program(w, v, g):
+        low = w.to(torch.bfloat16)
+        return [w - (low * g.to(torch.bfloat16)).float(), v + low.sum()]
+
+    def start():
+        return torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+
+    (w, v), g = start(), torch.full((3,), 0.3)
+    plain = make_fx(program)(w, v, g)
+    for _ in range(3):
+        w, v = plain(w, v, g)
+    ahead, (w1, v1) = make_fx(program)(*start(), g), start()
+    assert _cast_ahead(ahead, 2) == [(0, torch.bfloat16)]
+    step, low = _mutating(ahead, 3, compiled=False), w1.to(torch.bfloat16)
+    for _ in range(3):
+        step(w1, v1, low, g)
+    assert torch.equal(w, w1) and torch.equal(v, v1) and torch.equal(low, w1.to(torch.bfloat16))

@@ -19,6 +19,7 @@ from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.errors import UndriftError
 from undrift.models.functional import NORMS, Model, Params
+from undrift.models.recurrent import THEIRS, adopt, release
 from undrift.random import Key
 from undrift.tree import tree_expand
 
@@ -46,8 +47,8 @@ def obstacle(model: Model) -> str | None:
     """Why a model cannot run as lanes, by its layers."""
     for layer in model.module.modules():
         name = type(layer).__name__
-        if isinstance(layer, nn.RNNBase):
-            return f"nn.{name} has no vmap rule"
+        if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
+            return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases, one direction and no dropout"
         if isinstance(layer, NORMS) and (
             isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
         ):
@@ -59,6 +60,17 @@ def choose(
     engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
 ) -> Choice:
     """The engine for a run whose rounds look like `orders`; `steps` are all non-empty clients', `width` a batch's."""
+    if engine != "plain":
+        adopt(program.model.module)
+    choice = _choose(engine, lanes, program, data, orders, steps, width)
+    if choice.engine == "plain":
+        release(program.model.module)
+    return choice
+
+
+def _choose(
+    engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
+) -> Choice:
     blocked = obstacle(program.model) or _vmap_failure(program, data, orders)
     program.model.vmaps = blocked is None
     if engine == "lanes" and blocked:

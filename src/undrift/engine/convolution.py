@@ -1,11 +1,11 @@
 """A cohort's convolutions, each lane with weights of its own.
 
 `vmap` makes one grouped convolution of them, channels first, for which GPUs have no good kernel. Two-dimensional
-convolutions are therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own. It
-goes one of two ways. Patches: of the picture, as one view, times the weights, as one batched matrix product, and
-likewise on the way back; compiled, the patches are made in one pass, and the sum that folds them back is another.
-Grouped: torch's own, with channels last in memory. Measured over the papers' layers, patches win where a layer widens,
-grouped where it does not (its patches are then the larger part of the work).
+convolutions are therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own, in
+which channels come last in memory and two operations do all the work: a correlation of every lane, which with the
+kernel turned round is also the way back to the input, and the gradient of the weights. On a GPU they are the kernels of
+`kernels/convolution.py`, which are faster than any other way for every layer of the papers' models (`python -m
+benchmarks.convolutions`); here is what they compute, as products with patches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from undrift.models.patches import Pair, arguments, as_weight, missing, patches
+from undrift.kernels import available
+from undrift.models.patches import Pair, arguments, as_weight, patches
 
 Wanted = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -35,7 +36,7 @@ class LaneConvolutions(TorchFunctionMode):
 
 def _convolve(*args: Any, **kwargs: Any) -> Tensor:
     found = arguments(*args, **kwargs)
-    if not found:
+    if not found or any(p >= k for p, k in zip(found[4], found[1].shape[2:], strict=True)):
         return F.conv2d(*args, **kwargs)
     x, weight, bias, stride, padding = found
     bias = weight.new_zeros(len(weight)) if bias is None else bias
@@ -63,10 +64,7 @@ class Convolution(Function):
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Any:
         tensors = zip((x, weight, bias), in_dims[:3], strict=True)
         x, weight, bias = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
-        if x.dim() != 5:  # a vmap inside a vmap: torch's own rule
-            return torch.vmap(lambda x, w, b: F.conv2d(x, w, b, stride, padding))(x, weight, bias), 0
-        way = forward if widens(weight) else grouped_forward
-        return way(x, weight, bias, stride, padding), 0
+        return forward(x, weight, bias, stride, padding), 0
 
 
 class Back(Function):
@@ -89,11 +87,7 @@ class Back(Function):
     ) -> Any:
         tensors = zip((g, x, weight), in_dims[:3], strict=True)
         g, x, weight = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
-        if x.dim() != 5:
-            back = torch.vmap(lambda g, x, w: Back.forward(g, x, w, stride, padding, wanted))
-            return back(g, x, weight), (0, 0, 0)
-        way = backward if widens(weight) else grouped_backward
-        found = way(g, x, weight, stride, padding, wanted)
+        found = backward(g, x, weight, stride, padding, wanted)
         return tuple(g.new_zeros(len(g)) if d is None else d for d in found), (0, 0, 0)
 
 
@@ -101,79 +95,29 @@ def _lanes(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def widens(weight: Tensor) -> bool:
-    """Whether the layer has more outputs than inputs; weights are lanes × outputs × inputs × kernel."""
-    return weight.shape[1] > weight.shape[2]
-
-
-def grouped_forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    out = F.conv2d(_joined(x), weight.flatten(0, 1), bias.flatten(), stride, padding, groups=len(weight))
-    return _parted(out, len(weight))
-
-
-def grouped_backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Gradients:
-    lanes, outputs = weight.shape[:2]
-    dx, dw, db = torch.ops.aten.convolution_backward(
-        _joined(g), _joined(x), weight.flatten(0, 1), [lanes * outputs], stride, padding, (1, 1), False, (0, 0), lanes,
-        (*wanted, wanted[1]),
-    )  # fmt: skip
-    weights = (dw.view(weight.shape), db.view(lanes, outputs)) if wanted[1] else (None, None)
-    return _parted(dx, lanes) if wanted[0] else None, *weights
-
-
-def _joined(x: Tensor) -> Tensor:
-    """Lanes × batch × channels … as batch × (lanes · channels) …, channels last in memory."""
-    return x.permute(1, 3, 4, 0, 2).contiguous().flatten(3, 4).permute(0, 3, 1, 2)
-
-
-def _parted(x: Tensor, lanes: int) -> Tensor:
-    return x.unflatten(1, (lanes, -1)).movedim(1, 0)
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """The weights as lanes × outputs × (kernel · channels), as wide as patches are."""
-    flat = weight.permute(0, 1, 3, 4, 2).flatten(2)
-    return F.pad(flat, (0, missing(flat.shape[2])))
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    kernel = (weight.shape[-2], weight.shape[-1])
-    columns, (height, width) = patches(x, kernel, stride, padding)
-    out = torch.bmm(columns, _matrix(weight).mT) + bias[:, None]
-    return out.view(x.shape[0], x.shape[1], height, width, weight.shape[1]).permute(0, 1, 4, 2, 3)
+    return correlate(_last(x), _last(weight), bias.contiguous(), stride, padding).permute(0, 1, 4, 2, 3)
 
 
 def backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Gradients:
-    lanes, outputs, channels, *kernel = weight.shape
-    rows = g.permute(0, 1, 3, 4, 2).reshape(lanes, -1, outputs)
+    g, kernel = _last(g), (weight.shape[3], weight.shape[4])
     dx = dw = db = None
     if wanted[1]:
-        columns = patches(x, (kernel[0], kernel[1]), stride, padding)[0]
-        dw = as_weight(torch.bmm(rows.mT, columns), weight)
-        db = torch.bmm(rows.new_ones(1, 1, 1).expand(lanes, 1, rows.shape[1]), rows)[:, 0]  # faster than their sum
+        sums = gradient(g, _last(x), kernel, stride, padding).to(weight.dtype)
+        dw, db = as_weight(sums[..., :-1], weight), sums[..., -1]
     if wanted[0]:
-        spread = torch.bmm(rows, _matrix(weight))[..., : channels * kernel[0] * kernel[1]]
-        spread = spread.reshape(lanes, x.shape[1], *g.shape[3:], *kernel, channels)
-        dx = fold(spread, (x.shape[3], x.shape[4]), stride, padding)
+        turned = _last(weight.flip(3, 4).transpose(1, 2))
+        beyond = [(n + 2 * p - k) % s for n, p, k, s in zip(x.shape[3:], padding, kernel, stride, strict=True)]
+        g = F.pad(_dilated(_dilated(g, 2, stride[0]), 3, stride[1]), (0, 0, 0, beyond[1], 0, beyond[0]))
+        around = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
+        zeros = turned.new_zeros(turned.shape[:2])
+        dx = correlate(g, turned, zeros, (1, 1), around).permute(0, 1, 4, 2, 3)
     return dx, dw, db
 
 
-def fold(spread: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """What every patch sends back, added up where patches overlap: L B H' W' k k C to L B C H W."""
-    kernel = spread.shape[4:6]
-    high, wide = size[0] + 2 * padding[0], size[1] + 2 * padding[1]
-    total = None
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
-            one = spread[..., i, j, :]
-            if stride != (1, 1):
-                one = _dilated(_dilated(one, 2, stride[0]), 3, stride[1])
-            below, right = high - i - one.shape[2], wide - j - one.shape[3]
-            one = F.pad(one, (0, 0, j, right, i, below))
-            total = one if total is None else total + one
-    assert total is not None
-    inner = total[:, :, padding[0] : padding[0] + size[0], padding[1] : padding[1] + size[1]]
-    return inner.permute(0, 1, 4, 2, 3)
+def _last(x: Tensor) -> Tensor:
+    """Channels, the third axis, last: lanes × batch × height × width × channels. No copy where they lie so already."""
+    return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
 def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
@@ -182,3 +126,63 @@ def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
         return x
     spaced = torch.stack([x, *[torch.zeros_like(x)] * (step - 1)], axis + 1).flatten(axis, axis + 1)
     return spaced.narrow(axis, 0, (x.shape[axis] - 1) * step + 1)
+
+
+def _columns(x: Tensor, kernel: Any, stride: Any, padding: Any) -> tuple[Tensor, Pair]:
+    columns, size = patches(x.permute(0, 1, 4, 2, 3), tuple(kernel), tuple(stride), tuple(padding))
+    return columns[..., : kernel[0] * kernel[1] * x.shape[4]], size
+
+
+@torch.library.custom_op("undrift::correlate", mutates_args=())
+def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    """Σ over kernel and channels of patches · weights, plus bias: lanes × batch × height × width × outputs."""
+    if available(x.device, x.dtype):
+        from undrift.kernels import convolution
+
+        return convolution.correlate(x, weight, bias, stride, padding)
+    columns, size = _columns(x, weight.shape[2:4], stride, padding)
+    return (columns @ weight.flatten(2).mT + bias[:, None]).unflatten(1, (x.shape[1], *size))
+
+
+@correlate.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    size = [
+        (n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:4], padding, weight.shape[2:4], stride, strict=True)
+    ]
+    return x.new_empty(*x.shape[:2], *size, weight.shape[1])
+
+
+@torch.library.custom_op("undrift::gradient", mutates_args=())
+def gradient(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    """Σ over positions of g · patches: lanes × outputs × (kernel · channels + 1), the last column the bias's, Σ g."""
+    if available(x.device, x.dtype):
+        from undrift.kernels import convolution
+
+        return convolution.gradient(g, x, kernel, stride, padding)
+    columns, rows = _columns(x, kernel, stride, padding)[0], g.flatten(1, 3)
+    return torch.cat([rows.mT @ columns, rows.sum(1)[..., None]], -1)
+
+
+@gradient.register_fake
+def _(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    return x.new_empty(
+        len(x), g.shape[4], kernel[0] * kernel[1] * x.shape[4] + 1, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
+
+
+def _more_lanes(operation: Any) -> Any:
+    """The rule for a vmap around the lanes, as where samples are mapped inside of them: so many times more lanes."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        size = info.batch_size
+        folded = [
+            _lanes(arg, dim, size).flatten(0, 1) if isinstance(arg, Tensor) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        return operation(*folded).unflatten(0, (size, -1)), 0
+
+    return rule
+
+
+correlate.register_vmap(_more_lanes(correlate))
+gradient.register_vmap(_more_lanes(gradient))

@@ -30,7 +30,9 @@ class StepGraph:
         self.rest = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(rest)]
         self.batches = [t.new_zeros(0, *t.shape[1:]) for t in batch]
         self.turn = torch.zeros(1, dtype=torch.int64, device=batch[0].device)
-        self.step = _mutating(program, len(self.state), compiled)
+        casts = _cast_ahead(program, len(self.state)) if compiled and isinstance(program, GraphModule) else []
+        self.casts = [(i, torch.zeros_like(self.state[i], dtype=dtype)) for i, dtype in casts]
+        self.step = _mutating(program, len(self.state) + len(casts), compiled)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, state: Tree, rest: Tree, batches: tuple[Tensor, ...]) -> Tree:
@@ -38,10 +40,13 @@ class StepGraph:
         if len(batches[0]) > len(self.batches[0]):  # more steps than ever before: longer buffers, and a new graph
             self.batches = [torch.zeros_like(t) for t in batches]
             self._capture()
-        for buffers, values in ((self.state, tree_leaves(state)), (self.rest, tree_leaves(rest))):
+        leaves = tree_leaves(state)
+        for buffers, values in ((self.state, leaves), (self.rest, tree_leaves(rest))):
             stale = [(b, v) for b, v in zip(buffers, values, strict=True) if b is not v]
             for buffer, value in stale:
                 buffer.copy_(value, non_blocking=True)
+        for i, cast in self.casts:
+            cast.copy_(leaves[i], non_blocking=True)
         for buffer, value in zip(self.batches, batches, strict=True):
             buffer[: len(value)].copy_(value, non_blocking=True)
         self.turn.zero_()
@@ -64,7 +69,7 @@ class StepGraph:
 
     def _once(self) -> None:
         batch = [t.index_select(0, self.turn)[0] for t in self.batches]
-        self.step(*self.state, *self.rest, *batch)
+        self.step(*self.state, *(cast for _, cast in self.casts), *self.rest, *batch)
         self.turn.add_(1)
 
 
@@ -77,11 +82,39 @@ def _mutating(program: Program, count: int, compiled: bool) -> Callable[..., Any
                 old.copy_(new)
 
     if compiled:
-        # Static shapes: with dynamic ones the patches of a convolution were ten times slower.
+        # Static shapes: with dynamic ones some kernels were ten times slower.
         return torch.compile(_of_its_own(step), dynamic=False, fullgraph=True)
     if isinstance(program, GraphModule):
         _update_in_place(program, count)
     return step
+
+
+def _cast_ahead(program: GraphModule, count: int) -> list[tuple[int, torch.dtype]]:
+    """Let a step end, not begin, with its weights in low precision: the update writes them as it goes, unread.
+
+    The casts become arguments, and results, of their own after the `count` of the state. Gives of which, and to what.
+    """
+    graph, found, extra = program.graph, [], []
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    last = next(n for n in graph.nodes if n.op == "output")
+    for i, state in enumerate(inputs[:count]):
+        casts = [n for n in state.users if n.target is torch.ops.aten._to_copy.default and set(n.kwargs) == {"dtype"}]
+        kinds = {n.kwargs["dtype"] for n in casts}
+        if len(kinds) != 1:
+            continue
+        with graph.inserting_before(inputs[count]):
+            cast = graph.placeholder(f"cast_{i}")
+        for old in casts:
+            old.replace_all_uses_with(cast)
+            graph.erase_node(old)
+        dtype = kinds.pop()
+        with graph.inserting_before(last):
+            new = last.args[0][i]
+            extra.append(graph.call_function(torch.ops.aten._to_copy.default, (new,), {"dtype": dtype}))
+        found.append((i, dtype))
+    last.args = ([*last.args[0], *extra],)
+    program.recompile()
+    return found
 
 
 _made = itertools.count()

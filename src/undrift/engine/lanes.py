@@ -24,6 +24,7 @@ from undrift.engine.graph import StepGraph
 from undrift.engine.packing import Stretch, busy, pack, stretches
 from undrift.engine.threads import at_once
 from undrift.engine.trace import CALLING, Traced
+from undrift.kernels import available
 from undrift.models.functional import Params
 from undrift.roles import Batch
 from undrift.tree import Tree, to_device, tree_add, tree_leaves, tree_map, tree_structure, tree_unflatten
@@ -36,6 +37,7 @@ class LanesEngine:
     def __init__(self, program: Program, data: Resident, lanes: int, compiled: bool = False, threads: int = 1) -> None:
         self.program, self.data, self.lanes, self.compiled = program, data, lanes, compiled
         self.threads = threads
+        self.own_convolutions = available(data.device, program.model.compute)
         self.step, self.start = Traced(self._step), Traced(self._start)
         self.conclude = Traced(self._conclude, compiled)
         self.graphs: dict[Any, StepGraph] | None = {} if data.device.type == "cuda" else None
@@ -93,7 +95,7 @@ class LanesEngine:
         batch = self.data.batch(rows, mask)
 
         def one(state: Tree, lane: Tree, x: Tensor, y: Tensor, mask: Tensor, k: Tensor) -> Tree:
-            with LaneConvolutions() if self.compiled else nullcontext():
+            with LaneConvolutions() if self.own_convolutions else nullcontext():
                 g = grad(self.program.objective)(state["params"], lane, shared, Batch(x, y, mask), k)
             return self.program.advance(state, g, lane, shared, k)
 
@@ -161,7 +163,7 @@ class LanesEngine:
         batch, trained = self.data.batch(rows, mask), when == "after"
 
         def one(params: Params, lane: Tree, x: Tensor, y: Tensor, mask: Tensor) -> Tree:
-            with LaneConvolutions() if self.compiled and trained else nullcontext():
+            with LaneConvolutions() if self.own_convolutions and trained else nullcontext():
                 return self.program.measure(params, lane, shared, Batch(x, y, mask), when, turn)
 
         return vmap(one, (0 if trained else None, 0, 0, 0, 0))(params, lane, batch.x, batch.y, batch.mask)

@@ -1,7 +1,7 @@
 """The plain engine: one client at a time, with ordinary autograd. Slow, simple, and right for every module.
 
 It is the reference for the lanes engine, the place to debug a hook, and the engine for models that do not vmap
-(`nn.GRU`) or whose training mode looks across a batch (batch norm).
+(`nn.RNN`) or whose training mode looks across a batch (batch norm).
 """
 
 from __future__ import annotations

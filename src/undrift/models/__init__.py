@@ -14,7 +14,7 @@ from undrift.errors import UndriftError, unknown
 from undrift.models.cnn import cnn, cnn_fedavg, cnn_femnist, cnn_temporal
 from undrift.models.lenet import lenet5
 from undrift.models.linear import logistic, mlp, svm
-from undrift.models.recurrent import gru_reader, lstm_reader
+from undrift.models.readers import gru_reader, lstm_reader
 from undrift.models.resnet import resnet20
 from undrift.models.vgg import vgg9
 from undrift.random import torch_seed

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.errors import UndriftError
 from undrift.models.layers import Layer, Watch
+from undrift.models.recurrent import release
 from undrift.models.squares import Uses
 from undrift.random import Key, keep_mask, normal, uniform
 
@@ -155,6 +156,7 @@ class Model:
         for name, p in self.module.named_parameters():
             if name in params:
                 p.copy_(params[name])
+        release(self.module)
         return self.module.eval()
 
 

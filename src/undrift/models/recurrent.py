@@ -1,8 +1,8 @@
-"""Recurrent layers that run as lanes, and the models built on them.
+"""Recurrent layers that run as lanes.
 
-`nn.GRU` and `nn.LSTM` have no vmap rule, so here are the same layers (same equations, same parameters by name and
-shape) as tensor operations. As in cuDNN, the input's share of all time steps is one product, only the recurrence is
-a loop, and the gradient of the hidden weights is one product over all steps at the end.
+`nn.GRU` and `nn.LSTM` have no vmap rule, so here are the same layers as tensor operations, which take their place where
+a model is to run as lanes (`adopt`). As in cuDNN, the input's share of all time steps is one product, only the
+recurrence is a loop, and the gradient of the hidden weights is one product over all steps at the end.
 
 The derivative of a step is linear in the gradient `d` that reaches its hidden state, and all its factors are known
 before the loop runs backwards. So the loop back is, for a GRU: multiply `d` by the factors, then one product.
@@ -10,7 +10,6 @@ before the loop runs backwards. So the loop back is, for a GRU: multiply `d` by 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from undrift.errors import UndriftError
+from undrift.kernels import available
 
 State = Any
 """Hidden states, layers × batch × units: one tensor, or for an LSTM the pair (h, c)."""
@@ -76,15 +76,7 @@ class _GRULoop(_Loop):
 
     @staticmethod
     def forward(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-        width, across, steps = h.shape[-1], weight.mT, []
-        for base_t, inner_t in zip(base.unbind(1), inner.unbind(1), strict=True):
-            a_rz, a_n = torch.baddbmm(base_t, h, across).split([2 * width, width], -1)
-            rz = torch.sigmoid(a_rz)
-            r, z = rz.split(width, -1)
-            n = torch.tanh(torch.addcmul(inner_t, r, a_n))
-            h = torch.lerp(n, h, z)
-            steps.append((h, rz, n, a_n))
-        return _over_time(steps)
+        return _gru(weight, base, inner, h)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -105,13 +97,51 @@ class _GRULoop(_Loop):
 class _GRULoopBack(_LoopBack):
     @staticmethod
     def forward(weight: Tensor, d_out: Tensor, factors: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-        outs, steps = list(d_out.unbind(1)), []
-        d, earlier = outs[-1], [torch.zeros_like(outs[0]), *outs[:-1]]
-        for d_earlier, factors_t, z_t in reversed(list(zip(earlier, factors.unbind(1), z.unbind(1), strict=True))):
-            steps.append((d,))
-            d_a = (d.unsqueeze(-2) * factors_t).flatten(-2)
-            d = torch.addcmul(d_earlier, d, z_t).baddbmm_(d_a, weight)  # in place, or it would copy first
-        return *_over_time(steps[::-1]), d
+        return _gru_back(weight, d_out, factors, z)
+
+
+@torch.library.custom_op("undrift::gru", mutates_args=())
+def _gru(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if available(inner.device, inner.dtype):
+        from undrift.kernels import recurrent
+
+        return recurrent.gru(weight, base, inner, h)
+    width, across, steps = h.shape[-1], weight.mT, []
+    for base_t, inner_t in zip(base.unbind(1), inner.unbind(1), strict=True):
+        a_rz, a_n = torch.baddbmm(base_t, h, across).split([2 * width, width], -1)
+        rz = torch.sigmoid(a_rz)
+        r, z = rz.split(width, -1)
+        n = torch.tanh(torch.addcmul(inner_t, r, a_n))
+        h = torch.lerp(n, h, z)
+        steps.append((h, rz, n, a_n))
+    out, all_rz, all_n, all_a_n = _over_time(steps)
+    return out, all_rz, all_n, all_a_n
+
+
+@_gru.register_fake
+def _(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = inner.new_empty
+    return like(inner.shape), like(*inner.shape[:-1], 2 * h.shape[-1]), like(inner.shape), like(inner.shape)
+
+
+@torch.library.custom_op("undrift::gru_back", mutates_args=())
+def _gru_back(weight: Tensor, d_out: Tensor, factors: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    if available(d_out.device, d_out.dtype):
+        from undrift.kernels import recurrent
+
+        return recurrent.gru_back(weight, d_out, factors, z)
+    outs, steps = list(d_out.unbind(1)), []
+    d, earlier = outs[-1], [torch.zeros_like(outs[0]), *outs[:-1]]
+    for d_earlier, factors_t, z_t in reversed(list(zip(earlier, factors.unbind(1), z.unbind(1), strict=True))):
+        steps.append((d,))
+        d_a = (d.unsqueeze(-2) * factors_t).flatten(-2)
+        d = torch.addcmul(d_earlier, d, z_t).baddbmm_(d_a, weight)  # in place, or it would copy first
+    return _over_time(steps[::-1])[0], d
+
+
+@_gru_back.register_fake
+def _(weight: Tensor, d_out: Tensor, factors: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return d_out.new_empty(d_out.shape), d_out.new_empty(d_out[:, 0].shape)
 
 
 class _LSTMLoop(_Loop):
@@ -119,16 +149,8 @@ class _LSTMLoop(_Loop):
 
     @staticmethod
     def forward(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-        width, across, steps = h.shape[-1], weight.mT, []
-        for base_t in base.unbind(1):
-            a = torch.baddbmm(base_t, h, across)
-            gates = torch.sigmoid(a)  # g's quarter too: one call is cheaper than three
-            i, f, _, o = gates.split(width, -1)
-            g = torch.tanh(a.narrow(-1, 2 * width, width))
-            c = torch.addcmul(i * g, f, c)
-            h = o * torch.tanh(c)
-            steps.append((h, c, gates, g))
-        return *_over_time(steps), c
+        out, cells, gates, g = _lstm(weight, base, h, c)
+        return out, cells, gates, g, cells[:, -1].clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -151,15 +173,60 @@ class _LSTMLoopBack(_LoopBack):
     def forward(
         weight: Tensor, d_out: Tensor, d_c: Tensor, factors: Tensor, to_c: Tensor, f: Tensor
     ) -> tuple[Tensor, ...]:
-        outs, steps = list(d_out.unbind(1)), []
-        d, earlier = outs[-1], [torch.zeros_like(outs[0]), *outs[:-1]]
-        known = list(zip(earlier, factors.unbind(1), to_c.unbind(1), f.unbind(1), strict=True))
-        for d_earlier, factors_t, to_c_t, f_t in reversed(known):
-            d_c = torch.addcmul(d_c, d, to_c_t)
-            steps.append((d, d_c))
-            d_a = (torch.stack((d_c, d_c, d_c, d), -2) * factors_t).flatten(-2)
-            d, d_c = torch.baddbmm(d_earlier, d_a, weight), d_c * f_t
-        return *_over_time(steps[::-1]), d, d_c
+        d, d_cells, d_start = _lstm_back(weight, d_out, d_c, factors, to_c, f)
+        return d, d_cells, d_start, d_cells[:, 0] * f[:, 0]
+
+
+@torch.library.custom_op("undrift::lstm", mutates_args=())
+def _lstm(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if available(base.device, base.dtype):
+        from undrift.kernels import recurrent
+
+        return recurrent.lstm(weight, base, h, c)
+    width, across, steps = h.shape[-1], weight.mT, []
+    for base_t in base.unbind(1):
+        a = torch.baddbmm(base_t, h, across)
+        gates = torch.sigmoid(a)  # g's quarter too: one call is cheaper than three
+        i, f, _, o = gates.split(width, -1)
+        g = torch.tanh(a.narrow(-1, 2 * width, width))
+        c = torch.addcmul(i * g, f, c)
+        h = o * torch.tanh(c)
+        steps.append((h, c, gates, g))
+    out, cells, all_gates, all_g = _over_time(steps)
+    return out, cells, all_gates, all_g
+
+
+@_lstm.register_fake
+def _(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    narrow = (*base.shape[:3], h.shape[-1])
+    return base.new_empty(narrow), base.new_empty(narrow), base.new_empty(base.shape), base.new_empty(narrow)
+
+
+@torch.library.custom_op("undrift::lstm_back", mutates_args=())
+def _lstm_back(
+    weight: Tensor, d_out: Tensor, d_c: Tensor, factors: Tensor, to_c: Tensor, f: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if available(d_out.device, d_out.dtype):
+        from undrift.kernels import recurrent
+
+        return recurrent.lstm_back(weight, d_out, d_c, factors, to_c, f)
+    outs, steps = list(d_out.unbind(1)), []
+    d, earlier = outs[-1], [torch.zeros_like(outs[0]), *outs[:-1]]
+    known = list(zip(earlier, factors.unbind(1), to_c.unbind(1), f.unbind(1), strict=True))
+    for d_earlier, factors_t, to_c_t, f_t in reversed(known):
+        d_c = torch.addcmul(d_c, d, to_c_t)
+        steps.append((d, d_c))
+        d_a = (torch.stack((d_c, d_c, d_c, d), -2) * factors_t).flatten(-2)
+        d, d_c = torch.baddbmm(d_earlier, d_a, weight), d_c * f_t
+    all_d, all_d_c = _over_time(steps[::-1])
+    return all_d, all_d_c, d
+
+
+@_lstm_back.register_fake
+def _(
+    weight: Tensor, d_out: Tensor, d_c: Tensor, factors: Tensor, to_c: Tensor, f: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return d_out.new_empty(d_out.shape), d_out.new_empty(d_out.shape), d_c.new_empty(d_c.shape)
 
 
 def _over_time(steps: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -257,126 +324,51 @@ def _layers(
     return x.transpose(0, 1) if batch_first else x, ends
 
 
-class _Recurrent(nn.Module):
-    """Parameters named, shaped, ordered and drawn as those of torch's own layer, so that state dicts exchange."""
+class GRU(nn.GRU):
+    """An `nn.GRU` that runs as lanes (Cho et al., 2014; torch's form of the equations)."""
 
-    gates = 0
-
-    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1) -> None:
-        super().__init__()
-        self.hidden_size, self.num_layers = hidden_size, num_layers
-        self.names: list[str] = []
-        rows, bound = self.gates * hidden_size, 1 / math.sqrt(hidden_size)
-        for i in range(num_layers):
-            shapes = {
-                f"weight_ih_l{i}": (rows, hidden_size if i else input_size),
-                f"weight_hh_l{i}": (rows, hidden_size),
-                f"bias_ih_l{i}": (rows,),
-                f"bias_hh_l{i}": (rows,),
-            }
-            for name, shape in shapes.items():
-                self.register_parameter(name, nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
-                self.names.append(name)
-
-    def _run(self, function: Callable[..., Any], x: Tensor, state: State) -> Any:
-        weights = [getattr(self, name) for name in self.names]
-        return function(x, state, weights, True, self.num_layers, 0.0, self.training, False, True)
-
-    def _zeros(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.num_layers, len(x), self.hidden_size)
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gru(x, _zeros(self, x) if state is None else state, *_settings(self))
 
 
-class GRU(_Recurrent):
-    """`nn.GRU(…, batch_first=True)` that runs as lanes (Cho et al., 2014; torch's form of the equations)."""
+class LSTM(nn.LSTM):
+    """An `nn.LSTM` that runs as lanes (Hochreiter and Schmidhuber, 1997)."""
 
-    gates = 3
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(gru, x, self._zeros(x) if state is None else state)
-
-
-class LSTM(_Recurrent):
-    """`nn.LSTM(…, batch_first=True)` that runs as lanes (Hochreiter and Schmidhuber, 1997)."""
-
-    gates = 4
-
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        out, h, c = self._run(lstm, x, (self._zeros(x), self._zeros(x)) if state is None else state)
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        out, h, c = lstm(x, (_zeros(self, x), _zeros(self, x)) if state is None else state, *_settings(self))
         return out, (h, c)
 
 
-class Reader(nn.Module):
-    """A recurrent layer that reads a sample step by step, and a linear layer on its last hidden state.
-
-    Samples are tokens, or a sequence of features, or a spectrogram 1 × features × time.
-    """
-
-    def __init__(self, rnn: _Recurrent, embedding: nn.Embedding | None, classes: int) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.rnn = rnn
-        self.head = nn.Linear(rnn.hidden_size, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            if x.is_floating_point():
-                raise UndriftError(f"This model reads tokens: x must hold whole numbers, such as int64, not {x.dtype}.")
-            x = self.embedding(x.long())
-        elif x.dim() == 4:
-            x = x.squeeze(1).transpose(1, 2)
-        return self.head(self.rnn(x)[0][:, -1])
+def _zeros(layer: nn.RNNBase, x: Tensor) -> Tensor:
+    if x.dim() != 3:
+        raise ValueError("a recurrent layer in lanes reads batches of sequences")
+    return x.new_zeros(layer.num_layers, x.shape[0 if layer.batch_first else 1], layer.hidden_size)
 
 
-def gru_reader(
-    classes: int,
-    shape: tuple[int, ...],
-    vocabulary: int | None = None,
-    embedding: int = 8,
-    hidden: int = 256,
-    layers: int = 2,
-) -> nn.Module:
-    """The GRU that reads Shakespeare in the paper on decaying K: embedding 8, two layers of 256, one next character.
-
-    Without a vocabulary, what is read and what comes next are the same characters.
-    """
-    if len(shape) == 1 and vocabulary is None:
-        vocabulary = classes
-    return _reader("gru", GRU, classes, shape, vocabulary, embedding, hidden, layers)
+def _settings(layer: nn.RNNBase) -> tuple[Any, ...]:
+    weights = [getattr(layer, name) for name in layer._flat_weights_names]
+    return weights, layer.bias, layer.num_layers, layer.dropout, layer.training, layer.bidirectional, layer.batch_first
 
 
-def lstm_reader(
-    classes: int,
-    shape: tuple[int, ...],
-    vocabulary: int | None = None,
-    embedding: int = 64,
-    hidden: int = 128,
-    layers: int = 1,
-) -> nn.Module:
-    """An LSTM for words or spectrograms, as in 2D-LRD's experiments, which do not give its sizes."""
-    if len(shape) == 1 and vocabulary is None:
-        raise UndriftError(
-            f'The model "lstm" reads samples of shape {shape} as tokens, and must know how many different ones there '
-            "are; give models.get a vocabulary."
-        )
-    return _reader("lstm", LSTM, classes, shape, vocabulary, embedding, hidden, layers)
+OURS: dict[type[nn.Module], type[nn.Module]] = {nn.GRU: GRU, nn.LSTM: LSTM}
+THEIRS = {ours: theirs for theirs, ours in OURS.items()}
 
 
-def _reader(
-    name: str,
-    kind: type[_Recurrent],
-    classes: int,
-    shape: tuple[int, ...],
-    vocabulary: int | None,
-    embedding: int,
-    hidden: int,
-    layers: int,
-) -> nn.Module:
-    spectrogram = len(shape) == 3 and shape[0] == 1
-    if not (len(shape) in (1, 2) or spectrogram) or not math.prod(shape):
-        raise UndriftError(
-            f'The model "{name}" needs tokens of shape (time,), sequences of shape (time, features) or spectrograms of '
-            f"shape (1, features, time), not samples of shape {shape}."
-        )
-    table = nn.Embedding(vocabulary, embedding) if len(shape) == 1 and vocabulary else None
-    features = embedding if table is not None else shape[1]
-    return Reader(kind(features, hidden, layers), table, classes)
+def adopt(module: nn.Module) -> None:
+    """Let torch's recurrent layers run as lanes, those that the loops above can stand for."""
+    for layer in module.modules():
+        if type(layer) in OURS and _plain(layer):
+            layer.__class__ = OURS[type(layer)]
+
+
+def release(module: nn.Module) -> None:
+    """Make them torch's own again."""
+    for layer in module.modules():
+        layer.__class__ = THEIRS.get(type(layer), type(layer))
+
+
+def _plain(layer: Any) -> bool:
+    between = layer.dropout and layer.num_layers > 1
+    return layer.bias and not layer.bidirectional and not between and not layer.proj_size

@@ -1,0 +1,34 @@
+"""Kernels in Triton, where torch has no good one. What they compute is written beside the operations that use them.
+
+Triton comes with torch's builds for GPUs; its modules here are imported where `available` says so, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels run here: Triton's, on a GPU from Ampere on. None is for float64."""
+    return dtype != torch.float64 and _on(device)
+
+
+@cache
+def _on(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
+
+
+def precision() -> str:
+    """What products of float32 are taken in, by torch's setting for all of them."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def stages(wanted: int, *runs: int) -> int:
+    """How many turns of a loop to load ahead, given the bytes of the runs in memory that it reads.
+
+    Triton 3.6 copies ahead of time wrongly where runs are shorter than what a thread reads, so those are not.
+    """
+    return 1 if any(run % 16 for run in runs) else wanted

@@ -1,0 +1,86 @@
+"""Models that read sequences: a recurrent layer, and a linear one on what it has read."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from undrift.errors import UndriftError
+
+
+class Reader(nn.Module):
+    """A recurrent layer that reads a sample step by step, and a linear layer on its last hidden state.
+
+    Samples are tokens, or a sequence of features, or a spectrogram 1 × features × time.
+    """
+
+    def __init__(self, rnn: nn.RNNBase, embedding: nn.Embedding | None, classes: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.rnn = rnn
+        self.head = nn.Linear(rnn.hidden_size, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            if x.is_floating_point():
+                raise UndriftError(f"This model reads tokens: x must hold whole numbers, such as int64, not {x.dtype}.")
+            x = self.embedding(x.long())
+        elif x.dim() == 4:
+            x = x.squeeze(1).transpose(1, 2)
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def gru_reader(
+    classes: int,
+    shape: tuple[int, ...],
+    vocabulary: int | None = None,
+    embedding: int = 8,
+    hidden: int = 256,
+    layers: int = 2,
+) -> nn.Module:
+    """The GRU that reads Shakespeare in the paper on decaying K: embedding 8, two layers of 256, one next character.
+
+    Without a vocabulary, what is read and what comes next are the same characters.
+    """
+    if len(shape) == 1 and vocabulary is None:
+        vocabulary = classes
+    return _reader("gru", nn.GRU, classes, shape, vocabulary, embedding, hidden, layers)
+
+
+def lstm_reader(
+    classes: int,
+    shape: tuple[int, ...],
+    vocabulary: int | None = None,
+    embedding: int = 64,
+    hidden: int = 128,
+    layers: int = 1,
+) -> nn.Module:
+    """An LSTM for words or spectrograms, as in 2D-LRD's experiments, which do not give its sizes."""
+    if len(shape) == 1 and vocabulary is None:
+        raise UndriftError(
+            f'The model "lstm" reads samples of shape {shape} as tokens, and must know how many different ones there '
+            "are; give models.get a vocabulary."
+        )
+    return _reader("lstm", nn.LSTM, classes, shape, vocabulary, embedding, hidden, layers)
+
+
+def _reader(
+    name: str,
+    kind: type[nn.GRU] | type[nn.LSTM],
+    classes: int,
+    shape: tuple[int, ...],
+    vocabulary: int | None,
+    embedding: int,
+    hidden: int,
+    layers: int,
+) -> nn.Module:
+    spectrogram = len(shape) == 3 and shape[0] == 1
+    if not (len(shape) in (1, 2) or spectrogram) or not math.prod(shape):
+        raise UndriftError(
+            f'The model "{name}" needs tokens of shape (time,), sequences of shape (time, features) or spectrograms of '
+            f"shape (1, features, time), not samples of shape {shape}."
+        )
+    table = nn.Embedding(vocabulary, embedding) if len(shape) == 1 and vocabulary else None
+    features = embedding if table is not None else shape[1]
+    return Reader(kind(features, hidden, layers, batch_first=True), table, classes)

@@ -1,0 +1,54 @@
+"""Kernels by Triton's interpreter, which needs no GPU:  TRITON_INTERPRET=1 python -m tests.interpreted
+
+A program of its own, for Triton must be told before it is imported. It shows that a kernel computes what is meant; what
+a GPU's compiler makes of it, `test_kernels.py` shows on one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from undrift.engine import convolution as meant
+from undrift.kernels import convolution, recurrent
+from undrift.models import recurrent as loops
+
+SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
+    (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),
+    (2, 2, (9, 7), 3, 5, (5, 3), (1, 2), (0, 2)),
+    (1, 2, (6, 6), 32, 130, (3, 3), (2, 2), (1, 1)),
+    (3, 9, (6, 6), 1, 4, (1, 1), (1, 1), (0, 0)),
+]
+
+
+def compare(found: object, wanted: object) -> None:
+    pairs = zip(*((one,) if isinstance(one, torch.Tensor) else one for one in (found, wanted)), strict=True)
+    for one, other in pairs:
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max())), (one - other).abs().max()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for lanes, batch, size, channels, outputs, kernel, stride, padding in SHAPES:
+        x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
+        bias = torch.randn(lanes, outputs)
+        wanted = meant.correlate(x, weight, bias, stride, padding)
+        compare(convolution.correlate(x, weight, bias, stride, padding), wanted)
+        g = torch.randn_like(wanted)
+        compare(convolution.gradient(g, x, kernel, stride, padding), meant.gradient(g, x, kernel, stride, padding))
+    for lanes, time, batch, width in [(2, 3, 3, 16), (1, 2, 70, 24)]:
+        steps, state = (lanes, time, batch), torch.randn(lanes, batch, width)
+        for gates, loop in ((3, "gru"), (4, "lstm")):
+            weight = torch.randn(lanes, gates * width, width) / width**0.5
+            base, narrow = torch.randn(*steps, gates * width), [torch.rand(*steps, width) for _ in range(3)]
+            factors, end = torch.rand(*steps, gates, width), torch.randn(lanes, batch, width)
+            there = (weight, base, narrow[0], state) if loop == "gru" else (weight, base, state, end)
+            back = (weight, narrow[0], factors, narrow[1])
+            if loop == "lstm":
+                back = (weight, narrow[0], end, factors, *narrow[1:])
+            compare(getattr(recurrent, loop)(*there), getattr(loops, f"_{loop}")(*there))
+            compare(getattr(recurrent, f"{loop}_back")(*back), getattr(loops, f"_{loop}_back")(*back))
+
+
+if __name__ == "__main__":
+    main()
