@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrift as ud
-from undrift.models.recurrent import Reader
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Case:
     batch: int
     steps: int = 20
     tokens: int | None = None
-    compiled: bool = True
 
 
 CASES = {
@@ -44,18 +42,15 @@ CASES = {
     "LeNet-5, 12 × 100": Case("lenet5", (3, 32, 32), 10, 12, 100),
     "VGG-9, 8 × 64": Case("vgg9(dropout=False)", (3, 32, 32), 10, 8, 64),
     "ResNet-20, 2 × 256": Case("resnet20", (3, 32, 32), 10, 2, 256, steps=10),
-    "GRU, 10 × 32 × 80": Case("gru", (80,), 80, 10, 32, steps=5, tokens=80, compiled=False),
+    "GRU, 10 × 32 × 80": Case("gru", (80,), 80, 10, 32, steps=5, tokens=80),
 }
 
 
-def make(case: Case, like_torch: bool = False) -> nn.Module:
+def make(case: Case) -> nn.Module:
     from undrift.registry import parse_model
 
     name, options = parse_model(case.model)
-    model = ud.models.get(name, classes=case.classes, shape=case.shape, vocabulary=case.tokens, **options)
-    if like_torch and isinstance(model, Reader):  # what one would write by hand: cuDNN's layer
-        model.rnn = nn.GRU(8, 256, 2, batch_first=True)  # type: ignore[assignment]
-    return model
+    return ud.models.get(name, classes=case.classes, shape=case.shape, vocabulary=case.tokens, **options)
 
 
 def samples(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +65,7 @@ def samples(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def by_hand(case: Case, low: bool, batch: int, steps: int, graph: bool) -> float:
     """Seconds that `steps` steps of one model take."""
     x, y = (t.cuda() for t in samples(case))
-    model = make(case, like_torch=True).cuda()
+    model = make(case).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.randperm(len(x), device="cuda")[:batch]
 
@@ -146,7 +141,7 @@ def main() -> None:
                 "central": by_hand(case, low, case.clients * case.batch, case.steps, graph=True),
                 "ours": ours(case, precision, False),
             }
-            if case.compiled and not arguments.no_compile:
+            if not arguments.no_compile:
                 seconds["compiled"] = ours(case, precision, True)
             speed = {side: total / s / 1e3 for side, s in seconds.items()}
             best = max(speed["ours"], speed.get("compiled", 0))

@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.beside import fastest
+
 HERE = Path(__file__).parent
+ABOUT = {
+    "pfl": "Whole rounds, both sides in one process, by turns, medians.",
+    "Flower": "Whole rounds, by turns, medians;\nclients that train at a time have a Ray actor each.",
+    "FedJAX": "Whole rounds, both sides in one process,\nby turns, medians.",
+}
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -15,18 +22,20 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def where(found: dict[str, Any]) -> str:
-    return f"{found['gpu']}, torch {found['torch']}"
+    versions = {"torch": found["torch"], **found.get("with", {})}
+    return ", ".join([found["gpu"], *(f"{name} {version}" for name, version in versions.items())])
 
 
-def pfl(found: dict[str, Any]) -> list[str]:
-    first = found["rows"][0]["ms"]
-    lines = [f"| {r['side']} | {r['ms']:.2f} | {first / r['ms']:.1f}× |" for r in found["rows"]]
+def others(found: dict[str, Any]) -> list[str]:
+    name, base = found["benchmark"], fastest(found["rows"])
+    beside = "" if name == "pfl" else f", beside {name}"
+    lines = [f"| {r['side']} | {r['ms']:.2f} | {base['ms'] / r['ms']:.1f}× |" for r in found["rows"]]
     return [
-        f"## pfl-research's CIFAR-10 benchmark{', on a CPU' if 'CPU' in found['gpu'] else ''}",
+        f"## pfl-research's CIFAR-10 benchmark{beside}{', on a CPU' if 'CPU' in found['gpu'] else ''}",
         "",
-        f"`python -m benchmarks.pfl`, {where(found)}. Whole rounds, both sides in one process, by turns, medians.",
+        f"`python -m benchmarks.{name.lower()}`, {where(found)}. {ABOUT[name]}",
         "",
-        f"| | ms a round | ÷ {found['rows'][0]['side']} |",
+        f"| | ms a round | ÷ {base['side']} |",
         "|---|---|---|",
         *lines,
     ]
@@ -39,7 +48,8 @@ def cohort(found: dict[str, Any]) -> list[str]:
         speed = row["thousand_samples_a_second"]
         cells = " | ".join(f"{speed[side]:.1f}" if side in speed else "–" for side in sides)
         over = " | ".join(f"{row['best'] / speed[side]:.2f}×" for side in ("loop", "replayed", "central"))
-        lines.append(f"| {row['case']}, {row['precision']} | {cells} | {over} |")
+        older = ", an earlier version" if row.get("older") else ""
+        lines.append(f"| {row['case']}, {row['precision']}{older} | {cells} | {over} |")
     return [
         "## The papers' models",
         "",
@@ -53,16 +63,36 @@ def cohort(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def convolutions(found: dict[str, Any]) -> list[str]:
+    ways, lines = ("grouped", "channels last", "ours"), []
+    for row in found["rows"]:
+        took = row["microseconds"]
+        over = min(took["grouped"], took["channels last"]) / took["ours"]
+        lines.append(
+            f"| {row['layer']}, {row['precision']} | {' | '.join(f'{took[w]:.0f}' for w in ways)} | {over:.2f}× |"
+        )
+    return [
+        "## A cohort's convolutions",
+        "",
+        f"`python -m benchmarks.convolutions`, {where(found)}. Microseconds, forward and backward: torch's grouped",
+        "convolution, the same with channels last in memory, our kernels; then the better of torch's over ours.",
+        "",
+        f"| | {' | '.join(ways)} | torch ÷ ours |",
+        "|---|---|---|---|---|",
+        *lines,
+    ]
+
+
 def methods(found: dict[str, Any]) -> list[str]:
-    epoch, lines = found["rows"][0]["ms"], []
+    epoch, lines, older = found["rows"][0]["ms"], [], ", an earlier version" if found.get("older") else ""
     for r in found["rows"]:
         apart = f"{r['passes_ms']:.1f} | {r['passes_ms'] / epoch:.2f}×" if r["passes_ms"] else " | "
         lines.append(f"| {r['method']} | {r['ms']:.1f} | {r['over_fedavg']:.2f}× | {apart} |")
     return [
         "## Methods, on VGG-9",
         "",
-        f"`python -m benchmarks.methods`, {where(found)}, compiled: {found['compile']}. A round is one local epoch;",
-        "passes over the data without training are counted apart, beside it.",
+        f"`python -m benchmarks.methods`, {where(found)}, compiled: {found['compile']}{older}. A round is one",
+        "local epoch; passes over the data without training are counted apart, beside it.",
         "",
         "| | ms a round | ÷ FedAvg | passes, ms | ÷ an epoch |",
         "|---|---|---|---|---|",
@@ -103,7 +133,18 @@ def cpu(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     lines = ["# Benchmarks", "", "Made by `python -m benchmarks.report` from `benchmarks/results/*.json`.", ""]
-    sections = {"pfl": pfl, "cohort": cohort, "methods": methods, "busy": busy, "cpu": cpu, "pfl_cpu": pfl}
+    sections = {
+        "pfl": others,
+        "flower": others,
+        "cohort": cohort,
+        "convolutions": convolutions,
+        "methods": methods,
+        "busy": busy,
+        "cpu": cpu,
+        "pfl_cpu": others,
+        "flower_cpu": others,
+        "fedjax_cpu": others,
+    }
     for name, section in sections.items():
         if found := read(name):
             lines += [*section(found), ""]
