@@ -25,7 +25,7 @@ from undrift.tree import tree_expand
 
 CPU_CONVOLUTION_FLOPS = 8e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
-CPU_LANE_BYTES = 8 * 2**20
+CPU_LANE_BYTES = 16 * 2**20
 """What all lanes' weights and batches may take on a CPU: beyond its cache, more lanes cost more than they save."""
 CPU_PADDING = 4
 """How many times the mean batch the widest may be before padding all to it costs a CPU more than lanes save."""
