@@ -65,7 +65,7 @@ class _LoopBack(_Loop):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise UndriftError("undrift's recurrent layers have no second derivative; use nn.GRU or nn.LSTM for that.")
+        raise UndriftError('Recurrent layers have no second derivative in lanes; use engine="plain" for that.')
 
 
 class _GRULoop(_Loop):
@@ -314,7 +314,7 @@ def _layers(
     """Layer upon layer, time first in between."""
     if not has_biases or bidirectional or (dropout and training):
         raise UndriftError(
-            "undrift's recurrent layers have biases, one direction and no dropout; use nn.GRU or nn.LSTM for others."
+            'In lanes recurrent layers have biases, one direction and no dropout; use engine="plain" for others.'
         )
     x = x.transpose(0, 1) if batch_first else x
     ends = []
