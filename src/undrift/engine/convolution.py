@@ -4,7 +4,7 @@
 convolutions are therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own, in
 which channels come last in memory and two operations do all the work: a correlation of every lane, which with the
 kernel turned round is also the way back to the input, and the gradient of the weights. On a GPU they are the kernels of
-`kernels/convolution.py`, which are faster than any other way for every layer of the papers' models (`python -m
+`kernels/convolution.py`, several times faster for nearly every layer of the papers' models (`python -m
 benchmarks.convolutions`); here is what they compute, as products with patches.
 """
 
