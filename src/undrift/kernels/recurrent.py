@@ -1,7 +1,7 @@
 """Steps of recurrent layers on a GPU, each a kernel of its own: kernels in Triton.
 
 A step's product with the hidden weights and everything after it are one kernel, which writes straight into the tensors
-over all time. What the tensors are and what is computed is in `recurrent.py`; sums are in float32.
+over all time. What the tensors are and what is computed is in `models/recurrent.py`; sums are in float32.
 """
 
 from __future__ import annotations
@@ -27,22 +27,46 @@ def _tanh(a):
 
 
 @triton.jit
-def _gru_step(
-    weight, base, inner, before, before_lane, h, rz, n, a_n, step, batch, TIME: tl.constexpr, H: tl.constexpr,
-    BB: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+def _place(batch, H: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr):
+    """A program's lane, its samples and units, which of them exist, and where they lie in batch × units."""
     lane = tl.program_id(0).to(tl.int64)
     rows, units = tl.program_id(1) * BB + tl.arange(0, BB), tl.program_id(2) * BU + tl.arange(0, BU)
     in_batch, in_width = rows < batch, units < H
     there, at = in_batch[:, None] & in_width[None], rows[:, None] * H + units[None]
+    return lane, rows, units, in_batch, in_width, there, at
+
+
+@triton.jit
+def _read(at, there):
+    return tl.load(at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _through_gate(
+    total, sent, across, factors, rows, units, k, inside, in_width, gate: tl.constexpr, GATES: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """total + (sent · factors_g) · W_g, over the units k."""
+    f = _read(factors + rows[:, None] * (GATES * H) + gate * H + k[None], inside)
+    at = across + units[None] * (GATES * H) + gate * H + k[:, None]
+    w = tl.load(at, mask=in_width[None] & (k < H)[:, None], other=0.0)
+    return tl.dot((sent * f).to(w.dtype), w, total, input_precision=P)
+
+
+@triton.jit
+def _gru_step(
+    weight, base, inner, before, before_lane, h, rz, n, a_n, step, batch, TIME: tl.constexpr, H: tl.constexpr,
+    BB: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    lane, rows, units, in_batch, in_width, there, at = _place(batch, H, BB, BU)
     before += lane * before_lane
     weight += lane * 3 * H * H
     now = (lane * TIME + step) * batch
     base += now * 3 * H + rows[:, None] * (3 * H) + units[None]
     kind = h.dtype.element_ty
-    a_r = tl.load(base, mask=there, other=0.0).to(tl.float32)
-    a_z = tl.load(base + H, mask=there, other=0.0).to(tl.float32)
-    a_c = tl.load(base + 2 * H, mask=there, other=0.0).to(tl.float32)
+    a_r = _read(base, there)
+    a_z = _read(base + H, there)
+    a_c = _read(base + 2 * H, there)
     for begin in range(0, H, BK):
         k = begin + tl.arange(0, BK)
         old = tl.load(before + rows[:, None] * H + k[None], mask=in_batch[:, None] & (k < H)[None], other=0.0)
@@ -51,8 +75,8 @@ def _gru_step(
         a_z = tl.dot(old, tl.load(own + H * H, mask=inside, other=0.0), a_z, input_precision=P)
         a_c = tl.dot(old, tl.load(own + 2 * H * H, mask=inside, other=0.0), a_c, input_precision=P)
     r, z = _sigmoid(a_r), _sigmoid(a_z)
-    new = _tanh(tl.load(inner + now * H + at, mask=there, other=0.0).to(tl.float32) + r * a_c)
-    last = tl.load(before + at, mask=there, other=0.0).to(tl.float32)
+    new = _tanh(_read(inner + now * H + at, there) + r * a_c)
+    last = _read(before + at, there)
     tl.store(h + now * H + at, (new + z * (last - new)).to(kind), mask=there)
     tl.store(n + now * H + at, new.to(kind), mask=there)
     tl.store(a_n + now * H + at, a_c.to(kind), mask=there)
@@ -67,29 +91,21 @@ def _gru_step_back(
     FIRST: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """out = earlier + d·z + Σ_g (d · factors_g) · W_g, for one step back."""
-    lane = tl.program_id(0).to(tl.int64)
-    rows, units = tl.program_id(1) * BB + tl.arange(0, BB), tl.program_id(2) * BU + tl.arange(0, BU)
-    in_batch, in_width = rows < batch, units < H
-    there, at = in_batch[:, None] & in_width[None], rows[:, None] * H + units[None]
+    lane, rows, units, in_batch, in_width, there, at = _place(batch, H, BB, BU)
     now = (lane * TIME + step) * batch
     d += now * H
     factors += now * 3 * H
     across += lane * 3 * H * H
-    total = tl.load(d + at, mask=there, other=0.0).to(tl.float32)
-    total *= tl.load(z + now * H + at, mask=there, other=0.0).to(tl.float32)
+    total = _read(d + at, there)
+    total *= _read(z + now * H + at, there)
     if not FIRST:
-        total += tl.load(earlier + lane * earlier_lane + at, mask=there, other=0.0).to(tl.float32)
+        total += _read(earlier + lane * earlier_lane + at, there)
     for begin in range(0, H, BK):
         k = begin + tl.arange(0, BK)
         inside = in_batch[:, None] & (k < H)[None]
-        own = tl.load(d + rows[:, None] * H + k[None], mask=inside, other=0.0).to(tl.float32)
+        own = _read(d + rows[:, None] * H + k[None], inside)
         for gate in tl.static_range(3):
-            f = tl.load(factors + rows[:, None] * (3 * H) + gate * H + k[None], mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(
-                across + units[None] * (3 * H) + gate * H + k[:, None],
-                mask=in_width[None] & (k < H)[:, None], other=0.0,
-            )  # fmt: skip
-            total = tl.dot((own * f).to(w.dtype), w, total, input_precision=P)
+            total = _through_gate(total, own, across, factors, rows, units, k, inside, in_width, gate, 3, H, P)
     tl.store(out + lane * out_lane + at, total.to(out.dtype.element_ty), mask=there)
 
 
@@ -98,18 +114,15 @@ def _lstm_step(
     weight, base, before, before_lane, c_before, c_lane, h, c, gates, g, step, batch,
     TIME: tl.constexpr, H: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.program_id(0).to(tl.int64)
-    rows, units = tl.program_id(1) * BB + tl.arange(0, BB), tl.program_id(2) * BU + tl.arange(0, BU)
-    in_batch, in_width = rows < batch, units < H
-    there, at = in_batch[:, None] & in_width[None], rows[:, None] * H + units[None]
+    lane, rows, units, in_batch, in_width, there, at = _place(batch, H, BB, BU)
     before += lane * before_lane
     weight += lane * 4 * H * H
     now = (lane * TIME + step) * batch
     wide = now * 4 * H + rows[:, None] * (4 * H) + units[None]
-    a_i = tl.load(base + wide, mask=there, other=0.0).to(tl.float32)
-    a_f = tl.load(base + wide + H, mask=there, other=0.0).to(tl.float32)
-    a_g = tl.load(base + wide + 2 * H, mask=there, other=0.0).to(tl.float32)
-    a_o = tl.load(base + wide + 3 * H, mask=there, other=0.0).to(tl.float32)
+    a_i = _read(base + wide, there)
+    a_f = _read(base + wide + H, there)
+    a_g = _read(base + wide + 2 * H, there)
+    a_o = _read(base + wide + 3 * H, there)
     for begin in range(0, H, BK):
         k = begin + tl.arange(0, BK)
         old = tl.load(before + rows[:, None] * H + k[None], mask=in_batch[:, None] & (k < H)[None], other=0.0)
@@ -119,7 +132,7 @@ def _lstm_step(
         a_g = tl.dot(old, tl.load(own + 2 * H * H, mask=inside, other=0.0), a_g, input_precision=P)
         a_o = tl.dot(old, tl.load(own + 3 * H * H, mask=inside, other=0.0), a_o, input_precision=P)
     i, f, o, new = _sigmoid(a_i), _sigmoid(a_f), _sigmoid(a_o), _tanh(a_g)
-    cell = f * tl.load(c_before + lane * c_lane + at, mask=there, other=0.0).to(tl.float32) + i * new
+    cell = f * _read(c_before + lane * c_lane + at, there) + i * new
     kind = h.dtype.element_ty
     tl.store(h + now * H + at, (o * _tanh(cell)).to(kind), mask=there)
     tl.store(c + now * H + at, cell.to(kind), mask=there)
@@ -131,16 +144,22 @@ def _lstm_step(
 
 
 @triton.jit
+def _cell(later, forget, d, to_c, at, there, LAST: tl.constexpr):
+    """The gradient of a cell: later · forget + d · to_c, or after the last step what it ended with."""
+    cell = _read(later + at, there)
+    if not LAST:
+        cell *= _read(forget + at, there)
+    return cell + _read(d + at, there) * _read(to_c + at, there)
+
+
+@triton.jit
 def _lstm_step_back(
     across, earlier, earlier_lane, factors, to_c, d, later, later_lane, forget, forget_lane, d_c, out, out_lane,
     step, batch, TIME: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     BB: tl.constexpr, BU: tl.constexpr, BK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """d_c = later · forget + d · to_c, and out = earlier + Σ_g ((d_c or d) · factors_g) · W_g, for one step back."""
-    lane = tl.program_id(0).to(tl.int64)
-    rows, units = tl.program_id(1) * BB + tl.arange(0, BB), tl.program_id(2) * BU + tl.arange(0, BU)
-    in_batch, in_width = rows < batch, units < H
-    there, at = in_batch[:, None] & in_width[None], rows[:, None] * H + units[None]
+    lane, rows, units, in_batch, in_width, there, at = _place(batch, H, BB, BU)
     now = (lane * TIME + step) * batch
     d += now * H
     to_c += now * H
@@ -150,32 +169,18 @@ def _lstm_step_back(
     across += lane * 4 * H * H
     total = tl.zeros((BB, BU), tl.float32)
     if not FIRST:
-        total += tl.load(earlier + lane * earlier_lane + at, mask=there, other=0.0).to(tl.float32)
+        total += _read(earlier + lane * earlier_lane + at, there)
     for begin in range(0, H, BK):
         k = begin + tl.arange(0, BK)
         inside, place = in_batch[:, None] & (k < H)[None], rows[:, None] * H + k[None]
-        own = tl.load(d + place, mask=inside, other=0.0).to(tl.float32)
-        cell = tl.load(later + place, mask=inside, other=0.0).to(tl.float32)
-        if not LAST:
-            cell *= tl.load(forget + place, mask=inside, other=0.0).to(tl.float32)
-        cell += own * tl.load(to_c + place, mask=inside, other=0.0).to(tl.float32)
+        own = _read(d + place, inside)
+        cell = _cell(later, forget, d, to_c, place, inside, LAST)
         for gate in tl.static_range(4):
-            f = tl.load(factors + rows[:, None] * (4 * H) + gate * H + k[None], mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(
-                across + units[None] * (4 * H) + gate * H + k[:, None],
-                mask=in_width[None] & (k < H)[:, None], other=0.0,
-            )  # fmt: skip
-            sent = own * f if gate == 3 else cell * f
-            total = tl.dot(sent.to(w.dtype), w, total, input_precision=P)
+            sent = own if gate == 3 else cell
+            total = _through_gate(total, sent, across, factors, rows, units, k, inside, in_width, gate, 4, H, P)
     kind = out.dtype.element_ty
     tl.store(out + lane * out_lane + at, total.to(kind), mask=there)
-    cell = tl.load(later + at, mask=there, other=0.0).to(tl.float32)
-    if not LAST:
-        cell *= tl.load(forget + at, mask=there, other=0.0).to(tl.float32)
-    cell += tl.load(d + at, mask=there, other=0.0).to(tl.float32) * tl.load(to_c + at, mask=there, other=0.0).to(
-        tl.float32
-    )
-    tl.store(d_c + now * H + at, cell.to(kind), mask=there)
+    tl.store(d_c + now * H + at, _cell(later, forget, d, to_c, at, there, LAST).to(kind), mask=there)
 
 
 def _launch(like: Tensor, batch: int, width: int) -> tuple[Any, dict[str, Any]]:
