@@ -6,11 +6,14 @@ a GPU's compiler makes of it, `test_kernels.py` shows on one.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from undrift.engine import convolution as meant
 from undrift.kernels import convolution, recurrent
 from undrift.models import recurrent as loops
+from undrift.models.squares import squares
 
 SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),
@@ -29,13 +32,17 @@ def compare(found: object, wanted: object) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    for lanes, batch, size, channels, outputs, kernel, stride, padding in SHAPES:
+    convolution._memory = lambda device: 227  # of a Hopper, which turns g for tf32
+    for (lanes, batch, size, channels, outputs, kernel, stride, padding), tf32 in product(SHAPES, (False, True)):
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
         bias = torch.randn(lanes, outputs)
         wanted = meant.correlate(x, weight, bias, stride, padding)
         compare(convolution.correlate(x, weight, bias, stride, padding), wanted)
         g = torch.randn_like(wanted)
         compare(convolution.gradient(g, x, kernel, stride, padding), meant.gradient(g, x, kernel, stride, padding))
+        found = convolution.gradient(g, x, kernel, stride, padding, squared=True)
+        compare(found, squares(g, x, kernel, stride, padding))
     for lanes, time, batch, width in [(2, 3, 3, 16), (1, 2, 70, 24)]:
         steps, state = (lanes, time, batch), torch.randn(lanes, batch, width)
         for gates, loop in ((3, "gru"), (4, "lstm")):

@@ -12,6 +12,7 @@ import torch
 from tests.problems import distance
 from undrift.engine.convolution import correlate, gradient
 from undrift.models import recurrent
+from undrift.models.squares import squares
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CLOSE = {"bfloat16": 1e-2, "tf32": 5e-3, "float32": 1e-5}
@@ -20,6 +21,7 @@ SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 64, (32, 32), 4, 32, (3, 3), (1, 1), (1, 1)),
     (5, 10, (30, 30), 32, 64, (3, 3), (1, 1), (0, 0)),
     (2, 8, (8, 8), 128, 256, (3, 3), (1, 1), (1, 1)),
+    (2, 9, (16, 16), 64, 128, (3, 3), (1, 1), (1, 1)),
     (3, 7, (14, 14), 6, 16, (5, 5), (1, 1), (2, 2)),
     (3, 7, (14, 14), 20, 64, (3, 3), (1, 1), (1, 1)),
     (3, 7, (14, 14), 6, 32, (3, 3), (1, 1), (1, 1)),
@@ -67,6 +69,7 @@ def test_a_correlation_and_its_gradient(shape, precision):
     compare(correlate, precision, (x, weight, torch.randn(lanes, outputs)), stride, padding)
     g = torch.randn_like(correlate(x, weight, torch.zeros(lanes, outputs), stride, padding))
     compare(gradient, precision, (g, x), kernel, stride, padding)
+    compare(squares, precision, (g, x), kernel, stride, padding)
 
 
 @on_a_gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,26 +139,25 @@ def train(
                 "bytes_down": down,
                 "bytes_up": up,
                 "total_bytes": now.total_bytes,
-                **method.history(states),
             }
-            clock.stop(row)
+            clock.stop(row, partial(method.history, states))
             if last or (t + 1) % evaluate_every == 0:
                 row |= evaluate(run, params) | personal.shared(params, last)
             if last or (personalize_every and (t + 1) % personalize_every == 0):
                 row |= personal.tuned(params, states, method, t)
             now.history.append(row)
-            if last or folder.path or trackers or on_round:
-                clock.settle()
-            folder.row(row)
-            try:
-                trackers.row(row)
-                if on_round:
-                    on_round(row)
-            except BaseException:  # whoever stops a run here, with Ctrl-C say, finds it where it stood
-                folder.sync()
-                checkpoints.save(now)
-                raise
-            if checkpoints.due(now):
+            due = checkpoints.due(now)
+            for done in clock.settled(wait=bool(last or due or trackers or on_round)):
+                folder.row(done)
+                try:
+                    trackers.row(done)
+                    if on_round:
+                        on_round(done)
+                except BaseException:  # whoever stops a run here, with Ctrl-C say, finds it where it stood
+                    folder.sync()
+                    checkpoints.save(now)
+                    raise
+            if due:
                 folder.sync()
                 checkpoints.save(now)
         trained = run.model.load(now.params)

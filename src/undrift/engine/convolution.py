@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from undrift.kernels import available
-from undrift.models.patches import Pair, arguments, as_weight, patches
+from undrift.kernels import available, lanes_of, more_lanes
+from undrift.models.patches import Pair, arguments, as_weight, channels_last, patches
 
 Wanted = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -63,7 +63,7 @@ class Convolution(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Any:
         tensors = zip((x, weight, bias), in_dims[:3], strict=True)
-        x, weight, bias = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
+        x, weight, bias = (lanes_of(t, dim, info.batch_size) for t, dim in tensors)
         return forward(x, weight, bias, stride, padding), 0
 
 
@@ -86,38 +86,29 @@ class Back(Function):
         info: Any, in_dims: Any, g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted
     ) -> Any:
         tensors = zip((g, x, weight), in_dims[:3], strict=True)
-        g, x, weight = (_lanes(t, dim, info.batch_size) for t, dim in tensors)
+        g, x, weight = (lanes_of(t, dim, info.batch_size) for t, dim in tensors)
         found = backward(g, x, weight, stride, padding, wanted)
         return tuple(g.new_zeros(len(g)) if d is None else d for d in found), (0, 0, 0)
 
 
-def _lanes(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    return correlate(_last(x), _last(weight), bias.contiguous(), stride, padding).permute(0, 1, 4, 2, 3)
+    return correlate(channels_last(x), channels_last(weight), bias.contiguous(), stride, padding).permute(0, 1, 4, 2, 3)
 
 
 def backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Gradients:
-    g, kernel = _last(g), (weight.shape[3], weight.shape[4])
+    g, kernel = channels_last(g), (weight.shape[3], weight.shape[4])
     dx = dw = db = None
     if wanted[1]:
-        sums = gradient(g, _last(x), kernel, stride, padding).to(weight.dtype)
+        sums = gradient(g, channels_last(x), kernel, stride, padding).to(weight.dtype)
         dw, db = as_weight(sums[..., :-1], weight), sums[..., -1]
     if wanted[0]:
-        turned = _last(weight.flip(3, 4).transpose(1, 2))
+        turned = channels_last(weight.flip(3, 4).transpose(1, 2))
         beyond = [(n + 2 * p - k) % s for n, p, k, s in zip(x.shape[3:], padding, kernel, stride, strict=True)]
         g = F.pad(_dilated(_dilated(g, 2, stride[0]), 3, stride[1]), (0, 0, 0, beyond[1], 0, beyond[0]))
         around = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
         zeros = turned.new_zeros(turned.shape[:2])
         dx = correlate(g, turned, zeros, (1, 1), around).permute(0, 1, 4, 2, 3)
     return dx, dw, db
-
-
-def _last(x: Tensor) -> Tensor:
-    """Channels, the third axis, last: lanes × batch × height × width × channels. No copy where they lie so already."""
-    return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
 def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
@@ -128,11 +119,6 @@ def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
     return spaced.narrow(axis, 0, (x.shape[axis] - 1) * step + 1)
 
 
-def _columns(x: Tensor, kernel: Any, stride: Any, padding: Any) -> tuple[Tensor, Pair]:
-    columns, size = patches(x.permute(0, 1, 4, 2, 3), tuple(kernel), tuple(stride), tuple(padding))
-    return columns[..., : kernel[0] * kernel[1] * x.shape[4]], size
-
-
 @torch.library.custom_op("undrift::correlate", mutates_args=())
 def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
     """Σ over kernel and channels of patches · weights, plus bias: lanes × batch × height × width × outputs."""
@@ -140,7 +126,7 @@ def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], paddin
         from undrift.kernels import convolution
 
         return convolution.correlate(x, weight, bias, stride, padding)
-    columns, size = _columns(x, weight.shape[2:4], stride, padding)
+    columns, size = patches(x, weight.shape[2:4], stride, padding)
     return (columns @ weight.flatten(2).mT + bias[:, None]).unflatten(1, (x.shape[1], *size))
 
 
@@ -159,7 +145,7 @@ def gradient(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding
         from undrift.kernels import convolution
 
         return convolution.gradient(g, x, kernel, stride, padding)
-    columns, rows = _columns(x, kernel, stride, padding)[0], g.flatten(1, 3)
+    columns, rows = patches(x, kernel, stride, padding)[0], g.flatten(1, 3)
     return torch.cat([rows.mT @ columns, rows.sum(1)[..., None]], -1)
 
 
@@ -170,19 +156,5 @@ def _(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[
     )
 
 
-def _more_lanes(operation: Any) -> Any:
-    """The rule for a vmap around the lanes, as where samples are mapped inside of them: so many times more lanes."""
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        size = info.batch_size
-        folded = [
-            _lanes(arg, dim, size).flatten(0, 1) if isinstance(arg, Tensor) else arg
-            for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        return operation(*folded).unflatten(0, (size, -1)), 0
-
-    return rule
-
-
-correlate.register_vmap(_more_lanes(correlate))
-gradient.register_vmap(_more_lanes(gradient))
+correlate.register_vmap(more_lanes(correlate))
+gradient.register_vmap(more_lanes(gradient))

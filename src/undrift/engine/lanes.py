@@ -38,7 +38,8 @@ class LanesEngine:
         self.program, self.data, self.lanes, self.compiled = program, data, lanes, compiled
         self.threads = threads
         self.own_convolutions = available(data.device, program.model.compute)
-        self.step, self.start = Traced(self._step), Traced(self._start)
+        self.step = Traced(self._step)
+        self.start = Traced(self._start, compiled and bool(program.method.overriding("prepare")))
         self.conclude = Traced(self._conclude, compiled)
         self.graphs: dict[Any, StepGraph] | None = {} if data.device.type == "cuda" else None
         # A pass without training is few steps long: it is traced only where launching costs more than computing, and

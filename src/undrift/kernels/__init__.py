@@ -5,10 +5,13 @@ Triton comes with torch's builds for GPUs; its modules here are imported where `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -32,3 +35,22 @@ def stages(wanted: int, *runs: int) -> int:
     Triton 3.6 copies ahead of time wrongly where runs are shorter than what a thread reads, so those are not.
     """
     return 1 if any(run % 16 for run in runs) else wanted
+
+
+def lanes_of(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """The tensor with the axis that vmap maps first, and with one where it has none."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def more_lanes(operation: Callable[..., Tensor]) -> Any:
+    """An operation's rule for a vmap around its lanes: so many times more lanes."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        size = info.batch_size
+        folded = [
+            lanes_of(arg, dim, size).flatten(0, 1) if isinstance(arg, Tensor) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        return operation(*folded).unflatten(0, (size, -1)), 0
+
+    return rule

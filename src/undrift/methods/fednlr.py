@@ -74,7 +74,7 @@ class FedNLR(Part):
         return {name: (h.to(batch.mask.dtype) * batch.mask[:, None]).sum(0) for name, h in found.items()}
 
     def prepare(self, client: Client) -> Tree:
-        scales = tree_map(torch.ones_like, client.start)
+        scales = tree_map(lambda w: w.new_ones([1] * w.dim()), client.start)  # to be spread over what a neuron owns
         temperatures = {}
         ratios = self.ratios(client.model.layers)
         for layer in client.model.layers:

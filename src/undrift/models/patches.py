@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,27 +31,24 @@ def arguments(
     return input, weight, bias, pair(stride), pair(padding)
 
 
-def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> tuple[Tensor, Pair]:
+def channels_last(x: Tensor) -> Tensor:
+    """Lanes × batch × height × width × channels, of what has the channels third. No copy where it lies so already."""
+    return x.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> tuple[Tensor, Pair]:
     """Lanes × (batch · positions) × (kernel · channels), and the number of positions each way.
 
-    Channels come last, in memory too, so that patches are made of runs of neighbours.
+    Of pictures whose channels come last, so that patches are made of runs of neighbours.
     """
-    x = x.permute(0, 1, 3, 4, 2)
     if any(padding):
         x = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
     view = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # L B H' W' C k k
-    lanes, batch, height, width, channels = view.shape[:5]
-    rows = view.permute(0, 1, 2, 3, 5, 6, 4).reshape(lanes, batch * height * width, -1)
-    return F.pad(rows, (0, missing(channels * kernel[0] * kernel[1]))), (height, width)
-
-
-def missing(width: int) -> int:
-    """How much is missing to a multiple of 8: products of other widths do not run on tensor cores."""
-    return -width % 8
+    lanes, batch, height, width = view.shape[:4]
+    return view.permute(0, 1, 2, 3, 5, 6, 4).reshape(lanes, batch * height * width, -1), (height, width)
 
 
 def as_weight(matrix: Tensor, weight: Tensor) -> Tensor:
-    """What `patches` made as wide as they are, lanes × outputs × (kernel · channels), in the shape of the weights."""
+    """… × outputs × (kernel · channels), as patches have them, in the shape of the weights."""
     channels, *kernel = weight.shape[-3:]
-    real = matrix[..., : channels * kernel[0] * kernel[1]]
-    return torch.movedim(real.unflatten(-1, (*kernel, channels)), -1, -3)
+    return torch.movedim(matrix.unflatten(-1, (*kernel, channels)), -1, -3)

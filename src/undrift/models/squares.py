@@ -3,7 +3,8 @@
 Where samples do not touch and a weight is used once, by a linear layer or a plain convolution, its gradient is a sum
 over samples, and what each of them adds is known from the layer's input x and the gradient g of its output. For a
 linear layer it is `gxᵀ`, whose square is `g²(x²)ᵀ`: the sum over samples is one product of matrices. For a convolution
-it is a product over the positions, sample by sample. So no gradient of a single sample is ever asked of autograd.
+it is a product over the positions, sample by sample: on a GPU a kernel of `kernels/convolution.py`, which adds up the
+squares of what it never writes. So no gradient of a single sample is ever asked of autograd.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from undrift.models.patches import Pair, arguments, as_weight, patches
+from undrift.kernels import available, more_lanes
+from undrift.models.patches import Pair, arguments, as_weight, channels_last, patches
 
 
 class Squares(TorchFunctionMode):
@@ -70,10 +72,34 @@ class Tap(Function):
             rows = g.flatten(1, -2)
             dw, db = (rows.mT @ x.flatten(1, -2)).square().sum(0), rows.sum(1).square().sum(0)
         else:
-            columns = patches(x[None], weight.shape[-2:], ctx.stride, ctx.padding)[0][0].unflatten(0, (len(x), -1))
-            dw = as_weight((g.flatten(2) @ columns).square().sum(0), weight)
-            db = g.flatten(2).sum(2).square().sum(0)
+            pictures = (channels_last(t.detach()[None]) for t in (g, x))
+            sums = squares(*pictures, weight.shape[2:], ctx.stride, ctx.padding)[0].to(weight.dtype)
+            dw, db = as_weight(sums[..., :-1], weight), sums[..., -1]
         return g, None, dw, db if ctx.biased else None, None, None
+
+
+@torch.library.custom_op("undrift::squares", mutates_args=())
+def squares(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    """Σ over samples of (Σ over positions of g · patches)²: lanes × outputs × (kernel · channels + 1).
+
+    Channels come last; the last column is the bias's, (Σ g)².
+    """
+    if available(x.device, x.dtype):
+        from undrift.kernels import convolution
+
+        return convolution.gradient(g, x, kernel, stride, padding, squared=True)
+    rows, columns = g.flatten(2, 3), patches(x, kernel, stride, padding)[0].unflatten(1, (x.shape[1], -1))
+    each = torch.cat([rows.mT @ columns, rows.sum(2)[..., None]], -1)
+    return each.to(torch.promote_types(x.dtype, torch.float32)).square().sum(1)
+
+
+@squares.register_fake
+def _(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(len(x), g.shape[4], kernel[0] * kernel[1] * x.shape[4] + 1, dtype=dtype)
+
+
+squares.register_vmap(more_lanes(squares))
 
 
 class Uses(TorchFunctionMode):
