@@ -23,7 +23,8 @@ def read(name: str) -> dict[str, Any] | None:
 
 def where(found: dict[str, Any]) -> str:
     versions = {"torch": found["torch"], **found.get("with", {})}
-    return ", ".join([found["gpu"], *(f"{name} {version}" for name, version in versions.items())])
+    older = ["an earlier version"] if found.get("older") else []
+    return ", ".join([found["gpu"], *(f"{name} {version}" for name, version in versions.items()), *older])
 
 
 def others(found: dict[str, Any]) -> list[str]:
@@ -84,14 +85,14 @@ def convolutions(found: dict[str, Any]) -> list[str]:
 
 
 def methods(found: dict[str, Any]) -> list[str]:
-    epoch, lines, older = found["rows"][0]["ms"], [], ", an earlier version" if found.get("older") else ""
+    epoch, lines = found["rows"][0]["ms"], []
     for r in found["rows"]:
         apart = f"{r['passes_ms']:.1f} | {r['passes_ms'] / epoch:.2f}×" if r["passes_ms"] else " | "
         lines.append(f"| {r['method']} | {r['ms']:.1f} | {r['over_fedavg']:.2f}× | {apart} |")
     return [
         "## Methods, on VGG-9",
         "",
-        f"`python -m benchmarks.methods`, {where(found)}, compiled: {found['compile']}{older}. A round is one",
+        f"`python -m benchmarks.methods`, {where(found)}, compiled: {found['compile']}. A round is one",
         "local epoch; passes over the data without training are counted apart, beside it.",
         "",
         "| | ms a round | ÷ FedAvg | passes, ms | ÷ an epoch |",

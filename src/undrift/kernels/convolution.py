@@ -189,7 +189,7 @@ def gradient(
     # through registers. A column of ones would send them there in bf16 too; for many channels summing g apart pays.
     fits = not runs % 16 and not (squared and size % 4)
     turned = precision() == "tf32" and not low and fits and _memory(x.device) >= 224
-    apart = turned or (low and channels >= 64 and not runs % 16)
+    apart = turned or (low and channels >= 64 and outputs >= 128 and not runs % 16)
     tile = {
         "BM": 64 if low else 32,
         "BN": min(128 if low or turned else 64, max(16, triton.next_power_of_2(outputs))),
