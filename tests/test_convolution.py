@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from undrift.engine.convolution import LaneConvolutions
+from undrift.engine.convolution import ChannelsLast, LaneConvolutions
 
 SHAPES = [  # inputs, outputs, size, kernel, stride, padding
     (3, 8, 9, 3, 1, 0),
@@ -68,3 +68,18 @@ def test_what_is_no_plain_convolution_stays_torchs():
         assert torch.equal(found, F.conv2d(x, w, **options))
     with LaneConvolutions():
         assert F.conv2d(x[0], torch.randn(3, 4, 3, 3)).shape == (3, 6, 6)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_on_a_cpu_one_models_channels_come_last_and_change_nothing(channels):
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, channels, 9, 9).double(), torch.randn(5, channels, 3, 3).double()
+
+    def loss(w, last):
+        with ChannelsLast() if last else nullcontext():
+            out = F.conv2d(x, w, padding=1, stride=2)
+        assert last == (out.is_contiguous(memory_format=torch.channels_last) and not out.is_contiguous())
+        return out.square().sum()
+
+    found, wanted = (grad(lambda w, last=last: loss(w, last))(weight) for last in (True, False))
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.engine.convolution import by_itself
 from undrift.losses import accuracy
 from undrift.models.functional import Params
 
@@ -33,7 +34,8 @@ def measured(run: Setup, params: Params, rows: Rows) -> dict[str, Any]:
     seen = torch.zeros_like(right)
     for begin in range(0, len(rows), BATCH):
         x, y = rows.take(rows.store, rows.index[begin : begin + BATCH])
-        output = run.model(params, x)
+        with by_itself(x.device):
+            output = run.model(params, x)
         for name, metric in run.measures.items():
             top, bottom = parts_of(metric(output, y))
             sums[name] = [sums[name][0] + top.sum(), sums[name][1] + bottom.sum()]

@@ -10,6 +10,7 @@ benchmarks.convolutions`); here is what they compute, as products with patches.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,30 @@ class LaneConvolutions(TorchFunctionMode):
         if func in (F.conv2d, torch.conv2d):
             return _convolve(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class ChannelsLast(TorchFunctionMode):
+    """Inside it, two-dimensional convolutions work on channels that come last in memory, weights' too.
+
+    On a CPU that is up to 1.4 times as fast, pooling included. Not under vmap, which knows no such memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.conv2d, torch.conv2d):
+            return _laid_out(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def by_itself(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside it, the convolutions of one model, not of lanes, run as they do best on a device."""
+    return ChannelsLast() if device.type == "cpu" else nullcontext()
+
+
+def _laid_out(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    last = torch.channels_last
+    if input.dim() == 4:  # a clone, since with one channel both orders look alike, and torch takes the other
+        input, weight = input.contiguous(memory_format=last), weight.clone(memory_format=last)
+    return F.conv2d(input, weight, *args, **kwargs)
 
 
 def _convolve(*args: Any, **kwargs: Any) -> Tensor:

@@ -8,7 +8,7 @@ fixes.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.func import grad, vmap
 
 from undrift.engine.client import MEASURE, Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
-from undrift.engine.convolution import LaneConvolutions
+from undrift.engine.convolution import LaneConvolutions, by_itself
 from undrift.engine.graph import StepGraph
 from undrift.engine.packing import Stretch, busy, pack, stretches
 from undrift.engine.threads import at_once
@@ -96,7 +96,7 @@ class LanesEngine:
         batch = self.data.batch(rows, mask)
 
         def one(state: Tree, lane: Tree, x: Tensor, y: Tensor, mask: Tensor, k: Tensor) -> Tree:
-            with LaneConvolutions() if self.own_convolutions else nullcontext():
+            with self.convolutions(len(rows)):
                 g = grad(self.program.objective)(state["params"], lane, shared, Batch(x, y, mask), k)
             return self.program.advance(state, g, lane, shared, k)
 
@@ -104,6 +104,12 @@ class LanesEngine:
         if len(rows) == 1:  # one lane needs no vmap, whose rule for convolutions takes a CPU a tenth more
             return _contiguous(tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything))))
         return _contiguous(vmap(one)(*everything))
+
+    def convolutions(self, lanes: int) -> AbstractContextManager[Any]:
+        """Inside it, the convolutions of so many lanes run as they do best."""
+        if self.own_convolutions:
+            return LaneConvolutions()
+        return by_itself(self.data.device) if lanes == 1 else nullcontext()
 
     def _begin(self, orders: Orders, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""

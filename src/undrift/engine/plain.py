@@ -12,6 +12,7 @@ from torch import Tensor
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
+from undrift.engine.convolution import by_itself
 from undrift.models.functional import Params, ordinary_gradient
 from undrift.roles import Batch
 from undrift.tree import Tree, tree_add, tree_map
@@ -45,7 +46,10 @@ class PlainEngine:
         return outcome(sums, orders)
 
     def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
-        g = ordinary_gradient(lambda w: self.program.objective(w, lane, shared, batch, k, statistics), state["params"])
+        with by_itself(self.data.device):
+            g = ordinary_gradient(
+                lambda w: self.program.objective(w, lane, shared, batch, k, statistics), state["params"]
+            )
         return self.program.advance(state, g, lane, shared, k)
 
     def survey(self, orders: Orders) -> list[Tree]:
