@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import grad, vmap
 
+import undrift as ud
+from undrift.engine import lanes
 from undrift.engine.convolution import ChannelsLast, LaneConvolutions
 
 SHAPES = [  # inputs, outputs, size, kernel, stride, padding
@@ -83,3 +87,32 @@ def test_on_a_cpu_one_models_channels_come_last_and_change_nothing(channels):
 
     found, wanted = (grad(lambda w, last=last: loss(w, last))(weight) for last in (True, False))
     assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Views(nn.Module):
+    """A model whose author takes for granted how a convolution's output lies in memory."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.conv, self.last, self.view = nn.Conv2d(2, 4, 3), nn.Linear(36, 3), view
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.relu(self.conv(x)), 2)
+        return self.last(x.view(-1, 36) if self.view else x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    "engine", [{"engine": "plain"}, {"lanes": 1}, {"lanes": 2}, {"lanes": 2, "ours": True}], ids=str
+)
+def test_a_view_of_what_a_convolution_puts_out(engine, monkeypatch):
+    ours, settings = engine.get("ours"), {k: v for k, v in engine.items() if k != "ours"}
+    if ours:
+        monkeypatch.setattr(lanes, "available", lambda device, dtype: True)
+    torch.manual_seed(0)
+    data = ud.FederatedDataset.from_clients([(torch.rand(6, 2, 8, 8), torch.arange(6) % 3) for _ in range(2)])
+    module = Views(True)
+    twin = copy.deepcopy(module)
+    twin.view = False
+    settings |= {"rounds": 2, "local": ud.Local(epochs=1, batch_size=3, lr=0.1)}
+    viewed, flat = (ud.train(m, data, **settings).params for m in (module, twin))
+    assert all(torch.equal(viewed[name], w) for name, w in flat.items())

@@ -23,7 +23,7 @@ from undrift.models.recurrent import THEIRS, adopt, release
 from undrift.random import Key
 from undrift.tree import tree_expand
 
-CPU_CONVOLUTION_FLOPS = 8e7
+CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
 CPU_LANE_BYTES = 16 * 2**20
 """What all lanes' weights and batches may take on a CPU: beyond its cache, more lanes cost more than they save."""

@@ -101,7 +101,7 @@ def _product(
             m = first + turn * BM + tl.arange(0, BM)
             a = _patches(x, rows, m[None], k[:, None], tile, OH, OW, H, W, C, KH, KW, SY, SX, PY, PX, BK)
             b = tl.load(g + n[None] * right + m[:, None] * down, mask=(m < limit)[:, None] & (n < N)[None], other=0.0)
-            # Of what is reckoned with in between, Triton makes an operand in registers, where tf32 may lie either way.
+            # Not as it was loaded: so Triton keeps the operand in registers, in which tf32 may lie either way.
             total = tl.dot(-a if TURNED else a, b, total, input_precision=PRECISION)
         return -total if TURNED else total
     else:
@@ -124,8 +124,8 @@ def _gradient(
 ):  # fmt: skip
     """out[n, k] = Σ_m g[m, n] · patches[m, k] over a share of the m, as many turns as SHARE says.
 
-    SQUARED: such a sum for each picture by itself, squared, and added up over as many pictures. Unless APART, there is
-    one more column, whose patches are 1. TURNED: g lies with the positions next to each other, `stride` of them.
+    SQUARED: such a sum for each picture by itself, squared, and added up over as many pictures. Unless the bias's sums
+    are taken APART, there is one more column, whose patches are 1. TURNED: in g, `stride` positions lie side by side.
     """
     K: tl.constexpr = KH * KW * C
     across: tl.constexpr = (K + (0 if APART else 1) + BK - 1) // BK
@@ -199,20 +199,10 @@ def gradient(
     if turned and squared and size <= 64:
         tile["BM"] = 64  # a picture a turn
         if tile["BN"] == 128:
-            tile["BK"], warps = (
-                128,
-                8,
-            )  # four warps to 64 of k: with more, Triton 3.6 lost the bounds of longer pictures
-    values, length = g, rows
-    if apart:
-        length, block = triton.cdiv(rows, 16) * 16 if turned else rows, min(64, tile["BN"])
-        sums = torch.empty(batch, lanes, outputs, device=x.device)
-        if turned:
-            values = g.new_empty(lanes, outputs, length)
-            values[..., rows:].zero_()
-        _sums[(lanes * batch * triton.cdiv(outputs, block),)](
-            g, sums, values, lanes, batch, length, turned, size, outputs, 64, block
-        )
+            tile["BK"], warps = 128, 8
+    assert not turned or tile["BK"] == 16 * warps  # with more, Triton 3.6 loses where a picture of several turns begins
+    sums, values = _apart(g, turned) if apart else (None, g)
+    length = values.shape[-1] if turned else rows
     tiles = triton.cdiv(columns - apart, tile["BK"]) * triton.cdiv(outputs, tile["BN"])
     turns = batch if squared else triton.cdiv(rows, tile["BM"])
     share = triton.cdiv(turns, max(1, min(triton.cdiv(WARPS, warps * tiles * lanes), turns // 4)))
@@ -224,9 +214,23 @@ def gradient(
         num_stages=stages(3, runs, 0 if turned else outputs * g.element_size()),
     )  # fmt: skip
     found = out.sum(0)
-    if apart:
+    if sums is not None:
         torch.sum(sums.square() if squared else sums, 0, out=found[..., -1])
     return found
+
+
+def _apart(g: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+    """Σ over each picture's positions of g, batch × lanes × outputs; and g, turned if asked, filled up to sixteens."""
+    lanes, batch, high, wide, outputs = g.shape
+    rows, block = batch * high * wide, min(64, max(16, triton.next_power_of_2(outputs)))
+    sums, values, length = torch.empty(batch, lanes, outputs, device=g.device), g, triton.cdiv(rows, 16) * 16
+    if turned:
+        values = g.new_empty(lanes, outputs, length)
+        values[..., rows:].zero_()
+    _sums[(lanes * batch * triton.cdiv(outputs, block),)](
+        g, sums, values, lanes, batch, length, turned, high * wide, outputs, 64, block
+    )
+    return sums, values
 
 
 @cache
