@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from undrift.engine.convolution import correlate, gradient
+from undrift.models.patches import correlate, gradient
 
 LAYERS = {  # lanes, batch, size, inputs, outputs, kernel, padding
     "VGG-9, 8 × 64, 32², 3 → 32": (8, 64, 32, 3, 32, 3, 1),

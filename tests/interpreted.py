@@ -10,10 +10,9 @@ from itertools import product
 
 import torch
 
-from undrift.engine import convolution as meant
 from undrift.kernels import convolution, recurrent
+from undrift.models import patches as meant
 from undrift.models import recurrent as loops
-from undrift.models.squares import squares
 
 SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),
@@ -42,7 +41,7 @@ def main() -> None:
         g = torch.randn_like(wanted)
         compare(convolution.gradient(g, x, kernel, stride, padding), meant.gradient(g, x, kernel, stride, padding))
         found = convolution.gradient(g, x, kernel, stride, padding, squared=True)
-        compare(found, squares(g, x, kernel, stride, padding))
+        compare(found, meant.gradient(g, x, kernel, stride, padding, squared=True))
     for lanes, time, batch, width in [(2, 3, 3, 16), (1, 2, 70, 24)]:
         steps, state = (lanes, time, batch), torch.randn(lanes, batch, width)
         for gates, loop in ((3, "gru"), (4, "lstm")):

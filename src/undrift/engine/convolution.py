@@ -3,9 +3,9 @@
 `vmap` makes one grouped convolution of them, channels first, for which GPUs have no good kernel. Two-dimensional
 convolutions are therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own, in
 which channels come last in memory and two operations do all the work: a correlation of every lane, which with the
-kernel turned round is also the way back to the input, and the gradient of the weights. On a GPU they are the kernels of
-`kernels/convolution.py`, several times faster for nearly every layer of the papers' models (`python -m
-benchmarks.convolutions`); here is what they compute, as products with patches.
+kernel turned round is also the way back to the input, and the gradient of the weights (`models/patches.py`). On a GPU
+they are kernels of ours, 1.3 to 10 times as fast for the layers of the papers' models (`python -m
+benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from undrift.kernels import available, lanes_of, more_lanes
-from undrift.models.patches import Pair, arguments, as_weight, channels_last, patches
+from undrift.kernels import lanes_of
+from undrift.models.patches import Pair, arguments, as_weight, channels_last, correlate, gradient
 
 Wanted = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -150,44 +150,3 @@ def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
         return x
     spaced = torch.stack([x, *[torch.zeros_like(x)] * (step - 1)], axis + 1).flatten(axis, axis + 1)
     return spaced.narrow(axis, 0, (x.shape[axis] - 1) * step + 1)
-
-
-@torch.library.custom_op("undrift::correlate", mutates_args=())
-def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """Σ over kernel and channels of patches · weights, plus bias: lanes × batch × height × width × outputs."""
-    if available(x.device, x.dtype):
-        from undrift.kernels import convolution
-
-        return convolution.correlate(x, weight, bias, stride, padding)
-    columns, size = patches(x, weight.shape[2:4], stride, padding)
-    return (columns @ weight.flatten(2).mT + bias[:, None]).unflatten(1, (x.shape[1], *size))
-
-
-@correlate.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    size = [
-        (n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:4], padding, weight.shape[2:4], stride, strict=True)
-    ]
-    return x.new_empty(*x.shape[:2], *size, weight.shape[1])
-
-
-@torch.library.custom_op("undrift::gradient", mutates_args=())
-def gradient(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    """Σ over positions of g · patches: lanes × outputs × (kernel · channels + 1), the last column the bias's, Σ g."""
-    if available(x.device, x.dtype):
-        from undrift.kernels import convolution
-
-        return convolution.gradient(g, x, kernel, stride, padding)
-    columns, rows = patches(x, kernel, stride, padding)[0], g.flatten(1, 3)
-    return torch.cat([rows.mT @ columns, rows.sum(1)[..., None]], -1)
-
-
-@gradient.register_fake
-def _(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    return x.new_empty(
-        len(x), g.shape[4], kernel[0] * kernel[1] * x.shape[4] + 1, dtype=torch.promote_types(x.dtype, torch.float32)
-    )
-
-
-correlate.register_vmap(more_lanes(correlate))
-gradient.register_vmap(more_lanes(gradient))

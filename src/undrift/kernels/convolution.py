@@ -166,7 +166,7 @@ def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], pa
     rows, low = batch * high * wide, x.element_size() == 2
     tile = {
         "BM": 128,
-        "BN": min(256 if low and _memory(x.device) >= 160 else 128, max(16, triton.next_power_of_2(outputs))),
+        "BN": _breadth(outputs, 256 if low and _memory(x.device) >= 160 else 128),
         "BK": next((k for k in (64, 32, 16)[not low :] if channels % k == 0), 32),
     }
     _correlate[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(outputs, tile["BN"]) * lanes,)](
@@ -192,7 +192,7 @@ def gradient(
     apart = turned or (low and channels >= 64 and outputs >= 128 and not runs % 16)
     tile = {
         "BM": 64 if low else 32,
-        "BN": min(128 if low or turned else 64, max(16, triton.next_power_of_2(outputs))),
+        "BN": _breadth(outputs, 128 if low or turned else 64),
         "BK": 64 if channels >= 16 or turned else 32,
     }
     warps = 4
@@ -222,7 +222,7 @@ def gradient(
 def _apart(g: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
     """Σ over each picture's positions of g, batch × lanes × outputs; and g, turned if asked, filled up to sixteens."""
     lanes, batch, high, wide, outputs = g.shape
-    rows, block = batch * high * wide, min(64, max(16, triton.next_power_of_2(outputs)))
+    rows, block = batch * high * wide, _breadth(outputs, 64)
     sums, values, length = torch.empty(batch, lanes, outputs, device=g.device), g, triton.cdiv(rows, 16) * 16
     if turned:
         values = g.new_empty(lanes, outputs, length)
@@ -231,6 +231,11 @@ def _apart(g: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
         g, sums, values, lanes, batch, length, turned, high * wide, outputs, 64, block
     )
     return sums, values
+
+
+def _breadth(outputs: int, most: int) -> int:
+    """How many outputs a tile has: products take powers of two, from 16."""
+    return min(most, max(16, triton.next_power_of_2(outputs)))
 
 
 @cache

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from undrift.errors import UndriftError
-from undrift.kernels import available
+from undrift.kernels import available, lanes_of
 
 State = Any
 """Hidden states, layers × batch × units: one tensor, or for an LSTM the pair (h, c)."""
@@ -45,7 +45,7 @@ class _Loop(Function):
             return 0 if own_weight else 1 if dims == 3 else 2
 
         def fold(tensor: Tensor, dim: int | None) -> Tensor:
-            moved = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            moved = lanes_of(tensor, dim, size)
             at = axis(moved.dim() - 1)
             return moved.movedim(0, at).flatten(at, at + 1)
 

@@ -18,8 +18,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from undrift.kernels import available, more_lanes
-from undrift.models.patches import Pair, arguments, as_weight, channels_last, patches
+from undrift.models.patches import Pair, arguments, as_weight, channels_last, gradient
 
 
 class Squares(TorchFunctionMode):
@@ -73,33 +72,9 @@ class Tap(Function):
             dw, db = (rows.mT @ x.flatten(1, -2)).square().sum(0), rows.sum(1).square().sum(0)
         else:
             pictures = (channels_last(t.detach()[None]) for t in (g, x))
-            sums = squares(*pictures, weight.shape[2:], ctx.stride, ctx.padding)[0].to(weight.dtype)
+            sums = gradient(*pictures, weight.shape[2:], ctx.stride, ctx.padding, squared=True)[0].to(weight.dtype)
             dw, db = as_weight(sums[..., :-1], weight), sums[..., -1]
         return g, None, dw, db if ctx.biased else None, None, None
-
-
-@torch.library.custom_op("undrift::squares", mutates_args=())
-def squares(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    """Σ over samples of (Σ over positions of g · patches)²: lanes × outputs × (kernel · channels + 1).
-
-    Channels come last; the last column is the bias's, (Σ g)².
-    """
-    if available(x.device, x.dtype):
-        from undrift.kernels import convolution
-
-        return convolution.gradient(g, x, kernel, stride, padding, squared=True)
-    rows, columns = g.flatten(2, 3), patches(x, kernel, stride, padding)[0].unflatten(1, (x.shape[1], -1))
-    each = torch.cat([rows.mT @ columns, rows.sum(2)[..., None]], -1)
-    return each.to(torch.promote_types(x.dtype, torch.float32)).square().sum(1)
-
-
-@squares.register_fake
-def _(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(len(x), g.shape[4], kernel[0] * kernel[1] * x.shape[4] + 1, dtype=dtype)
-
-
-squares.register_vmap(more_lanes(squares))
 
 
 class Uses(TorchFunctionMode):
