@@ -22,6 +22,7 @@ from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.choose import build, choose, compiles
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Resident, draw_up
+from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.local import Local, cohort_batches
@@ -218,7 +219,8 @@ def prepare(
     steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
     probe = setup.orders(setup.plan(0), function.start, [() for _ in method.parts])
     width = local.widest(data.sizes)
-    choice = choose(engine, lanes, program, resident, probe, steps, width)
+    with selected(where):
+        choice = choose(engine, lanes, program, resident, probe, steps, width)
     choice = replace(choice, compile=compiles(compile, choice, where, rounds, cohort_size * float(steps.mean())))
     setup.engine = build(choice, program, resident, width)
     setup.choices = {
@@ -232,6 +234,11 @@ def prepare(
     }
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, where, choice.why)
     return setup
+
+
+def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the current GPU: CUDA graphs and Triton's kernels go to that one, wherever their tensors are."""
+    return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

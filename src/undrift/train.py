@@ -25,7 +25,7 @@ from undrift.personal import Personal
 from undrift.record import record
 from undrift.result import Folder, Result
 from undrift.roles import Totals
-from undrift.setup import Setup, arithmetic, prepare
+from undrift.setup import Setup, arithmetic, prepare, selected
 from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
 
@@ -78,7 +78,7 @@ def train(
     files = Folder(out, resume)
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     trackers = Trackers(track, files.path)
-    with files as folder, arithmetic(precision, deterministic), trackers:
+    with files as folder, selected(run.resident.device), arithmetic(precision, deterministic), trackers:
         now = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), run.resident.device))
         if resume and folder.finished and len(folder.rows()) == rounds:
             folder.load(run.model.module)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Orders, Resident
+from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.errors import UndriftError
@@ -94,7 +95,7 @@ COMPILE_STEPS = 3000
 
 def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: int, steps: float) -> bool:
     """Whether to compile a step, given how many `steps` a round's clients take together."""
-    able = device.type == "cuda" and choice.engine == "lanes"
+    able = captures(device) and choice.engine == "lanes"
     if asked and not able:
         raise UndriftError("compile=True is for lanes on a GPU; leave it out.")
     return able and (bool(asked) if asked is not None else rounds * steps / choice.lanes >= COMPILE_STEPS)

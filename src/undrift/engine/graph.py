@@ -1,8 +1,11 @@
 """A local step on a GPU: captured once as a CUDA graph, then replayed.
 
-Everything the step reads lies in buffers that stay where they are: training state and what lanes have of their own,
-which the replays change in place, and the batches of a whole stretch of steps, of which a counter on the device says
-whose turn it is. So a stretch is one call a step, and nothing of it waits for the host.
+Everything the step reads lies in buffers that stay where they are: the training state and what lanes have of their own,
+which replays change in place, and the batches of several steps, of which a counter on the device says whose turn it is.
+So a stretch of steps is one replay per step, and none of them waits for the host.
+
+The graph is captured when it is built, before the buffers hold anything, and never again: a stretch longer than the
+buffers goes through them in pieces. So no warm-up can run on the state of a client that is in the middle of training.
 """
 
 from __future__ import annotations
@@ -20,52 +23,65 @@ from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 Program = Callable[..., list[Tensor]]
 
+PIECE_STEPS = 64
+"""How many steps' batches the buffers hold at most: filling them takes microseconds, far less than the steps."""
+PIECE_BYTES = 16 * 2**20
+"""How much memory these batches may take; a step whose own batch is larger has buffers for itself alone."""
+
+
+def captures(device: torch.device) -> bool:
+    """Whether steps on this device are captured as graphs."""
+    return device.type == "cuda"
+
 
 class StepGraph:
     """One local step of every lane, for one set of shapes."""
 
     def __init__(self, program: Program, state: Tree, rest: Tree, batch: tuple[Tensor, ...], compiled: bool) -> None:
-        self.state_tree, self.rest_tree = tree_structure(state), tree_structure(rest)
+        self.state_tree = tree_structure(state)
         self.state = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(state)]
         self.rest = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(rest)]
-        self.batches = [t.new_zeros(0, *t.shape[1:]) for t in batch]
+        step_bytes = sum(t[0].numel() * t.element_size() for t in batch)
+        piece = max(1, min(PIECE_STEPS, PIECE_BYTES // step_bytes))
+        self.batches = [t.new_zeros(piece, *t.shape[1:]) for t in batch]
         self.turn = torch.zeros(1, dtype=torch.int64, device=batch[0].device)
         casts = _cast_ahead(program, len(self.state)) if compiled and isinstance(program, GraphModule) else []
         self.casts = [(i, torch.zeros_like(self.state[i], dtype=dtype)) for i, dtype in casts]
         self.step = _mutating(program, len(self.state) + len(casts), compiled)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph = self._capture()
 
     def run(self, state: Tree, rest: Tree, batches: tuple[Tensor, ...]) -> Tree:
-        """Take the steps that `batches` holds along its first axis; gives the state, which lies in the buffers."""
-        if len(batches[0]) > len(self.batches[0]):  # more steps than ever before: longer buffers, and a new graph
-            self.batches = [torch.zeros_like(t) for t in batches]
-            self._capture()
+        """Take the steps that `batches` holds along its first axis. Returns the state, which lies in the buffers."""
         leaves = tree_leaves(state)
         for buffers, values in ((self.state, leaves), (self.rest, tree_leaves(rest))):
-            stale = [(b, v) for b, v in zip(buffers, values, strict=True) if b is not v]
-            for buffer, value in stale:
-                buffer.copy_(value, non_blocking=True)
+            for buffer, value in zip(buffers, values, strict=True):
+                if buffer is not value:
+                    buffer.copy_(value, non_blocking=True)
         for i, cast in self.casts:
             cast.copy_(leaves[i], non_blocking=True)
-        for buffer, value in zip(self.batches, batches, strict=True):
-            buffer[: len(value)].copy_(value, non_blocking=True)
-        self.turn.zero_()
-        assert self.graph
-        for _ in range(len(batches[0])):
-            self.graph.replay()
+        piece = len(self.batches[0])
+        for begin in range(0, len(batches[0]), piece):
+            steps = min(piece, len(batches[0]) - begin)
+            for buffer, value in zip(self.batches, batches, strict=True):
+                buffer[:steps].copy_(value[begin : begin + steps], non_blocking=True)
+            self.turn.zero_()
+            for _ in range(steps):
+                self.graph.replay()
         return tree_unflatten(self.state, self.state_tree)
 
-    def _capture(self) -> None:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         # What a first call sets up (handles, workspaces, compiled code) must not happen while capturing.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
+                self.turn.zero_()  # the buffers may hold a single step
                 self._once()
         torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._once()
+        return graph
 
     def _once(self) -> None:
         batch = [t.index_select(0, self.turn)[0] for t in self.batches]

@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 from undrift.engine.client import MEASURE, Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
 from undrift.engine.convolution import LaneConvolutions, by_itself
-from undrift.engine.graph import StepGraph
+from undrift.engine.graph import StepGraph, captures
 from undrift.engine.packing import Stretch, busy, pack, stretches
 from undrift.engine.threads import at_once
 from undrift.engine.trace import CALLING, Traced
@@ -41,7 +41,7 @@ class LanesEngine:
         self.step = Traced(self._step)
         self.start = Traced(self._start, compiled and bool(program.method.overriding("prepare")))
         self.conclude = Traced(self._conclude, compiled)
-        self.graphs: dict[Any, StepGraph] | None = {} if data.device.type == "cuda" else None
+        self.graphs: dict[Any, StepGraph] | None = {} if captures(data.device) else None
         # A pass without training is few steps long: it is traced only where launching costs more than computing, and
         # where threads must not call the model.
         traced = self.graphs is not None or threads > 1

@@ -1,0 +1,167 @@
+"""Whole rounds through captured graphs, with a stand-in for CUDA's: the plain engine's results, for every cohort."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import undrift as ud
+from tests import cuda_graphs
+from tests.problems import distance, make_clients, net
+from tests.test_engines import METHOD
+from undrift.engine import graph
+from undrift.engine.graph import StepGraph
+from undrift.engine.packing import pack, stretches
+
+Table = tuple[tuple[int, ...], ...]
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[cuda_graphs.Graph]:
+    return cuda_graphs.put_in_place(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Steps(ud.Part):
+    """Step counts by round and client."""
+
+    table: Table
+
+    def plan(self, plan, state):
+        return replace(plan, steps=np.array(self.table[plan.round])[plan.clients])
+
+
+def compare(data, method: ud.Part | ud.Method, local: ud.Local, rounds: int, lanes: int, compile: bool = False) -> None:
+    """Lanes against plain, relative to the update."""
+    arguments = {"rounds": rounds, "local": local, "device": "cpu", "evaluate_every": rounds}
+    found = ud.train(net(), data, method, engine="lanes", lanes=lanes, compile=compile, **arguments)
+    plain = ud.train(net(), data, method, engine="plain", **arguments)
+    assert found.choices["engine"] == "lanes" and found.choices["compile"] == compile
+    start = dict(net().named_parameters())
+    moves = [{name: w - start[name].detach() for name, w in run.params.items()} for run in (found, plain)]
+    assert distance(*moves) < 1e-12
+
+
+def compare_steps(table: Table, lanes: int, compile: bool = False) -> None:
+    data = make_clients([9, 4, 13, 1, 6, 11][: len(table[0])])
+    local = ud.Local(steps=1, batch_size=4, lr=0.05, momentum=0.9)
+    compare(data, Steps(table), local, len(table), lanes, compile)
+
+
+TABLES = {
+    "one step": ((1, 1, 1),),
+    "a later stretch is longer": ((2, 3, 9, 9),),
+    "a later stretch is longer by one": ((2, 5, 5, 5),),
+    "steps grow by one from round to round": ((1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)),
+    "steps grow": ((1, 2, 1), (5, 9, 2), (20, 3, 7)),
+    "steps shrink": ((20, 3, 7), (5, 9, 2), (1, 2, 1)),
+    "one client has more than all others": ((2, 40, 3, 1, 4),),
+    "longer than the buffers": ((2, 70, 3), (140, 64, 65)),
+}
+
+
+def lengths(table: Table, lanes: int) -> list[int]:
+    """The lengths of all stretches of steps between changes of client, in order."""
+    rows = [np.array(row) for row in table]
+    return [len(stretch.rows) for row in rows for stretch in stretches(row, pack(row, min(lanes, len(row))))]
+
+
+def test_the_tables_are_what_they_are_called():
+    assert lengths(TABLES["one step"], 3) == [1]
+    assert lengths(TABLES["a later stretch is longer"], 4) == [2, 1, 6]
+    assert lengths(TABLES["a later stretch is longer by one"], 4) == [2, 3]
+    assert lengths(TABLES["steps grow by one from round to round"], 3) == [1, 2, 3, 4]
+    grown = lengths(TABLES["steps grow"], 2)
+    assert max(grown[1:]) > grown[0] and list(accumulate(grown, max))[-1] > grown[0]
+    assert max(lengths(TABLES["longer than the buffers"], 3)) > graph.PIECE_STEPS
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", TABLES)
+def test_rounds_through_graphs_are_the_plain_engines(graphs, name, lanes):
+    compare_steps(TABLES[name], lanes)
+    assert len(graphs) == 1 and graphs[0].replays == sum(lengths(TABLES[name], lanes))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about things of its own
+@pytest.mark.parametrize("name", TABLES)
+def test_compiled_rounds_are_the_plain_engines(graphs, name):
+    compare_steps(TABLES[name], 3, compile=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("method", [METHOD, ud.Scaffold(), ud.FedDyn(0.1) + ud.FedNLR(), ud.FedCurv(0.5)])
+def test_every_hook_goes_through_graphs(graphs, uneven, method, compile):
+    """Seven clients on three lanes: stretches that outgrow the first, in the middle of clients."""
+    compare(uneven, method, ud.Local(epochs=2, batch_size=8, lr=0.05), 3, 3, compile)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    table=st.integers(1, 5).flatmap(
+        lambda clients: st.lists(st.tuples(*[st.integers(1, 12)] * clients), min_size=1, max_size=3).map(tuple)
+    ),
+    lanes=st.integers(1, 5),
+    piece=st.integers(1, 6),
+)
+def test_any_step_counts_go_through_graphs(table, lanes, piece):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cuda_graphs.put_in_place(monkeypatch)
+        monkeypatch.setattr(graph, "PIECE_STEPS", piece)
+        compare_steps(table, lanes)
+
+
+def doubling(state: torch.Tensor, rest: torch.Tensor, batch: torch.Tensor) -> StepGraph:
+    return StepGraph(lambda s, r, b: [2 * s + r + b], [state], [rest], (batch,), compiled=False)
+
+
+def test_building_and_running_leave_live_state_alone(graphs):
+    """What one stretch returned is the next one's state; a graph built meanwhile does not touch it."""
+    rest, batch = torch.ones(()), torch.ones(2)
+    one = doubling(torch.zeros(()), rest, batch)
+    live = one.run([torch.zeros(())], [rest], (batch,))
+    assert live[0].item() == 6  # 0 → 2 → 6
+    other = doubling(live[0], rest, torch.ones(9))
+    assert live[0].item() == 6
+    assert one.run(live, [rest], (torch.ones(1),))[0].item() == 14
+    assert other.run([torch.zeros(())], [rest], (torch.ones(3),))[0].item() == 14 and live[0].item() == 14
+
+
+def test_batches_that_are_large_have_small_buffers(graphs, monkeypatch):
+    monkeypatch.setattr(graph, "PIECE_BYTES", 10)
+    wide = doubling(torch.zeros(()), torch.zeros(()), torch.ones(5))
+    assert len(wide.batches[0]) == 2
+    assert wide.run([torch.zeros(())], [torch.zeros(())], (torch.arange(5.0),))[0].item() == 26
+
+
+def test_the_stand_in_sees_a_buffer_that_was_replaced(graphs):
+    """As a CUDA graph does not: it keeps to the memory that it was captured with."""
+    step = doubling(torch.zeros(()), torch.zeros(()), torch.ones(3))
+    step.batches = [torch.zeros(3)]
+    assert step.run([torch.zeros(())], [torch.zeros(())], (torch.ones(3),))[0].item() != 7
+
+
+def test_the_stand_in_runs_nothing_while_capturing(graphs):
+    captured, x = cuda_graphs.Graph(), torch.zeros(2)
+    with cuda_graphs.Capture(captured):
+        y = x + 1
+        x.add_(y)
+    assert x.tolist() == [0, 0] and y.isnan().all()
+    captured.replay()
+    assert y.tolist() == [1, 1] and x.tolist() == [1, 1]
+    with cuda_graphs.Capture(captured), pytest.raises(RuntimeError, match="not permitted"):
+        x.sum().item()
+
+
+def test_steps_run_with_the_runs_device_current(graphs):
+    """With device="cuda:1", capturing and launching on cuda:0 would fail, or worse, run there."""
+    compare_steps(TABLES["steps grow"], 2)
+    assert graphs[0].devices == {torch.device("cpu")}
+    assert cuda_graphs.DEVICES == [torch.device("cuda:0")]
