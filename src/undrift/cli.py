@@ -59,7 +59,12 @@ def run(file: File, set: Set = None, out: Out = None, imports: Import = None, da
 
 
 @app.command()
-def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped.")]) -> None:
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped.")],
+    on_nonfinite: Annotated[
+        str | None, typer.Option(help="For a run that NaN stopped: skip leaves out clients that send such.")
+    ] = None,
+) -> None:
     """Go on with a run from its last checkpoint, as if it had never stopped."""
     from undrift.errors import UndriftError
     from undrift.record import repeats
@@ -74,7 +79,8 @@ def resume(folder: Annotated[Path, typer.Argument(help="The folder of a run that
     if finished(folder):
         typer.echo(f"{folder} is finished.")
         return
-    _run(_experiment(folder, None, None, None), folder, folder, resume=True)
+    changed = [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else None
+    _run(_experiment(folder, changed, None, None), folder, folder, resume=True)
 
 
 @app.command()
@@ -207,6 +213,15 @@ def list_(
     _console().print(table)
 
 
+@app.command()
+def info() -> None:
+    """Versions and hardware: what a bug report needs."""
+    from undrift.info import info
+
+    for name, value in info().items():
+        typer.echo(f"{name:<12}{value}")
+
+
 @data.command()
 def show(
     name: Annotated[str, typer.Argument(help="A data set's name, a file, or a folder.")],
@@ -268,7 +283,7 @@ def _experiment(file: Path, set: list[str] | None, imports: list[str] | None, da
 
 
 def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False) -> None:
-    from undrift.display import Live, score, stopping
+    from undrift.display import Live, left_out, marks, score, stopping
     from undrift.experiment import about, run
 
     console = _console()
@@ -285,9 +300,14 @@ def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False
             left = folder if (folder / "config.toml").exists() else None
             typer.echo(f"stopped; go on with: undrift resume {left}" if left else "stopped", err=True)
             raise typer.Exit(130) from None
+    if result.stopped:
+        kept = f"{len(result.history)} rounds are in {folder}"
+        typer.echo(f"stopped. {result.stopped}\n{kept}; to go on: undrift resume {folder}", err=True)
+        raise typer.Exit(1)
     found = score(result.history[-1])
     said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
-    typer.echo(f"{said}{len(result.history)} rounds, in {folder}")
+    skipped = "".join(f", {mark}" for mark in marks(0, left_out(result.history)))
+    typer.echo(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
 
 
 def _seeds(settings: dict[str, Any], count: int | None) -> list[int]:
@@ -341,7 +361,7 @@ def _sweep_table(found: dict[str, Any]) -> Any:
         table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
     for row in found["settings"]:
         cells = [_cell(row[key]) for key in keys]
-        table.add_row(row["name"], str(len(row["runs"])), *cells)
+        table.add_row(row["name"], row["counted"], *cells)
     return table
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from undrift.config import read
-from undrift.display import score
+from undrift.display import left_out, marks, score
 from undrift.errors import UndriftError
 from undrift.record import repeats
 from undrift.registry import parse_method
-from undrift.result import finished, history
+from undrift.result import finished, history, stopped
 
 UNTOLD = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
-    personalize_every track imports""".split()  # noqa: SIM905
+    personalize_every track imports on_nonfinite""".split()  # noqa: SIM905
 )
 """Keys that say nothing about what is compared."""
 
@@ -32,40 +32,55 @@ class Run:
     settings: dict[str, Any]
     """By dotted key."""
     rows: list[dict[str, Any]]
+    stopped: str | None = None
+    """Why it stopped before its last round, if something in it was not finite."""
 
     @classmethod
     def read(cls, folder: Path, unfinished: bool = False) -> Run:
-        """A finished run, or, where that is asked for, one as far as it is."""
+        """A run that has ended, or, where that is asked for, one as far as it is."""
         needed = "config.toml" if unfinished else "metrics.jsonl"
         if not (folder / needed).exists():
             raise UndriftError(f"{folder} is no run: it has no {needed}.")
-        if not unfinished and not finished(folder):
+        why = stopped(folder)
+        if not unfinished and not why and not finished(folder):
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
         settings = flat(read(folder))
         if not repeats(folder):
             settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
-        return cls(folder, settings, history(folder))
-
-    @property
-    def metric(self) -> str:
-        found = score(self.rows[-1])
-        if found is None:
-            raise UndriftError(f"The run in {self.folder} was never evaluated; give its data a test set.")
-        return found[0]
+        return cls(folder, settings, history(folder), why)
 
     def final(self, metric: str) -> float:
-        return float(self.rows[-1].get(metric, np.nan))
+        """The last round's figure; a run that stopped before its last round has none."""
+        found = self.rows[-1].get(metric) if self.rows and not self.stopped else None
+        return float(np.nan if found is None else found)
 
     def best(self, metric: str) -> float:
-        values = [row[metric] for row in self.rows if metric in row and np.isfinite(row[metric])]
+        values = [row[metric] for row in self.rows if row.get(metric) is not None and np.isfinite(row[metric])]
         return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
 
     def until(self, metric: str, target: float) -> dict[str, Any] | None:
         """The first row that meets the target."""
         for row in self.rows:
-            if metric in row and (row[metric] <= target if lower_is_better(metric) else row[metric] >= target):
+            found = row.get(metric)
+            if found is not None and (found <= target if lower_is_better(metric) else found >= target):
                 return row
         return None
+
+
+def leading_metric(runs: Sequence[Run]) -> str:
+    """What runs are compared by: the first metric that one of them was evaluated with."""
+    for run in runs:
+        if run.rows and (found := score(run.rows[-1])):
+            return found[0]
+    if any(run.stopped for run in runs):
+        raise UndriftError(f"No run was evaluated before it stopped. {next(r.stopped for r in runs if r.stopped)}")
+    raise UndriftError(f"The run in {runs[0].folder} was never evaluated; give its data a test set.")
+
+
+def counted(runs: Sequence[Run]) -> str:
+    """How many runs there are, and how many of them were not finite."""
+    said = marks(sum(bool(run.stopped) for run in runs), sum(left_out(run.rows) for run in runs))
+    return f"{len(runs)} ({', '.join(said)})" if said else str(len(runs))
 
 
 def lower_is_better(metric: str) -> bool:
@@ -132,7 +147,7 @@ def table(runs: Sequence[Run], target: float | None) -> Any:
     """The comparison as a Rich table."""
     from rich.table import Table
 
-    metric = runs[0].metric
+    metric = leading_metric(runs)
     word = metric.replace("_", " ")
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     made.add_column("")
@@ -148,5 +163,5 @@ def table(runs: Sequence[Run], target: float | None) -> Any:
             cells.append(spread([row["round"] for row in reached], 0) + missed)
             cells.append(spread([row["total_steps"] for row in reached], 0))
             cells.append(spread([row["total_bytes"] / 1e6 for row in reached], 1))
-        made.add_row(name, str(len(own)), *cells)
+        made.add_row(name, counted(own), *cells)
     return made

@@ -75,6 +75,7 @@ class Experiment(Section):
     personalize_every: Count | None = None
     checkpoint_every: Count | StrictStr = "30s"
     track: StrictStr | list[StrictStr] | None = None
+    on_nonfinite: StrictStr = "stop"
     imports: list[StrictStr] = []
     """Modules to import first: a user's own methods, models and data."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,9 +17,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def score(row: dict[str, Any]) -> tuple[str, float] | None:
     """What a row tells of the model's quality: a metric, else the loss, on the test set or else on validation data."""
     for name in (f"{prefix}{name}" for prefix in ("", "validation_") for name in ("accuracy", "recall_at_5", "loss")):
-        if name in row:
+        if row.get(name) is not None:
             return name, row[name]
     return None
+
+
+def marks(stopped: int, skipped: int) -> list[str]:
+    """What is said of runs in which something was not finite: how many stopped, how often a client was left out."""
+    said = [f"{stopped} stopped"] if stopped else []
+    return said + ([f"{skipped} client update{'s' if skipped > 1 else ''} left out"] if skipped else [])
+
+
+def left_out(rows: Iterable[dict[str, Any]]) -> int:
+    """How many updates of clients these rounds left out."""
+    return sum(len(row.get("skipped", ())) for row in rows)
 
 
 class Live:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from undrift import models
+from undrift import models, nonfinite
 from undrift.checkpoint import parse_interval
 from undrift.config import Experiment
 from undrift.data.load import load
@@ -48,6 +48,8 @@ def understood(experiment: Experiment) -> tuple[Method, Local]:
         models.known(parse_model(experiment.model)[0])
     with about("checkpoint_every"):
         parse_interval(experiment.checkpoint_every)
+    with about("on_nonfinite"):
+        nonfinite.check(experiment.on_nonfinite)
     with about("track"):
         find(experiment.track)
     work: dict[str, Any] = {}

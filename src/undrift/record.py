@@ -28,6 +28,7 @@ def repeats(folder: Path) -> bool:
 ORDER = (
     "model", "method", "rounds", "participation", "seed", "loss", "metrics", "device", "precision", "engine", "lanes",
     "compile", "deterministic", "threads", "evaluate_every", "personalize_every", "checkpoint_every", "track",
+    "on_nonfinite",
 )  # fmt: skip
 
 

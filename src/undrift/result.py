@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class Result:
     model: nn.Module
     history: list[dict[str, Any]]
     choices: dict[str, Any]
+    stopped: str | None = None
+    """Why the run stopped before its last round, where something became NaN or infinite; the rest is from before."""
 
     def frame(self) -> pd.DataFrame:
         """The history as a pandas table, a row a round."""
@@ -34,9 +37,36 @@ class Result:
         return pd.DataFrame(self.history)
 
 
+def as_json(row: dict[str, Any]) -> str:
+    """A row as one line of JSON, which has no NaN and no infinity: they become null."""
+    try:
+        return json.dumps(row, default=_plain, allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(row), default=_plain)
+
+
 def _plain(x: Any) -> Any:
     """A part's history may hold tensors and arrays."""
     return x.tolist() if hasattr(x, "tolist") else str(x)
+
+
+def _without_nan(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _without_nan(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_without_nan(value) for value in x]
+    if hasattr(x, "tolist"):
+        return _without_nan(x.tolist())
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def stopped(folder: Path) -> str | None:
+    """Why the run in this folder stopped, if something in it became NaN or infinite."""
+    file = folder / STOPPED
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["why"]) if file.exists() else None
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return f"{file} cannot be read"
 
 
 def finished(folder: Path) -> bool:
@@ -54,6 +84,10 @@ def history(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+STOPPED = "stopped.json"
+"""In the folder of a run that something non-finite stopped: the round that was not kept, and why."""
 
 
 class Folder:
@@ -112,6 +146,7 @@ class Folder:
         """Go on after these rounds: what was written beyond them is cut off, and the run is no longer finished."""
         if self.path:
             (self.path / "model.safetensors").unlink(missing_ok=True)
+            (self.path / STOPPED).unlink(missing_ok=True)
             partial = self.path / f"metrics.jsonl{PARTIAL}"
             self.metrics = partial.open("w", encoding="utf-8")
             for row in rows:
@@ -120,7 +155,7 @@ class Folder:
 
     def row(self, row: dict[str, Any]) -> None:
         if self.metrics:
-            self.metrics.write(json.dumps(row, default=_plain) + "\n")
+            self.metrics.write(as_json(row) + "\n")
             self.metrics.flush()
 
     def sync(self) -> None:
@@ -128,6 +163,11 @@ class Folder:
         if self.metrics and self.path:
             os.fsync(self.metrics.fileno())
             sync(self.path)
+
+    def stopped(self, why: str) -> None:
+        """Leave a note of why the run stopped; it may still be resumed."""
+        if self.path:
+            write_text(self.path / STOPPED, json.dumps({"why": why}))
 
     def model(self, model: nn.Module) -> None:
         if self.path:

@@ -104,8 +104,8 @@ class Totals:
 
     sums: Any
     """This part's own sums from `upload` (or from `measure`, in `finish`)."""
-    size: int
-    """How many clients took part."""
+    size: Tensor
+    """How many clients took part, those left out by `on_nonfinite="skip"` not counted: a scalar on the device."""
     weight: Tensor
     """The sum of their weights."""
     population: int

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.compare import Run, flat, groups, lower_is_better
+from undrift.compare import Run, counted, flat, groups, leading_metric, lower_is_better
 from undrift.config import Settings, checked, override, toml_value
 from undrift.display import stopping
 from undrift.errors import UndriftError
 from undrift.experiment import about, run, understood
 from undrift.files import write_text
-from undrift.result import finished
+from undrift.result import finished, stopped
 
 Grid = dict[str, list[Any]]
 
@@ -95,7 +95,7 @@ def _word(value: Any) -> str:
 def sweep(
     found: list[Point], out: Path, where: str, workers: int | None, done: Callable[[Point, str | None], None]
 ) -> list[Run]:
-    """Run what is not finished yet, several at a time where that pays; gives the runs that finished."""
+    """Run what is not finished yet, several at a time where that pays; gives the runs that ended, also by stopping."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -108,7 +108,8 @@ def sweep(
     tasks = {point: (point.settings, str(out / point.name), where, threads) for point in waiting}
     for point, message in _finished(tasks, workers):
         done(point, message)
-    return [Run.read(out / point.name) for point in found if finished(out / point.name)]
+    ended = [out / point.name for point in found]
+    return [Run.read(folder) for folder in ended if finished(folder) or stopped(folder)]
 
 
 def _claim(point: Point, out: Path) -> None:
@@ -155,7 +156,8 @@ def _one(settings: Settings, folder: str, where: str, threads: int) -> str | Non
     try:
         with stopping() as stop_if_asked:
             resume = (Path(folder) / "config.toml").exists()
-            run(checked(settings, where), folder, resume, on_round=lambda row: stop_if_asked())
+            result = run(checked(settings, where), folder, resume, on_round=lambda row: stop_if_asked())
+            return f"stopped. {result.stopped}" if result.stopped else None
     except UndriftError as error:
         return str(error)
     except KeyboardInterrupt:
@@ -163,7 +165,6 @@ def _one(settings: Settings, folder: str, where: str, threads: int) -> str | Non
             raise
         _stopped.append(True)
         return "stopped"
-    return None
 
 
 def _number(x: Any) -> float | None:
@@ -173,12 +174,13 @@ def _number(x: Any) -> float | None:
 
 def summary(runs: list[Run], out: Path) -> dict[str, Any]:
     """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation."""
-    metric = runs[0].metric
+    metric = leading_metric(runs)
     held = metric if metric.startswith("validation_") else f"validation_{metric}"
-    chosen_by = held if held in runs[0].rows[-1] else None
+    chosen_by = held if any(run.rows and held in run.rows[-1] for run in runs) else None
     rows = []
     for name, own in groups(runs).items():
-        row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own]}
+        row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own], "counted": counted(own)}
+        row["stopped"] = [run.folder.name for run in own if run.stopped]
         for key in {metric, chosen_by or metric}:
             values = [run.final(key) for run in own]
             deviation = _number(np.std(values, ddof=1)) if len(values) > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from undrift import nonfinite
 from undrift.checkpoint import Checkpoints, Progress
 from undrift.checks import require, whole
 from undrift.clock import Clock
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
-from undrift.engine.cohort import on_device
+from undrift.engine.cohort import Orders, on_device
 from undrift.evaluate import evaluate
 from undrift.local import Local
 from undrift.method import Method, Part
@@ -28,6 +30,8 @@ from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare, selected
 from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
+
+log = logging.getLogger("undrift")
 
 
 def train(
@@ -55,6 +59,7 @@ def train(
     track: str | Sequence[str] | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
     notes: dict[str, Any] | None = None,
+    on_nonfinite: str = "stop",
 ) -> Result:
     """Train `model` on `data` with `method` for `rounds` rounds.
 
@@ -66,6 +71,9 @@ def train(
     `resume=True` goes on from the last one. `on_round` is called with each round's history.
     `track`: "tensorboard", "mlflow" or a list of both, which get each round's figures too.
     `notes` are settings of the caller's own for the run's `config.toml`.
+    `on_nonfinite`: what to do when weights, a loss, or what a client sends or keeps become NaN or infinite. "stop" ends
+    the run with the state before that round; `result.stopped` says why, and `resume=True` goes on from there. "skip"
+    leaves such clients out of the round and names them in its history (`skipped`).
     """
     given = dict(locals())
     run = prepare(
@@ -75,7 +83,9 @@ def train(
     require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
-    files = Folder(out, resume)
+    nonfinite.check(on_nonfinite)
+    nonfinite.check_start(run.model.start)
+    files, skip = Folder(out, resume), on_nonfinite == nonfinite.SKIP
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     trackers = Trackers(track, files.path)
     with files as folder, selected(run.resident.device), arithmetic(precision, deterministic), trackers:
@@ -92,62 +102,12 @@ def train(
             folder.partition(holdings(data))
             folder.config(config)
         folder.begin(now.history)
-        personal, clock = Personal(run), Clock(run.resident.device)
-        for t in range(now.round, rounds):
-            last = t == rounds - 1
-            clock.start()
-            method, server = bound(run, t), run.server(t)
+        personal, clock, stopped = Personal(run), Clock(run.resident.device), None
+        watch = nonfinite.Watch(run, lambda before: orders_of(run, bound(run, before.round), before))
 
-            plan = run.checked(method.plan(run.plan(t), now.states))
-            received = method.broadcast(now.params, now.states, server)
-            orders = run.orders(plan, now.params, received)
-            cohort = run.engine.run(orders, run.kept)
-
-            totals = Totals(cohort.sums, len(plan.clients), cohort.weight, run.population, cohort.update)
-            update, states = method.transform(totals, now.states)
-            params = tree_add(now.params, update)
-            run.model.track(cohort.statistics)
-            params = method.refine(params, server)
-            states = method.after(params, now.params, states)
-            run.kept.commit(cohort.kept)
-            down = len(plan.clients) * tree_bytes(
-                [orders.shared["start"], orders.shared["received"], run.model.tracked]
-            )
-            up = len(plan.clients) * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
-            if last and method.overriding("finish"):
-                params, sent = finish(run, method, params, t)
-                down, up = down + run.population * tree_bytes(params), up + sent
-
-            now = replace(
-                now,
-                params=params,
-                states=states,
-                round=t + 1,
-                total_steps=now.total_steps + int(plan.steps.sum()),
-                constant_steps=now.constant_steps + int(run.steps_at(0, plan.clients).sum()),
-                total_bytes=now.total_bytes + down + up,
-            )
-            row = {
-                "round": t + 1,
-                "clients": plan.clients.tolist(),
-                "steps": int(plan.steps.sum()),
-                "total_steps": now.total_steps,
-                "steps_fraction": now.total_steps / now.constant_steps,
-                "local_steps": plan.span,
-                "lr": float(plan.lr),
-                "samples": int(orders.batches.counts.sum()),
-                "bytes_down": down,
-                "bytes_up": up,
-                "total_bytes": now.total_bytes,
-            }
-            clock.stop(row, partial(method.history, states))
-            if last or (t + 1) % evaluate_every == 0:
-                row |= evaluate(run, params) | personal.shared(params, last)
-            if last or (personalize_every and (t + 1) % personalize_every == 0):
-                row |= personal.tuned(params, states, method, t)
-            now.history.append(row)
-            due = checkpoints.due(now)
-            for done in clock.settled(wait=bool(last or due or trackers or on_round)):
+        def settle(wait: bool) -> None:
+            """Hand on the rows of rounds that the device is done with."""
+            for done in clock.settled(wait):
                 folder.row(done)
                 try:
                     trackers.row(done)
@@ -157,12 +117,88 @@ def train(
                     folder.sync()
                     checkpoints.save(now)
                     raise
-            if due:
-                folder.sync()
-                checkpoints.save(now)
+
+        try:
+            while now.round < rounds:
+                t, last, before = now.round, now.round == rounds - 1, now
+                if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
+                    settle(wait=True)
+                clock.start()
+                method, server = bound(run, t), run.server(t)
+
+                orders = orders_of(run, method, now)
+                cohort = run.engine.run(orders, run.kept, skip=skip)
+
+                totals = Totals(cohort.sums, cohort.size, cohort.weight, run.population, cohort.update)
+                update, states = method.transform(totals, now.states)
+                untrack = run.model.track(nonfinite.unless_nobody(cohort, cohort.statistics, run.model.tracked))
+                params = method.refine(tree_add(now.params, update), server)
+                states = method.after(params, now.params, states)
+                params = nonfinite.unless_nobody(cohort, params, now.params)
+                states = [
+                    nonfinite.unless_nobody(cohort, new, old) for new, old in zip(states, now.states, strict=True)
+                ]
+                unkeep = run.kept.commit(cohort.kept)
+                plan, everyone = orders.plan, len(orders.plan.clients)
+                down = everyone * tree_bytes([orders.shared["start"], orders.shared["received"], run.model.tracked])
+                up = everyone * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
+                if last and method.overriding("finish"):
+                    params, sent = finish(run, method, params, t)
+                    down, up = down + run.population * tree_bytes(params), up + sent
+                watch.add(before, cohort, plan.clients, params, undo=[untrack, unkeep])
+
+                now = replace(
+                    now,
+                    params=params,
+                    states=states,
+                    round=t + 1,
+                    total_steps=now.total_steps + int(plan.steps.sum()),
+                    constant_steps=now.constant_steps + int(run.steps_at(0, plan.clients).sum()),
+                    total_bytes=now.total_bytes + down + up,
+                )
+                row = {
+                    "round": t + 1,
+                    "clients": plan.clients.tolist(),
+                    "steps": int(plan.steps.sum()),
+                    "total_steps": now.total_steps,
+                    "steps_fraction": now.total_steps / now.constant_steps,
+                    "local_steps": plan.span,
+                    "lr": float(plan.lr),
+                    "samples": int(orders.batches.counts.sum()),
+                    "bytes_down": down,
+                    "bytes_up": up,
+                    "total_bytes": now.total_bytes,
+                }
+                clock.stop(row, partial(told, watch, row, method, states))
+                if last or (t + 1) % evaluate_every == 0:
+                    row |= evaluate(run, params) | personal.shared(params, last)
+                if last or (personalize_every and (t + 1) % personalize_every == 0):
+                    row |= personal.tuned(params, states, method, t)
+                now.history.append(row)
+                due = checkpoints.due(now)
+                settle(wait=bool(last or due or trackers or on_round))
+                if due:
+                    folder.sync()
+                    checkpoints.save(now)
+        except nonfinite.NonFiniteError as found:
+            now, stopped = found.before, found.why
+            log.warning("stopped: %s", stopped)
         trained = run.model.load(now.params)
-        folder.model(trained)
-    return Result(now.params, trained, now.history, run.choices)
+        if stopped:
+            folder.sync()
+            checkpoints.save(now)
+            folder.stopped(stopped)
+            trackers.failed = True
+        else:
+            folder.model(trained)
+    return Result(now.params, trained, now.history, run.choices, stopped)
+
+
+def orders_of(run: Setup, method: Method, now: Progress) -> Orders:
+    """The next round's orders to the engine: the cohort, its work, and what clients get beside the weights."""
+    plan = run.checked(method.plan(run.plan(now.round), now.states))
+    received = method.broadcast(now.params, now.states, run.server(now.round))
+    return run.orders(plan, now.params, received)
 
 
 def bound(run: Setup, t: int) -> Method:
@@ -170,9 +206,15 @@ def bound(run: Setup, t: int) -> Method:
     return run.method.bind(on_device(run.method.numbers(t), run.resident.device))
 
 
+def told(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
+    """What must be read from the device for a round's row; refuses a round that is not finite."""
+    return watch.settle(row) | method.history(states)
+
+
 def finish(run: Setup, method: Method, params: Tree, t: int) -> tuple[Tree, int]:
     """Once, after the last round: what parts make of what they measure over all clients, and the bytes sent for it."""
     everyone = run.everyone(t, params)
     sums = run.engine.survey(everyone)
-    totals = Totals(sums, run.population, everyone.lanes["weight"].sum(), run.population, None)
+    size = torch.full((), run.population, device=run.resident.device)
+    totals = Totals(sums, size, everyone.lanes["weight"].sum(), run.population, None)
     return method.finish(params, totals, run.server(t)), run.population * tree_bytes(sums)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils import get_total_norm
 from torch.utils import _pytree as pytree
 
 Tree = Any
@@ -62,6 +63,19 @@ def tree_sub(a: Tree, b: Tree) -> Tree:
 
 def tree_zeros(tree: Tree) -> Tree:
     return tree_map(torch.zeros_like, tree)
+
+
+def tree_finite(tree: Tree) -> torch.Tensor:
+    """Whether every number in the tree is finite, as a boolean scalar where the tensors are: nothing waits for it."""
+    leaves = [t for t in tree_leaves(tree) if t.is_floating_point() and t.numel()]
+    if not leaves:
+        return torch.ones((), dtype=torch.bool)
+    return get_total_norm(leaves, norm_type=torch.inf).isfinite()
+
+
+def tree_where(condition: torch.Tensor, tree: Tree, other: Tree) -> Tree:
+    """`tree` where a scalar condition holds, else `other`; both have the same structure, and `tree`'s types remain."""
+    return tree_map(lambda a, b: torch.where(condition, a, b.to(a.dtype)), tree, other)
 
 
 def tree_stack(trees: list[Tree]) -> Tree:

@@ -22,7 +22,7 @@ from undrift.method import Method, Part, aligned, part_stream
 from undrift.models.functional import Model, Params
 from undrift.random import Key
 from undrift.roles import Batch, Client
-from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
+from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
 # Where a hook draws outside a local step, these stand in the step's place, so that no two hooks draw alike.
 PREPARE, CONCLUDE = 2**31, 2**31 + 1
@@ -151,8 +151,14 @@ class Program:
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
-    def conclude(self, state: Tree, lane: Tree, shared: Tree, statistics: Tree = ()) -> tuple[Tree, Tree]:
-        """What the client sends (its weighted update, each part's sums, weighted statistics) and what it keeps."""
+    def conclude(
+        self, state: Tree, lane: Tree, shared: Tree, statistics: Tree = (), skip: bool = False
+    ) -> tuple[Tree, Tree, Tree]:
+        """What the client sends (its weighted update, each part's sums, weighted statistics) and what it keeps.
+
+        With `skip`, a client with anything in these that is not finite sends zeros and keeps what it had; the third
+        result then says whether all is finite.
+        """
         delta = tree_sub(state["params"], shared["start"])
         update, sums, kept = delta, [], []
         rates: dict[str, Any] = {}
@@ -167,7 +173,12 @@ class Program:
         weighted = [
             tree_map(lambda t: t.to(self.model.exact) * lane["weight"], tree) for tree in (update, statistics or {})
         ]
-        return (weighted[0], sums, weighted[1]), kept
+        sent = (weighted[0], sums, weighted[1])
+        if not skip:
+            return sent, kept, ()
+        numbers = [t for t in tree_leaves((sent, kept)) if t.is_floating_point()]
+        finite = torch.stack([t.isfinite().all() for t in numbers]).all()
+        return tree_where(finite, sent, tree_zeros(sent)), tree_where(finite, kept, lane["kept"]), finite
 
 
 def _summable(leaf: Any) -> Tensor:

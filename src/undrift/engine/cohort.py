@@ -79,11 +79,21 @@ class Kept:
             found[i] = tree_stack([tree_to(states.get(int(c), fresh), self.device) for c in clients])
         return found
 
-    def commit(self, new: dict[int, dict[int, Tree]]) -> None:
+    def commit(self, new: dict[int, dict[int, Tree]]) -> Callable[[], None]:
+        """Take over these states. Returns what undoes it."""
+        before = {i: {c: self.states[i][c] for c in states if c in self.states[i]} for i, states in new.items()}
+        changed = {c for states in new.values() for c in states} - self.changed
+
+        def undo() -> None:
+            for i, states in new.items():
+                self.states[i] = {c: s for c, s in self.states[i].items() if c not in states} | before[i]
+            self.changed -= changed
+
         home = self._home(new)
         for i, states in new.items():
             self.states[i] |= {client: tree_to(state, home) for client, state in states.items()}
             self.changed |= states.keys()
+        return undo
 
     def take_changed(self) -> set[int]:
         taken, self.changed = self.changed, set()
@@ -174,6 +184,7 @@ class Sums:
     def __init__(self) -> None:
         self.total: Any = None
         self.kept: dict[int, dict[int, Tree]] = {}
+        self.noted: list[tuple[Tensor, list[int]]] = []
 
     def add(self, sent: Tree) -> None:
         """Add what one client, or several lanes' sum, sends."""
@@ -184,6 +195,17 @@ class Sums:
         self.add(other.total)
         for i, states in other.kept.items():
             self.kept.setdefault(i, {}).update(states)
+        self.noted += other.noted
+
+    def note(self, finite: Tensor, clients: list[int]) -> None:
+        """Note whether what these clients sent and kept is finite; they are named by their places in the cohort."""
+        self.noted.append((finite, clients))
+
+    def finite(self) -> Tensor:
+        """What was noted, in the order of the cohort."""
+        order = np.argsort([client for _, clients in self.noted for client in clients])
+        flags = torch.cat([finite for finite, _ in self.noted])
+        return flags[to_device(torch.from_numpy(order), flags.device)]
 
     def keep(self, kept: list[Tree], which: Kept, clients: list[int]) -> None:
         """Keep the states of `clients`, which lie along the trees' first axis."""
@@ -200,13 +222,26 @@ class Outcome:
     update: Params
     sums: list[Tree]
     weight: Tensor
+    """The sum of the weights of the clients that count."""
+    size: Tensor
+    """How many clients count: all of the cohort, or those that were not skipped."""
     statistics: Params
     """Running statistics, averaged with the weights' weights."""
     kept: dict[int, dict[int, Tree]]
+    finite: Tensor | None = None
+    """By client, whether it counts, where clients may be skipped."""
 
 
 def outcome(sums: Sums, orders: Orders) -> Outcome:
-    weight = orders.lanes["weight"].sum()
+    """The means over the clients that count; without any, the update is zero."""
+    weights, finite = orders.lanes["weight"], sums.finite() if sums.noted else None
+    if finite is None:
+        size = torch.full((), len(weights), device=weights.device)
+    else:
+        weights, size = torch.where(finite, weights, 0), finite.sum()
+    weight = weights.sum()
+    whole = weight if finite is None else torch.where(weight > 0, weight, 1)
     updates, own, statistics = sums.total
-    update = tree_map(lambda total, w: (total / weight).to(w.dtype), updates, orders.shared["start"])
-    return Outcome(update, own, weight, tree_map(lambda total: total / weight, statistics), sums.kept)
+    update = tree_map(lambda total, w: (total / whole).to(w.dtype), updates, orders.shared["start"])
+    statistics = tree_map(lambda total: total / whole, statistics)
+    return Outcome(update, own, weight, size, statistics, sums.kept, finite)

@@ -40,7 +40,7 @@ class LanesEngine:
         self.own_convolutions = available(data.device, program.model.compute)
         self.step = Traced(self._step)
         self.start = Traced(self._start, compiled and bool(program.method.overriding("prepare")))
-        self.conclude = Traced(self._conclude, compiled)
+        self.conclude = {skip: Traced(partial(self._conclude, skip), compiled) for skip in (False, True)}
         self.graphs: dict[Any, StepGraph] | None = {} if captures(data.device) else None
         # A pass without training is few steps long: it is traced only where launching costs more than computing, and
         # where threads must not call the model.
@@ -48,18 +48,18 @@ class LanesEngine:
         passes = {when: partial(self._pass, when) for when in MEASURE}
         self.passes = {when: Traced(one, compiled) if traced else one for when, one in passes.items()}
 
-    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
+    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None, skip: bool = False) -> Outcome:
         steps = orders.plan.steps
         if self.threads > 1:
             queues = pack(steps, min(self.threads, len(steps)))
             if busy(steps, queues) >= THREADS_BUSY:
                 total = Sums()
-                for sums in at_once(lambda queue: self._work([queue], orders, kept, visit), queues):
+                for sums in at_once(lambda queue: self._work([queue], orders, kept, visit, skip), queues):
                     total.join(sums)
                 return outcome(total, orders)
-        return outcome(self._work(pack(steps, min(self.lanes, len(steps))), orders, kept, visit), orders)
+        return outcome(self._work(pack(steps, min(self.lanes, len(steps))), orders, kept, visit, skip), orders)
 
-    def _work(self, queues: list[list[int]], orders: Orders, kept: Kept, visit: Visit | None) -> Sums:
+    def _work(self, queues: list[list[int]], orders: Orders, kept: Kept, visit: Visit | None, skip: bool) -> Sums:
         """Train the clients that wait for each lane."""
         sums, state, lane, lanes = Sums(), None, None, len(queues)
         for stretch in stretches(orders.plan.steps, queues):
@@ -72,7 +72,7 @@ class LanesEngine:
                 if visit:
                     with CALLING:
                         visit(done["params"], orders.plan.clients[clients])
-                self._end(orders, done, self._get(lane, where, lanes), clients, sums, kept)
+                self._end(orders, done, self._get(lane, where, lanes), clients, sums, kept, skip)
         return sums
 
     def _steps(self, state: Tree, lane: Tree, orders: Orders, stretch: Stretch) -> Tree:
@@ -127,17 +127,22 @@ class LanesEngine:
         # A graph's buffers take the same weights for all lanes as they are; a traced program wants them spread out.
         return _contiguous(prepared), state if self.graphs is not None else _contiguous(state)
 
-    def _end(self, orders: Orders, state: Tree, lane: Tree, clients: list[int], sums: Sums, kept: Kept) -> None:
+    def _end(
+        self, orders: Orders, state: Tree, lane: Tree, clients: list[int], sums: Sums, kept: Kept, skip: bool
+    ) -> None:
         """Add up what clients that have finished send, and keep what they keep."""
         after = self.measure(state["params"], lane, orders, clients, "after")
         lane = {**lane, "measured": self.program.latest(lane["measured"], after)}
-        sent, keeps = self.conclude(state, lane, orders.shared)
+        sent, keeps, finite = self.conclude[skip](state, lane, orders.shared)
         sums.add(sent)
         sums.keep(keeps, kept, orders.plan.clients[clients].tolist())
+        if skip:
+            sums.note(finite, clients)
 
-    def _conclude(self, state: Tree, lane: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        sent, keeps = vmap(self.program.conclude, in_dims=(0, 0, None))(state, lane, shared)
-        return tree_map(lambda t: t.sum(0), sent), _contiguous(keeps)
+    def _conclude(self, skip: bool, state: Tree, lane: Tree, shared: Tree) -> tuple[Tree, Tree, Tree]:
+        conclude = partial(self.program.conclude, skip=skip)
+        sent, keeps, finite = vmap(conclude, in_dims=(0, 0, None))(state, lane, shared)
+        return tree_map(lambda t: t.sum(0), sent), _contiguous(keeps), finite
 
     def survey(self, orders: Orders) -> list[Tree]:
         """The "finish" measures, summed over the clients of `orders`, as many at a time as there are lanes."""

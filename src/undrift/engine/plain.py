@@ -22,7 +22,7 @@ class PlainEngine:
     def __init__(self, program: Program, data: Resident) -> None:
         self.program, self.data = program, data
 
-    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None) -> Outcome:
+    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None, skip: bool = False) -> Outcome:
         sums = Sums()
         for c, client in enumerate(orders.plan.clients.tolist()):
             lane = tree_map(lambda t, c=c: t[c], orders.lanes)
@@ -40,9 +40,11 @@ class PlainEngine:
                 visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
             after = self.measure(state["params"], lane, orders.shared, client, "after")
             lane["measured"] = self.program.latest(lane["measured"], after)
-            sent, keeps = self.program.conclude(state, lane, orders.shared, statistics)
+            sent, keeps, finite = self.program.conclude(state, lane, orders.shared, statistics, skip)
             sums.add(sent)
             sums.keep(tree_map(lambda t: t[None], keeps), kept, [client])
+            if skip:
+                sums.note(finite[None], [c])
         return outcome(sums, orders)
 
     def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:

@@ -145,11 +145,18 @@ class Model:
             raise UndriftError(f"The model must return one tensor, not {kind}; wrap it in a module that does.")
         return output.to(self.dtype) if output.is_floating_point() else output
 
-    def track(self, statistics: Params) -> None:
-        """Make these the global running statistics."""
+    def track(self, statistics: Params) -> Callable[[], None]:
+        """Make these the global running statistics. Returns what undoes it."""
+        before = {name: self.tracked[name].clone() for name in statistics}
+
+        def undo() -> None:
+            for name, value in before.items():
+                self.tracked[name].copy_(value)
+
         for name, value in statistics.items():
             whole = not self.tracked[name].is_floating_point()  # a counter of batches
             self.tracked[name].copy_(value.round() if whole else value)
+        return undo
 
     def load(self, params: Params) -> nn.Module:
         """The module with these weights in it, in evaluation mode."""

@@ -29,7 +29,7 @@ COLUMNS = 100
 CLIENTS = 200
 LINES = 60
 """More lines than that, one a layer say, nobody could tell apart."""
-SHOWN_OTHERWISE = {"clients", "by_client", "local_steps", "class_accuracy"}
+SHOWN_OTHERWISE = {"clients", "by_client", "skipped", "local_steps", "class_accuracy"}
 
 
 def folders(paths: Iterable[Path]) -> list[Path]:
@@ -94,6 +94,7 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         "rounds": len(run.rows),
         "planned": run.settings.get("rounds"),
         "diverged": words.diverged(run),
+        "stopped": run.stopped,
         "config": (run.folder / "config.toml").read_text(encoding="utf-8"),
     }
     found["layers"], found["axes"] = layers(run)

@@ -275,12 +275,12 @@ function dealt(run) {
 function header() {
   byId("title").textContent = told.title;
   byId("subtitle").textContent = told.subtitle;
-  const runs = told.runs, open = runs.filter((run) => !run.finished), lost = runs.filter((run) => run.diverged);
+  const runs = told.runs, open = runs.filter((run) => !run.finished), lost = runs.filter((run) => run.diverged || run.stopped);
   const done = runs.reduce((sum, run) => sum + run.rounds, 0), planned = runs.reduce((sum, run) => sum + (run.planned || run.rounds), 0);
   const first = runs[0].state, count = runs.length.toLocaleString("en");
   let said = runs.length === 1 ? (runs[0].finished ? `Finished after ${done.toLocaleString("en")} rounds` : done ? `Not finished: ${first}` : "Not a single round yet")
     : open.length ? `${runs.length - open.length} of ${count} runs finished; ${done.toLocaleString("en")} of ${planned.toLocaleString("en")} rounds` : `All ${count} runs finished`;
-  if (lost.length) said += runs.length === 1 ? `; the loss is no number from round ${lost[0].diverged} on` : `; ${lost.length} diverged`;
+  if (lost.length) said += runs.length > 1 ? `; ${lost.length} diverged` : lost[0].stopped ? `. ${lost[0].stopped}` : `; the loss is no number from round ${lost[0].diverged} on`;
   byId("state").textContent = said;
   byId("state").className = lost.length ? "bad" : open.length ? "wait" : "good";
   byId("progress").hidden = !open.length;

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from undrift.compare import UNTOLD, Run, brief, spread
+from undrift.display import left_out, marks
 from undrift.report.thin import number
 from undrift.result import finished
 
@@ -42,23 +43,25 @@ def last(run: Run, key: str) -> float:
 
 def state(runs: list[Run]) -> str:
     """How the runs ended, or how far they are."""
-    lost = [run for run in runs if diverged(run)]
+    said_of = marks(0, sum(left_out(run.rows) for run in runs))
+    ended = {"stopped": [run for run in runs if run.stopped], "diverged": [run for run in runs if diverged(run)]}
     open_ = [run for run in runs if not finished(run.folder)]
     if open_:
         done, planned = sum(len(run.rows) for run in runs), sum(run.settings.get("rounds", 0) for run in runs)
         said = f"{done:,} of {planned:,} rounds"
     else:
         said = "finished"
-    if not lost:
-        return said
-    return f"{said}, diverged" if len(runs) == 1 else f"{said}, {len(lost)} of {len(runs)} diverged"
+    for how, lost in ended.items():
+        if lost:
+            said_of.append(how if len(runs) == 1 else f"{len(lost)} of {len(runs)} {how}")
+    return ", ".join([said, *said_of])
 
 
 def diverged(run: Run) -> int | None:
     """The first round whose loss is no finite number."""
     for row in run.rows:
         for key in ("loss", "validation_loss"):
-            if number(row.get(key)) and not math.isfinite(row[key]):
+            if key in row and not (number(row[key]) and math.isfinite(row[key])):
                 return int(row["round"])
     return None
 

@@ -20,7 +20,7 @@ from undrift.errors import UndriftError, unknown
 log = logging.getLogger("undrift")
 
 KNOWN = ("mlflow", "tensorboard")
-BY_CLIENT = ("clients", "by_client")
+BY_CLIENT = ("clients", "by_client", "skipped")
 """What a row has one entry a client of: ids and figures for `metrics.jsonl`, too many to draw."""
 
 Scalars = dict[str, float]
@@ -83,6 +83,8 @@ class Trackers:
 
     def __init__(self, track: str | Sequence[str] | None, folder: Path | None) -> None:
         self.aside = [Aside(name, kind(folder)) for name, kind in find(track).items()]
+        self.failed = False
+        """Whether the run failed without raising anything."""
 
     def __enter__(self) -> Trackers:
         return self
@@ -90,7 +92,7 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         stopped = kind is not None and not issubclass(kind, Exception)
         for aside in self.aside:
-            aside.end("KILLED" if stopped else "FAILED" if kind else "FINISHED")
+            aside.end("KILLED" if stopped else "FAILED" if kind or self.failed else "FINISHED")
 
     def __bool__(self) -> bool:
         return bool(self.aside)

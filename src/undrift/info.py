@@ -1,0 +1,56 @@
+"""What a bug report needs: versions, GPUs and their driver, CPU threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+
+from undrift import __version__
+
+PACKAGES = (
+    "torch", "triton", "numpy", "safetensors", "datasets", "pyarrow", "pydantic", "pandas", "plotly", "flwr",
+    "tensorboard", "mlflow",
+)  # fmt: skip
+
+
+def info() -> dict[str, str]:
+    """Each fact by name, in the order in which it is printed."""
+    import torch
+
+    found = {
+        "undrift": __version__,
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": platform.platform(),
+        **{name: _version(name) for name in PACKAGES},
+        "CPU": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {platform.machine()}",
+        "CUDA": torch.version.cuda or "none in this build of torch",
+        "cuDNN": str(torch.backends.cudnn.version() or "none"),
+        "driver": _driver(),
+    }
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    for i in gpus:
+        gpu = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
+    return found if gpus else {**found, "GPU": "none that torch can use"}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version, which only its own tool tells."""
+    if not shutil.which("nvidia-smi"):
+        return "no nvidia-smi"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "nvidia-smi does not answer"
+    return ", ".join(dict.fromkeys(done.stdout.split("\n"))).strip(", ")
