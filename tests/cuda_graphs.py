@@ -11,7 +11,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from undrift import setup
+from undrift.engine import choose, graph, lanes
 
 DEVICES = [torch.device("cuda:0")]
 """The current device last, and below it those to go back to."""
@@ -74,9 +77,14 @@ class Capture(TorchDispatchMode):
 
 
 def on_meta(tree):
-    return tree_map_only(
-        torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), tree
-    )
+    """Arguments that have shapes but no data, and that ask for results of that kind."""
+
+    def leaf(x):
+        if isinstance(x, torch.Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    return tree_map(leaf, tree)
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
@@ -104,12 +112,10 @@ def current_device(device):
 
 def put_in_place(monkeypatch, compiler: str = "eager") -> list[Graph]:
     """Let steps on the CPU be captured; gives the graphs that are made from here on. torch.compile uses `compiler`."""
-    from undrift.engine import choose, graph, lanes
-
     compile = torch.compile
-    for module in (choose, graph, lanes):
+    for module in (setup, choose, graph, lanes):
         monkeypatch.setattr(module, "captures", lambda device: True)
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=compiler, **options))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile(f, backend=compiler, **rest))
     for name, value in {
         "CUDAGraph": Graph,
         "graph": Capture,

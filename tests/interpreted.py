@@ -31,7 +31,7 @@ def compare(found: object, wanted: object) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    convolution._memory = lambda device: 227  # of a Hopper, which turns g for tf32
+    convolution.memory = recurrent.memory = lambda device: 227  # of a Hopper, which turns g for tf32
     for (lanes, batch, size, channels, outputs, kernel, stride, padding), tf32 in product(SHAPES, (False, True)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)

@@ -45,7 +45,7 @@ def test_a_weight_is_written_over_only_when_nobody_reads_it_later():
 def test_more_than_eight_steps_can_be_compiled_in_one_process(monkeypatch):
     """torch gives up on a function after eight sets of shapes; every step is a function of its own."""
     compile = torch.compile
-    monkeypatch.setattr(graph.torch, "compile", lambda f, **options: compile(f, backend="eager", **options))
+    monkeypatch.setattr(graph.torch, "compile", lambda f, options, **rest: compile(f, backend="eager", **rest))
     for n in range(1, 12):
         w, g = torch.ones(n), torch.full((n,), 0.25)
         step = _mutating(make_fx(lambda w, g: [w - g])(w, g), 1, compiled=True)

@@ -99,7 +99,7 @@ def test_compiled_rounds_are_the_plain_engines(graphs, name):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("method", [METHOD, ud.Scaffold(), ud.FedDyn(0.1) + ud.FedNLR(), ud.FedCurv(0.5)])
 def test_every_hook_goes_through_graphs(graphs, uneven, method, compile):
-    """A lane per client: stretches of 2, 2, 2 and 6 steps, so the last outgrows the others in the middle of a client."""
+    """A lane per client: stretches of 2, 2, 2 and 6 steps, so the last outgrows those before, in mid-training."""
     compare(uneven, method, ud.Local(epochs=2, batch_size=8, lr=0.05), 3, 6, compile)
 
 

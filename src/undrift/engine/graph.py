@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from undrift.engine.trace import compiled as through_compiler
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 Program = Callable[..., list[Tensor]]
@@ -98,8 +99,7 @@ def _mutating(program: Program, count: int, compiled: bool) -> Callable[..., Any
                 old.copy_(new)
 
     if compiled:
-        # Static shapes: with dynamic ones some kernels were ten times slower.
-        return torch.compile(_of_its_own(step), dynamic=False, fullgraph=True)
+        return through_compiler(_of_its_own(step), fullgraph=True)
     if isinstance(program, GraphModule):
         _update_in_place(program, count)
     return step

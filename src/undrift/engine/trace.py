@@ -68,7 +68,19 @@ class Traced:
                 'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.)'
             ) from error
         program = _without_idle_views(program)
-        return (torch.compile(program.forward, dynamic=False) if self.compiled else program), shape[-1]
+        return (compiled(program.forward) if self.compiled else program), shape[-1]
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function through torch's compiler, with static shapes: with dynamic ones some kernels were ten times slower.
+
+    Left to itself the compiler times variants of a kernel, some of which add up in another order, and takes the fastest
+    of the day. So it must choose by rule, or two processes would not give the same bits.
+    """
+    from torch._inductor import config  # takes a second, which only runs that compile should pay
+
+    by_rule: dict[str, Any] | None = {"deterministic": True} if hasattr(config, "deterministic") else None
+    return torch.compile(function, dynamic=False, options=by_rule, **options)
 
 
 def _one_mode() -> Any:

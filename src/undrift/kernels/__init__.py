@@ -29,6 +29,12 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+@cache
+def memory(device: torch.device) -> int:
+    """KiB of a processor's own memory that a program may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
+
+
 def stages(wanted: int, *runs: int) -> int:
     """How many turns of a loop to load ahead, given the bytes of the runs in memory that it reads.
 

@@ -10,14 +10,13 @@ Tiles follow from shapes by a rule, not by timing, and partial sums lie in a fix
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.kernels import precision, stages
+from undrift.kernels import memory, precision, stages
 
 WARPS = 2112
 """How many warps a sum over positions is split between, where there are positions enough: sixteen for each processor
@@ -166,7 +165,7 @@ def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], pa
     rows, low = batch * high * wide, x.element_size() == 2
     tile = {
         "BM": 128,
-        "BN": _breadth(outputs, 256 if low and _memory(x.device) >= 160 else 128),
+        "BN": _breadth(outputs, 256 if low and memory(x.device) >= 160 else 128),
         "BK": next((k for k in (64, 32, 16)[not low :] if channels % k == 0), 32),
     }
     _correlate[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(outputs, tile["BN"]) * lanes,)](
@@ -188,7 +187,7 @@ def gradient(
     # Hopper's tensor cores read tf32 only along the sum, which lies across memory: so g is turned, and patches go
     # through registers. A column of ones would send them there in bf16 too; for many channels summing g apart pays.
     fits = not runs % 16 and not (squared and size % 4)
-    turned = precision() == "tf32" and not low and fits and _memory(x.device) >= 224
+    turned = precision() == "tf32" and not low and fits and memory(x.device) >= 224
     apart = turned or (low and channels >= 64 and outputs >= 128 and not runs % 16)
     tile = {
         "BM": 64 if low else 32,
@@ -236,9 +235,3 @@ def _apart(g: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
 def _breadth(outputs: int, most: int) -> int:
     """How many outputs a tile has: products take powers of two, from 16."""
     return min(most, max(16, triton.next_power_of_2(outputs)))
-
-
-@cache
-def _memory(device: torch.device) -> int:
-    """KiB of a processor's own memory that a program may take."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]

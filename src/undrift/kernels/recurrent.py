@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.kernels import precision, stages
+from undrift.kernels import memory, precision, stages
 
 
 @triton.jit
@@ -183,13 +183,18 @@ def _lstm_step_back(
     tl.store(d_c + now * H + at, _cell(later, forget, d, to_c, at, there, LAST).to(kind), mask=there)
 
 
-def _launch(like: Tensor, batch: int, width: int) -> tuple[Any, dict[str, Any]]:
-    """The grid for a step of all lanes, and the sizes of a program's tile."""
-    rows = min(64, max(16, triton.next_power_of_2(batch)))
+def _launch(like: Tensor, batch: int, width: int, reads: int, gates: int) -> tuple[Any, dict[str, Any]]:
+    """The grid for a step of all lanes, and the sizes of a program's tile.
+
+    In each turn of its loop a kernel reads `reads` tiles of samples × units, and the weights of so many gates.
+    """
+    rows, deep = min(64, max(16, triton.next_power_of_2(batch))), 64
     units = 16 if like.element_size() == 4 else 32
     grid = (len(like), triton.cdiv(batch, rows), triton.cdiv(width, units))
-    ahead = stages(3, width * like.element_size())
-    return grid, {"BB": rows, "BU": units, "BK": 64, "P": precision(), "num_warps": 4, "num_stages": ahead}
+    turn = (reads * rows * deep + gates * deep * units) * like.element_size()
+    fitting = min(3, 1 + 1024 * memory(like.device) // turn)  # what is loaded ahead lies in a processor's own memory
+    ahead = stages(fitting, width * like.element_size())
+    return grid, {"BB": rows, "BU": units, "BK": deep, "P": precision(), "num_warps": 4, "num_stages": ahead}
 
 
 def gru(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -197,7 +202,7 @@ def gru(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor,
     lanes, time, batch, width = inner.shape
     out, n, a_n = (torch.empty_like(inner) for _ in range(3))
     rz = inner.new_empty(lanes, time, batch, 2 * width)
-    grid, tile = _launch(inner, batch, width)
+    grid, tile = _launch(inner, batch, width, reads=1, gates=3)
     for step in range(time):
         before = out[:, step - 1] if step else h
         _gru_step[grid](
@@ -212,7 +217,7 @@ def gru_back(weight: Tensor, d_out: Tensor, factors: Tensor, z: Tensor) -> tuple
     across = weight.mT.contiguous()
     d, start = torch.empty_like(d_out), torch.empty_like(d_out[:, 0])
     d[:, -1] = d_out[:, -1]
-    grid, tile = _launch(d_out, batch, width)
+    grid, tile = _launch(d_out, batch, width, reads=4, gates=3)
     for step in reversed(range(time)):
         earlier, out = d_out[:, step - 1], d[:, step - 1] if step else start
         _gru_step_back[grid](
@@ -227,7 +232,7 @@ def lstm(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Te
     lanes, time, batch, width = *base.shape[:3], h.shape[-1]
     out, cells, g = (base.new_empty(lanes, time, batch, width) for _ in range(3))
     gates = torch.empty_like(base)
-    grid, tile = _launch(base, batch, width)
+    grid, tile = _launch(base, batch, width, reads=1, gates=4)
     for step in range(time):
         before, c_before = (out[:, step - 1], cells[:, step - 1]) if step else (h, c)
         _lstm_step[grid](
@@ -245,7 +250,7 @@ def lstm_back(
     across = weight.mT.contiguous()
     d, d_c, start = torch.empty_like(d_out), torch.empty_like(d_out), torch.empty_like(d_end)
     d[:, -1] = d_out[:, -1]
-    grid, tile = _launch(d_out, batch, width)
+    grid, tile = _launch(d_out, batch, width, reads=9, gates=4)
     for step in reversed(range(time)):
         earlier, out = d_out[:, step - 1], d[:, step - 1] if step else start
         last = step == time - 1

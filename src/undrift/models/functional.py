@@ -138,12 +138,20 @@ class Model:
             tensors = {n: t.to(self.compute) for n, t in rest.items() if n not in whole} | whole
         if watch:
             watch.names = {id(tensor): name for name, tensor in tensors.items()}
-        with watch or contextlib.nullcontext():
+        with watch or contextlib.nullcontext(), self._differentiable(training):
             output = functional_call(self.module, {**tensors, **statistics}, (x,))
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise UndriftError(f"The model must return one tensor, not {kind}; wrap it in a module that does.")
         return output.to(self.dtype) if output.is_floating_point() else output
+
+    def _differentiable(self, training: bool) -> contextlib.AbstractContextManager[Any]:
+        """cuDNN has no gradient of recurrent layers in evaluation mode, where FedCurv asks for one; torch has."""
+        theirs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
+        if training or not theirs or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        cudnn = torch.backends.cudnn
+        return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
 
     def track(self, statistics: Params) -> Callable[[], None]:
         """Make these the global running statistics. Returns what undoes it."""
