@@ -119,7 +119,7 @@ def test_any_step_counts_go_through_graphs(table, lanes, piece):
 
 
 def doubling(state: torch.Tensor, rest: torch.Tensor, batch: torch.Tensor) -> StepGraph:
-    return StepGraph(lambda s, r, b: [2 * s + r + b], [state], [rest], (batch,), compiled=False)
+    return StepGraph(lambda s, r, b: [2 * s + r + b], [state], [rest], (batch,))
 
 
 def test_building_and_running_leave_live_state_alone(graphs):
@@ -165,3 +165,27 @@ def test_steps_run_with_the_runs_device_current(graphs):
     compare_steps(TABLES["steps grow"], 2)
     assert graphs[0].devices == {torch.device("cpu")}
     assert cuda_graphs.DEVICES == [torch.device("cuda:0")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("broken", ["step", "conclude"])
+def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, uneven, broken):
+    """A compiler that changes a sign in one of two programs: the run says so, and its result is right."""
+    graphs = cuda_graphs.put_in_place(monkeypatch)
+
+    def wrong(function, options, fullgraph=False, **rest):
+        def made(*leaves):
+            if fullgraph:  # a step, which changes its first arguments in place
+                before = leaves[0].clone()
+                function(*leaves)
+                leaves[0].copy_(2 * before - leaves[0] if broken == "step" else leaves[0])
+                return None
+            found = function(*leaves)
+            return [-found[0], *found[1:]] if broken == "conclude" else found
+
+        return made
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    compare(uneven, ud.FedAvg(), ud.Local(epochs=2, batch_size=8, lr=0.05), 2, 6, compile=True)
+    warnings = [record.getMessage() for record in caplog.records if "compiler made a program" in record.getMessage()]
+    assert len(warnings) == len({*warnings}) >= 1 and len(graphs) == (2 if broken == "step" else 1)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from undrift.engine.trace import compiled as through_compiler
+from undrift.engine.compiler import compiled as through_compiler
+from undrift.engine.compiler import distance, trusted
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 Program = Callable[..., list[Tensor]]
@@ -38,7 +39,10 @@ def captures(device: torch.device) -> bool:
 class StepGraph:
     """One local step of every lane, for one set of shapes."""
 
-    def __init__(self, program: Program, state: Tree, rest: Tree, batch: tuple[Tensor, ...], compiled: bool) -> None:
+    def __init__(
+        self, program: Program, state: Tree, rest: Tree, batch: tuple[Tensor, ...], compiled: torch.dtype | None = None
+    ) -> None:
+        """`state`, `rest` and `batch` only show their shapes. `compiled`: see `Traced`."""
         self.state_tree = tree_structure(state)
         self.state = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(state)]
         self.rest = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(rest)]
@@ -48,13 +52,17 @@ class StepGraph:
         self.turn = torch.zeros(1, dtype=torch.int64, device=batch[0].device)
         casts = _cast_ahead(program, len(self.state)) if compiled and isinstance(program, GraphModule) else []
         self.casts = [(i, torch.zeros_like(self.state[i], dtype=dtype)) for i, dtype in casts]
-        self.step = _mutating(program, len(self.state) + len(casts), compiled)
+        self.program, self.untried = program, compiled
+        self.step = _mutating(program, len(self.state) + len(casts), compiled is not None)
         self.graph = self._capture()
 
     def run(self, state: Tree, rest: Tree, batches: tuple[Tensor, ...]) -> Tree:
         """Take the steps that `batches` holds along its first axis. Returns the state, which lies in the buffers."""
-        leaves = tree_leaves(state)
-        for buffers, values in ((self.state, leaves), (self.rest, tree_leaves(rest))):
+        leaves, others = tree_leaves(state), tree_leaves(rest)
+        if self.untried:
+            self._try(leaves, others, [t[0] for t in batches], self.untried)
+            self.untried = None
+        for buffers, values in ((self.state, leaves), (self.rest, others)):
             for buffer, value in zip(buffers, values, strict=True):
                 if buffer is not value:
                     buffer.copy_(value, non_blocking=True)
@@ -69,6 +77,22 @@ class StepGraph:
             for _ in range(steps):
                 self.graph.replay()
         return tree_unflatten(self.state, self.state_tree)
+
+    def _try(self, state: list[Tensor], rest: list[Tensor], batch: list[Tensor], compute: torch.dtype) -> None:
+        """Take the first step on copies, as compiled and as it was before, and keep the latter where they differ.
+
+        No buffer holds live state yet, so another graph may still be captured.
+        """
+        casts = [state[i].to(cast.dtype) for i, cast in self.casts]
+        leaves = [t.clone(memory_format=torch.contiguous_format) for t in (*state, *casts, *rest, *batch)]
+        wanted, count = self.program(*leaves), len(state)
+        self.step(*leaves)
+        params = [
+            tree_leaves(tree_unflatten(list(t[:count]), self.state_tree)["params"]) for t in (leaves, wanted, state)
+        ]
+        if not trusted(distance(*params), compute):
+            self.step = _mutating(self.program, count + len(casts), False)
+            self.graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         # What a first call sets up (handles, workspaces, compiled code) must not happen while capturing.

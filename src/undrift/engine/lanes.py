@@ -35,18 +35,19 @@ THREADS_BUSY = 0.9
 
 class LanesEngine:
     def __init__(self, program: Program, data: Resident, lanes: int, compiled: bool = False, threads: int = 1) -> None:
-        self.program, self.data, self.lanes, self.compiled = program, data, lanes, compiled
+        self.program, self.data, self.lanes = program, data, lanes
+        self.compiled = program.model.compute if compiled else None
         self.threads = threads
         self.own_convolutions = available(data.device, program.model.compute)
         self.step = Traced(self._step)
-        self.start = Traced(self._start, compiled and bool(program.method.overriding("prepare")))
-        self.conclude = {skip: Traced(partial(self._conclude, skip), compiled) for skip in (False, True)}
+        self.start = Traced(self._start, self.compiled if program.method.overriding("prepare") else None)
+        self.conclude = {skip: Traced(partial(self._conclude, skip), self.compiled) for skip in (False, True)}
         self.graphs: dict[Any, StepGraph] | None = {} if captures(data.device) else None
         # A pass without training is few steps long: it is traced only where launching costs more than computing, and
         # where threads must not call the model.
         traced = self.graphs is not None or threads > 1
         passes = {when: partial(self._pass, when) for when in MEASURE}
-        self.passes = {when: Traced(one, compiled) if traced else one for when, one in passes.items()}
+        self.passes = {when: Traced(one, self.compiled) if traced else one for when, one in passes.items()}
 
     def run(self, orders: Orders, kept: Kept, visit: Visit | None = None, skip: bool = False) -> Outcome:
         steps = orders.plan.steps

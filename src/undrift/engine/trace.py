@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
 
 CALLING = RLock()
@@ -25,9 +26,12 @@ VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch
 
 
 class Traced:
-    """Traces `function` at the first call of each set of shapes; later calls run what was traced."""
+    """Traces `function` at the first call of each set of shapes; later calls run what was traced.
 
-    def __init__(self, function: Callable[..., Any], compiled: bool = False) -> None:
+    It is compiled where `compiled` names the precision in which it computes.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiled: torch.dtype | None = None) -> None:
         self.function, self.compiled = function, compiled
         self.programs: dict[Any, tuple[Callable[..., list[Tensor]], Any]] = {}
 
@@ -68,19 +72,7 @@ class Traced:
                 'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.)'
             ) from error
         program = _without_idle_views(program)
-        return (compiled(program.forward) if self.compiled else program), shape[-1]
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function through torch's compiler, with static shapes: with dynamic ones some kernels were ten times slower.
-
-    Left to itself the compiler times variants of a kernel, some of which add up in another order, and takes the fastest
-    of the day. So it must choose by rule, or two processes would not give the same bits.
-    """
-    from torch._inductor import config  # takes a second, which only runs that compile should pay
-
-    by_rule: dict[str, Any] | None = {"deterministic": True} if hasattr(config, "deterministic") else None
-    return torch.compile(function, dynamic=False, options=by_rule, **options)
+        return (Tried(program, self.compiled) if self.compiled else program), shape[-1]
 
 
 def _one_mode() -> Any:

@@ -1,0 +1,77 @@
+"""torch's compiler, with two precautions.
+
+It chooses among kernels by rule. Left to itself it times variants, some of which add up in another order, and takes the
+fastest of the day; two processes would then not give the same bits.
+
+And what it makes is tried once beside what it was given. torch 2.11 gets the gradient of SiLU followed by pooling wrong
+in bfloat16, by more than half of its size, and nothing but a comparison would tell. Where the two do not agree, the run
+goes on without compiling.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("undrift")
+
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+TF32 = 2.0**-11
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function through torch's compiler, with static shapes: with dynamic ones some kernels took ten times longer."""
+    from torch._inductor import config  # takes a second, which only runs that compile should pay
+
+    by_rule: dict[str, Any] | None = {"deterministic": True} if hasattr(config, "deterministic") else None
+    return torch.compile(function, dynamic=False, options=by_rule, **options)
+
+
+class Tried:
+    """A program and what the compiler made of it: the first call runs both, and later ones the one to be trusted."""
+
+    def __init__(self, program: Callable[..., list[Tensor]], compute: torch.dtype) -> None:
+        self.program, self.compute = program, compute
+        self.chosen: Callable[..., list[Tensor]] | None = None
+
+    def __call__(self, *leaves: Tensor) -> list[Tensor]:
+        if self.chosen:
+            return self.chosen(*leaves)
+        made = compiled(getattr(self.program, "forward", self.program))
+        found, wanted = made(*leaves), self.program(*leaves)
+        self.chosen = made if trusted(distance(found, wanted), self.compute) else self.program
+        return found if self.chosen is made else wanted
+
+
+def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> float:
+    """‖found − wanted‖ / ‖wanted − start‖ over all tensors of floats as one vector."""
+    error, size = 0.0, 0.0
+    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if other.is_floating_point():
+            moved = other if start is None else other - start[i]
+            error += float((one.double() - other.double()).square().sum())
+            size += float(moved.double().square().sum())
+    return math.sqrt(error) / math.sqrt(size) if error else 0.0
+
+
+def trusted(off: float, compute: torch.dtype) -> bool:
+    """Whether a distance is no more than rounding makes it, in the precision that products are taken in.
+
+    Rounding by u puts about that share of a model's kinks (ReLU, pooling) on their other side, where what passes is
+    wrong by all of its size: √u of the norm. Four times that leaves room; what is not finite cannot be compared.
+    """
+    tf32 = compute == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    bound = 4 * math.sqrt(TF32 if tf32 else ROUNDING[compute])
+    if off > bound:
+        log.warning(
+            "torch's compiler made a program that is off by %.2g (rounding alone: at most %.2g) from the one it was "
+            "given; this run goes on without compiling it. compile=False does not try.",
+            off,
+            bound,
+        )
+    return not off > bound
