@@ -25,7 +25,7 @@ TF32 = 2.0**-11
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function through torch's compiler, with static shapes: with dynamic ones some kernels took ten times longer."""
+    """The function through torch's compiler, with static shapes: dynamic ones made some kernels ten times slower."""
     from torch._inductor import config  # takes a second, which only runs that compile should pay
 
     by_rule: dict[str, Any] | None = {"deterministic": True} if hasattr(config, "deterministic") else None
