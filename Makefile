@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs docs-serve install test soak bench clean
+.PHONY: demo docs docs-serve install test soak bench gpu gpu-full clean
 
 install: .venv/ready
 
@@ -29,6 +29,14 @@ soak: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu
+
+# What must hold on a GPU, eight minutes of it, and eight minutes more. Both run where nothing can be installed, so they
+# need no .venv. ONLY=b runs one group; LOG=file gets the tracebacks of failures.
+gpu:
+	PYTHONPATH=src $(PYTHON) -m gpu $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
+
+gpu-full:
+	PYTHONPATH=src $(PYTHON) -m gpu --full $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).
 .venv/ready: pyproject.toml requirements.txt

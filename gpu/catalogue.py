@@ -1,0 +1,24 @@
+"""All checks there are."""
+
+from __future__ import annotations
+
+from gpu import bits, draws, engines, equations, gradients, pytests, real
+from gpu.checks import Check
+
+GROUPS = {
+    "a": "every method against the equations' reference, through captured graphs",
+    "b": "lanes against plain, for uneven cohorts",
+    "c": "tf32 and bfloat16 against float64",
+    "d": "lanes against plain, for random cohorts",
+    "e": "identical bits in two processes",
+    "f": "real training against stored runs of the plain engine",
+    "t": "the tests that need a GPU",
+}
+
+
+def collect() -> list[Check]:
+    found = [
+        check for module in (equations, engines, gradients, draws, bits, real, pytests) for check in module.checks()
+    ]
+    assert len({check.key for check in found}) == len(found), "two checks have the same name"
+    return found
