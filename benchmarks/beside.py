@@ -1,19 +1,34 @@
-"""Another system beside undrift on the problem of `cifar10.py`: by turns in one run, as a table and as a file."""
+"""Another system beside undrift on the problem of `cifar10.py`: by turns in one run, as a table and as a file.
+
+Before anything is timed the other system trains one round without dropout, from undrift's weights, on the users and
+batches of undrift's first round, and must come out where undrift's plain engine does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.cifar10 import DEVICE, ours
+from benchmarks import record
+from benchmarks.agree import Weights, change, check
+from benchmarks.cifar10 import DEVICE, ours, problem
 
-Sides = dict[str, Callable[[], float]]
+
+@dataclass(frozen=True)
+class Peer:
+    """Another system's side. Both functions raise `SystemExit` if its weights do not end finite."""
+
+    time: Callable[[], float]
+    """Trains with dropout; returns the seconds per round."""
+    first_round: Callable[[], Weights]
+    """Trains undrift's first round without dropout; returns the weights, named as undrift's are."""
+    precision: str = "float32"
 
 
 def options(about: str | None) -> argparse.ArgumentParser:
@@ -33,15 +48,23 @@ def need(install: str, *modules: str) -> None:
             raise SystemExit(f"There is no {module} to compare with ({error}): {install}.") from error
 
 
-def undrift(rounds: int) -> Sides:
+def undrift(rounds: int) -> dict[str, Callable[[], tuple[float, float]]]:
+    """undrift's sides: seconds per round, and the distance from the plain engine."""
     if DEVICE == "cpu":
-        return {"undrift": lambda: ours(rounds, "auto")}
-    return {
-        "undrift, tf32": lambda: ours(60, "tf32", False),
-        "undrift, tf32, compiled": lambda: ours(60, "tf32", True),
-        "undrift, bf16": lambda: ours(60, "bfloat16", False),
-        "undrift, bf16, compiled": lambda: ours(60, "bfloat16", True),
+        return {"undrift": lambda: ours("undrift", rounds, "auto")}
+    settings = {
+        "undrift, tf32": ("tf32", False),
+        "undrift, tf32, compiled": ("tf32", True),
+        "undrift, bf16": ("bfloat16", False),
+        "undrift, bf16, compiled": ("bfloat16", True),
     }
+    return {side: lambda side=side, how=how: ours(side, 60, *how) for side, how in settings.items()}
+
+
+def agreement(side: str, peer: Peer) -> float:
+    """How far the other system is from undrift's plain engine after one round without dropout."""
+    start = dict(problem(dropout=False).model.named_parameters())
+    return check(side, change(peer.first_round(), start), problem(dropout=False).reference, peer.precision)
 
 
 def fastest(rows: list[dict]) -> dict:
@@ -49,23 +72,27 @@ def fastest(rows: list[dict]) -> dict:
     return min((row for row in rows if not row["side"].startswith("undrift")), key=lambda row: row["ms"])
 
 
-def compare(name: str, theirs: Sides, chosen: argparse.Namespace, **versions: str) -> None:
+def compare(name: str, peers: Mapping[str, Peer], chosen: argparse.Namespace, **versions: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_num_threads(chosen.threads)
-    sides = theirs | undrift(chosen.rounds)
-    times: dict[str, list[float]] = {side: [] for side in sides}
+    agrees = {side: agreement(side, peer) for side, peer in peers.items()}
+    mine = undrift(chosen.rounds)
+    times: dict[str, list[float]] = {side: [] for side in (*peers, *mine)}
     for _ in range(chosen.repeats):  # by turns, so that a slow minute slows both
-        for side, run in sides.items():
-            times[side].append(1e3 * run())
-    rows = [{"side": side, "ms": statistics.median(all), "all": all} for side, all in times.items()]
-    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{chosen.threads} threads of a CPU"
+        for side, peer in peers.items():
+            times[side].append(1e3 * peer.time())
+        for side, run in mine.items():
+            seconds, agrees[side] = run()
+            times[side].append(1e3 * seconds)
+    rows = [{"side": s, "ms": statistics.median(all), "all": all, "agrees": agrees[s]} for s, all in times.items()]
     base = fastest(rows)
-    print(", ".join([where, f"torch {torch.__version__}", *(f"{k} {v}" for k, v in versions.items())]))
-    width = max(map(len, sides)) + 2
-    print(f"{'':{width}}{'ms a round':>12}{'÷ ' + name:>14}{'spread':>20}")
+    head = record.head(name, **({"with": versions} if versions else {}))
+    print(", ".join([head["gpu"], f"torch {torch.__version__}", *(f"{k} {v}" for k, v in versions.items())]))
+    width = max(map(len, times)) + 2
+    print(f"{'':{width}}{'ms per round':>14}{'÷ ' + name:>14}{'spread':>20}{'agrees to':>12}")
+    table = record.Table(chosen.json, head, "side")
     for row in rows:
         spread = f"{min(row['all']):.2f} – {max(row['all']):.2f}"
-        print(f"{row['side']:{width}}{row['ms']:12.2f}{base['ms'] / row['ms']:13.2f}×{spread:>20}")
-    if chosen.json:
-        head = {"benchmark": name, "gpu": where, "torch": torch.__version__, **({"with": versions} if versions else {})}
-        chosen.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
+        over = f"{base['ms'] / row['ms']:13.2f}×"
+        print(f"{row['side']:{width}}{row['ms']:14.2f}{over}{spread:>20}{row['agrees']:12.1e}")
+        table.add(row)

@@ -4,7 +4,8 @@
     python -m benchmarks.costs --write docs/methods.md    the page, from that file and from the docstrings
 
 Time is a whole round's on the digits MLP (20 clients, batch 10), bytes are those of the trees that really travel and
-stay, in multiples of the weights. Both sides run in one process, take turns, and the figure is the median.
+stay, in multiples of the weights. Both sides run in one process, take turns, and the figure is the median. Each run
+must agree with the plain engine after two rounds, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 
 import undrift as ud
+from benchmarks import record
+from benchmarks.agree import Problem
 from undrift.method import Part, as_method
 from undrift.setup import prepare
 from undrift.tree import tree_bytes, tree_map
@@ -75,9 +78,15 @@ def data() -> ud.FederatedDataset:
     return ud.load("digits", ud.IID(), clients=20, server_fraction=0.05)
 
 
-def seconds(method: str, held: ud.FederatedDataset) -> float:
-    history = ud.train("mlp", held, method, rounds=ROUNDS, local=LOCAL, evaluate_every=ROUNDS).history
-    return statistics.median(row["seconds"] for row in history[2:-1])  # the first trace, the last finishes
+def problem(method: str, held: ud.FederatedDataset) -> Problem:
+    model = ud.models.get("mlp", classes=held.classes, shape=held[0][0].shape[1:])
+    return Problem(model, held, LOCAL, method, rounds=2)
+
+
+def seconds(side: str, given: Problem) -> tuple[float, float]:
+    """Seconds per round, and the distance from the plain engine."""
+    run, apart = given.train(side, ROUNDS, evaluate_every=ROUNDS)
+    return statistics.median(row["seconds"] for row in run.history[2:-1]), apart  # the first trace, the last finishes
 
 
 def traffic(expression: str, held: ud.FederatedDataset) -> dict[str, float]:
@@ -193,11 +202,17 @@ def main() -> None:
         return
     torch.set_num_threads(2)
     held, rows = data(), {}
+    base = problem("FedAvg()", held)
     for expression in (e for group in METHODS.values() for e in group):
-        ratios = [seconds(expression, held) / seconds("FedAvg()", held) for _ in range(arguments.repeats)]
+        given, ratios, apart = problem(expression, held), [], 0.0
+        for _ in range(arguments.repeats):
+            took, apart = seconds(expression, given)
+            ratios.append(took / seconds("FedAvg()", base)[0])
         rows[expression] = {"round": statistics.median(ratios), **traffic(expression, held)}
-        print(f"{expression:50}" + "".join(f"{k} {v:6.2f}  " for k, v in rows[expression].items()), flush=True)
-    found = {"benchmark": "costs", "torch": torch.__version__, "rows": rows}
+        figures = "".join(f"{k} {v:6.2f}  " for k, v in rows[expression].items())
+        print(f"{expression:50}{figures}agrees to {apart:.0e}", flush=True)
+        rows[expression]["agrees"] = apart
+    found = {**record.head("costs"), "rows": rows}
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

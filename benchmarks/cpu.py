@@ -5,14 +5,14 @@
 The loop is what one would write by hand and as fast as it gets that way: one model, its weights copied in for each
 client, `torch.optim.SGD`, batches gathered from tensors by index, a running weighted sum. "all lanes" is what `vmap`
 over the whole cohort gives. All sides run warm and take turns; a figure is the median of the repeats, a ratio that of
-the repeats' ratios. The constants of `undrift/engine/choose.py` come from this table.
+the repeats' ratios. All of them take the same batches, and must agree with the plain engine after the first round, or
+the benchmark fails. The constants of `undrift/engine/choose.py` come from this table.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
 import statistics
 import time
@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 import undrift as ud
+from benchmarks import record
+from benchmarks.agree import Problem, change, check, finite
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class Case:
     classes: int = 10
     tokens: int | None = None
     """How many different words the samples are made of, where they are text."""
+    lr: float = 0.01
+    """Small enough that steps on random labels do not multiply round-off, and large enough that what they change is not
+    lost in the rounding of the weights, which the loop averages; no time depends on it."""
 
 
 SIDES = {"auto": {}, "one lane": {"lanes": 1}, "all lanes": {"lanes": 10**6}, "plain": {"engine": "plain"}}
@@ -65,7 +70,7 @@ CASES = {
     "FEMNIST CNN": Case(lambda: paper("cnn_femnist", (1, 28, 28), 62), (1, 28, 28), 5, 32, 3, 6, classes=62),
     "VGG-9": Case(lambda: paper("vgg9", (3, 32, 32), dropout=False), (3, 32, 32), 3, 64, steps=1, rounds=3),
     "ResNet-20": Case(lambda: paper("resnet20", (3, 32, 32)), (3, 32, 32), 2, 64, steps=1, rounds=6),
-    "GRU": Case(lambda: paper("gru", (80,), 80, vocabulary=80), (80,), 4, 32, 1, 3, classes=80, tokens=80),
+    "GRU": Case(lambda: paper("gru", (80,), 80, vocabulary=80), (80,), 4, 32, 1, 3, classes=80, tokens=80, lr=0.1),
 }
 
 
@@ -80,20 +85,27 @@ def make_data(case: Case) -> ud.FederatedDataset:
     return ud.FederatedDataset.from_clients(list(zip(x, y, strict=True)))
 
 
-def loop(case: Case, data: ud.FederatedDataset) -> float:
-    """Seconds a round of the loop takes, every client in every round."""
+def make_problem(case: Case) -> Problem:
+    local = ud.Local(epochs=1, batch_size=case.batch, lr=case.lr)
+    return Problem(case.model(), make_data(case), local, options={"device": "cpu"})
+
+
+def loop(case: Case, given: Problem) -> tuple[float, float]:
+    """Seconds per round of the loop, every client in every round, and its distance from the plain engine."""
+    data = given.data
     clients = [data[i] for i in range(len(data))]
     total = sum(len(x) for x, _ in clients)
-    model = case.model()
-    start = copy.deepcopy(model.state_dict())
-    times = []
-    for _ in range(case.rounds):
+    model = copy.deepcopy(given.model)
+    start = before = copy.deepcopy(model.state_dict())
+    times, apart = [], None
+    for t in range(case.rounds):
+        orders = [ud.batches(data, given.local, client=i, round=t, seed=0) for i in range(len(data))]
         began = time.perf_counter()
         sums = {name: torch.zeros_like(w) for name, w in start.items()}
-        for x, y in clients:
+        for (x, y), batches in zip(clients, orders, strict=True):
             model.load_state_dict(start)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for rows in torch.randperm(len(x)).split(case.batch):
+            optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+            for rows in batches:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
                 optimizer.step()
@@ -101,13 +113,17 @@ def loop(case: Case, data: ud.FederatedDataset) -> float:
                 sums[name] += w * (len(x) / total)
         start = sums
         times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        if apart is None:
+            apart = check("loop", change(start, before), given.reference, "float32")
+    finite("loop", start)
+    assert apart is not None
+    return statistics.median(times[1:]), apart
 
 
-def ours(case: Case, data: ud.FederatedDataset, **options: object) -> tuple[float, dict]:
-    local = ud.Local(epochs=1, batch_size=case.batch, lr=0.1)
-    run = ud.train(case.model(), data, rounds=case.rounds, local=local, **options)  # type: ignore[arg-type]
-    return statistics.median(row["seconds"] for row in run.history[1:]), run.choices  # the first one traces
+def ours(side: str, case: Case, given: Problem) -> tuple[float, float, dict]:
+    """Seconds per round, the distance from the plain engine, and what was chosen."""
+    run, apart = given.train(side, case.rounds, **SIDES[side])
+    return statistics.median(row["seconds"] for row in run.history[1:]), apart, run.choices  # the first one traces
 
 
 def main() -> None:
@@ -120,35 +136,32 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     print(f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}")
     sides = "".join(f"{side:>10}" for side in ("loop", *SIDES))
-    print(f"{'thousand samples a second':28}{sides}   auto ÷ loop   ÷ the better of loop and all lanes   chosen")
-    rows = []
+    print(f"{'thousand samples per second':28}{sides}   auto ÷ loop   ÷ the better of loop and all lanes   chosen")
+    table = record.Table(arguments.json, record.head("cpu", threads=arguments.threads), "case")
     for name in arguments.cases or CASES:
         case = CASES[name]
-        data, choices = make_data(case), {}
-        times = {side: [] for side in ("loop", *SIDES)}
+        given, chosen = make_problem(case), {}
+        times, agrees = {side: [] for side in ("loop", *SIDES)}, {}
         for repeat in range(arguments.repeats):
             turns = list(times)
             for side in turns[repeat % len(turns) :] + turns[: repeat % len(turns)]:  # whoever comes first is slower
-                seconds, choices[side] = ours(case, data, **SIDES[side]) if side in SIDES else (loop(case, data), {})
+                if side == "loop":
+                    seconds, agrees[side] = loop(case, given)
+                else:
+                    seconds, agrees[side], choices = ours(side, case, given)
+                    chosen = choices if side == "auto" else chosen
                 times[side].append(seconds)
-        chosen = choices["auto"]
         samples = case.clients * case.batch * case.steps
         speed = {side: samples / statistics.median(t) / 1000 for side, t in times.items()}
         ratio = statistics.median(a / b for a, b in zip(times["loop"], times["auto"], strict=True))
         better = min("loop", "all lanes", key=lambda side: statistics.median(times[side]))
         over = statistics.median(a / b for a, b in zip(times[better], times["auto"], strict=True))
         columns = "".join(f"{speed[side]:10.2f}" for side in times)
-        print(
-            f"{name:28}{columns}{ratio:12.2f}×{over:12.2f}×    {chosen['engine']}, {chosen['lanes']} lanes", flush=True
-        )
+        how = f"{chosen['engine']}, {chosen['lanes']} lanes; agree to {max(agrees.values()):.0e}"
+        print(f"{name:28}{columns}{ratio:12.2f}×{over:12.2f}×    {how}", flush=True)
         figures = {side: 1000 * v for side, v in speed.items()}
-        rows.append(
-            {"case": name, "samples_per_second": figures, "auto_over_loop": ratio, "auto_over_better": over, **chosen}
-        )
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"torch": torch.__version__, "threads": arguments.threads, "rows": rows}, indent=1)
-        )
+        ratios = {"auto_over_loop": ratio, "auto_over_better": over}
+        table.add({"case": name, "samples_per_second": figures, **ratios, "agrees": agrees, **chosen})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,11 @@ import tempfile
 from functools import partial
 from importlib.metadata import version
 
+import torch
+
 from benchmarks import beside
-from benchmarks.cifar10 import COHORT, DEVICE, USERS, between
+from benchmarks.agree import Weights, finite
+from benchmarks.cifar10 import COHORT, DEVICE, USERS, between, first_round
 
 INSTALL = 'pip install "flwr[simulation]==1.41.0"'
 QUIET = {
@@ -28,16 +31,19 @@ QUIET = {
 }
 
 
-def theirs(rounds: int, threads: int, actors: int, nodes: int) -> float:
-    """Seconds a round takes Flower, its actors with the data in their memory."""
+def train(
+    rounds: int, threads: int, actors: int, nodes: int, orders: dict[int, torch.Tensor] | None = None
+) -> tuple[list[float], Weights]:
+    """When each round ended, and the weights after the last; actors have the data in their memory."""
     from flwr.simulation import run_simulation
 
     from benchmarks.flower_app import client, server
 
     ends: list[float] = []
+    weights: dict[str, torch.Tensor] = {}
     gpus = 1 if DEVICE == "cuda" else 0
     run_simulation(
-        server_app=server(rounds, nodes, max(1, threads // actors), ends),
+        server_app=server(rounds, nodes, max(1, threads // actors), ends, orders, weights),
         client_app=client,
         num_supernodes=nodes,
         backend_config={
@@ -45,7 +51,18 @@ def theirs(rounds: int, threads: int, actors: int, nodes: int) -> float:
             "client_resources": {"num_cpus": 1, "num_gpus": gpus / actors},
         },
     )
-    return between(ends, rounds // 5)
+    if len(ends) != rounds:
+        raise SystemExit(f"Flower finished {len(ends)} of {rounds} rounds.")
+    finite("Flower", weights)
+    return ends, weights
+
+
+def peer(rounds: int, threads: int, actors: int, nodes: int) -> beside.Peer:
+    return beside.Peer(
+        lambda: between(train(rounds, threads, actors, nodes)[0], rounds // 5),
+        lambda: train(1, threads, actors, nodes, first_round())[1],
+        "tf32" if DEVICE == "cuda" else "float32",
+    )
 
 
 def main() -> None:
@@ -57,9 +74,9 @@ def main() -> None:
         beside.need(INSTALL, "flwr", "ray")
         logging.getLogger("flwr").setLevel(logging.ERROR)
         flower, most = f"Flower {version('flwr')}", max(chosen.actors)
-        time = partial(theirs, chosen.rounds, chosen.threads)
-        sides = {f"{flower}, {n} at a time": partial(time, n, COHORT) for n in chosen.actors}
-        sides[f"{flower}, {most} at a time, {USERS:,} nodes"] = partial(time, most, USERS)
+        of = partial(peer, chosen.rounds, chosen.threads)
+        sides = {f"{flower}, {n} at a time": of(n, COHORT) for n in chosen.actors}
+        sides[f"{flower}, {most} at a time, {USERS:,} nodes"] = of(most, USERS)
         beside.compare("Flower", sides, chosen, ray=version("ray"))
 
 

@@ -22,23 +22,25 @@ from flwr.serverapp import Grid, ServerApp
 from benchmarks.cifar10 import BATCH, CNN, COHORT, DEVICE, EACH, LR, STEPS, USERS, samples
 
 client = ClientApp()
+Orders = dict[int, torch.Tensor]
 
 
 @functools.cache
-def resident(threads: int) -> tuple[torch.Tensor, torch.Tensor, CNN]:
+def resident(threads: int, dropout: bool) -> tuple[torch.Tensor, torch.Tensor, CNN]:
     torch.set_num_threads(threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     x, y = samples()
-    return (x.float() / 255).to(DEVICE), y.to(DEVICE), CNN().to(DEVICE)
+    return (x.float() / 255).to(DEVICE), y.to(DEVICE), CNN(dropout=dropout).to(DEVICE)
 
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
     config = message.content["config"]
-    x, y, model = resident(config["threads"])
+    x, y, model = resident(config["threads"], config["dropout"])
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    batches = (config["user"] * EACH + torch.randperm(EACH, device=DEVICE)).split(BATCH)
+    order = torch.tensor(config["order"]) if "order" in config else config["user"] * EACH + torch.randperm(EACH)
+    batches = order.to(DEVICE).split(BATCH)
     for rows in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(x[rows]), y[rows]).backward()
@@ -69,8 +71,13 @@ def average(grid: Grid, sent: list[str]) -> dict[str, torch.Tensor]:
     return {name: w.div_(samples) for name, w in total.items()}
 
 
-def server(rounds: int, nodes: int, threads: int, ends: list[float]) -> ServerApp:
-    """FedAvg; `ends` is given the time at which each round is over."""
+def server(
+    rounds: int, nodes: int, threads: int, ends: list[float], orders: Orders | None, done: dict[str, torch.Tensor]
+) -> ServerApp:
+    """FedAvg; `ends` gets the time at which each round is over, `done` the weights after the last.
+
+    With `orders`, every round has these users, with their samples in this order, and no dropout.
+    """
     app = ServerApp()
 
     @app.main()
@@ -79,12 +86,15 @@ def server(rounds: int, nodes: int, threads: int, ends: list[float]) -> ServerAp
             time.sleep(0.1)
         weights, draw = CNN().state_dict(), random.Random(0)
         for _ in range(rounds):
-            arrays, users = ArrayRecord(weights), draw.sample(range(USERS), COHORT)
-            orders = [ConfigRecord({"user": user, "threads": threads}) for user in users]
-            contents = [RecordDict({"arrays": arrays, "config": order}) for order in orders]
+            arrays, users = ArrayRecord(weights), list(orders or draw.sample(range(USERS), COHORT))
+            wishes = [{"user": user, "threads": threads, "dropout": not orders} for user in users]
+            if orders:
+                wishes = [{**wish, "order": orders[user].tolist()} for user, wish in zip(users, wishes, strict=True)]
+            contents = [RecordDict({"arrays": arrays, "config": ConfigRecord(wish)}) for wish in wishes]
             chosen = draw.sample(places, COHORT)
             sent = grid.push_messages([Message(c, node, "train") for c, node in zip(contents, chosen, strict=True)])
             weights = average(grid, list(sent))
             ends.append(time.perf_counter())
+        done.update(weights)
 
     return app

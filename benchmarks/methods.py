@@ -1,19 +1,17 @@
 """Each method's round beside FedAvg's, on VGG-9 with a cohort of 8 and batches of 64, on a GPU.
 
-    python -m benchmarks.methods [--compile] [--json FILE] [METHOD …]
+    python -m benchmarks.methods [--compile] [--json FILE] [--warm N] [METHOD …]
 
 A round is one local epoch, so FedAvg's is also what a pass over the data without training is measured against (FedNLR's
 activations, FedCurv's and FedCL's Fisher information), which is counted apart. A compiler takes half a minute for each
-method; `--warm` lets it do so for several at once, before anything is timed.
+method; `--warm` lets it do so for several at once, before anything is timed. Each method must agree with the plain
+engine after two rounds (in the first, Scaffold and others have nothing to correct by), or the benchmark fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,9 @@ from typing import Any
 import torch
 
 import undrift as ud
+from benchmarks import record
+from benchmarks.agree import Problem
+from benchmarks.warm import Job, warm
 from undrift.engine.lanes import LanesEngine
 
 PRICE = "FedAvg, deterministic=True"
@@ -44,9 +45,12 @@ METHODS = {
     "Projection": ud.Projection(100.0),
     "GradientNoise": ud.GradientNoise(1e-4),
     "ServerSGD": ud.ServerSGD(momentum=0.9),
-    "ServerAdam": ud.ServerAdam(0.01),
+    # Reddi et al.'s ε. With one far below the updates a step is nearly their sign, which round-off decides near 0.
+    "ServerAdam": ud.ServerAdam(0.01, eps=1e-3),
 }
 CLIENTS, BATCH, STEPS, ROUNDS, WARM = 8, 64, 10, 9, 4
+LR = 1e-4
+"""Small enough that steps on random labels do not multiply round-off; no time depends on it."""
 PASS = 0.5
 """Milliseconds below which no pass was made: what it takes to find that there is nothing to measure."""
 
@@ -81,19 +85,26 @@ def by_round(times: list[float]) -> float:
     return statistics.median(sum(times[i * each : (i + 1) * each]) for i in range(WARM, ROUNDS))
 
 
-def milliseconds(
-    method: ud.Part | ud.Method, data: ud.FederatedDataset, compile: bool, deterministic: bool
-) -> tuple[float, float]:
-    """A round's milliseconds without passes over the data, and those of the passes."""
+def problem(name: str, data: ud.FederatedDataset) -> Problem:
     model = ud.models.get("vgg9", classes=10, shape=(3, 32, 32), dropout=False)
+    local = ud.Local(steps=STEPS, batch_size=BATCH, lr=LR)
+    return Problem(model, data, local, METHODS[name], rounds=2)
+
+
+def settings(name: str, compile: bool) -> dict[str, Any]:
+    """How a method is timed."""
+    how = {"compile": compile, "deterministic": name == PRICE, "engine": "lanes", "lanes": CLIENTS}
+    return {"precision": "tf32", "evaluate_every": 100, **how}
+
+
+def milliseconds(name: str, data: ud.FederatedDataset, compile: bool) -> tuple[float, float, float]:
+    """A round's milliseconds without passes over the data, those of the passes, the distance from the plain engine."""
+    given = problem(name, data)
+    given.plain  # noqa: B018 - computed here, so that nothing of it is watched below
     with watched(LanesEngine, "measure") as clients, watched(ud.FedCL, "broadcast") as server:
-        run = ud.train(
-            model, data, method, rounds=ROUNDS, local=ud.Local(steps=STEPS, batch_size=BATCH, lr=0.01),
-            precision="tf32", compile=compile, deterministic=deterministic, evaluate_every=100, engine="lanes",
-            lanes=CLIENTS,
-        )  # fmt: skip
-        apart = by_round(clients()) + (by_round(server()) if server() else 0.0)
-    return 1e3 * statistics.median(row["seconds"] for row in run.history[WARM:]) - apart, apart
+        run, apart = given.train(name, ROUNDS, **settings(name, compile))
+        passes = by_round(clients()) + (by_round(server()) if server() else 0.0)
+    return 1e3 * statistics.median(row["seconds"] for row in run.history[WARM:]) - passes, passes, apart
 
 
 def samples() -> ud.FederatedDataset:
@@ -103,31 +114,42 @@ def samples() -> ud.FederatedDataset:
     return ud.FederatedDataset.from_clients(list(zip(x.split(n), y.split(n), strict=True)), server=(x[:500], y[:500]))
 
 
+def jobs(names: list[str] | None = None) -> list[Job]:
+    """What compiles each method ahead of time."""
+    return [["benchmarks.methods", "--compile", "--compile-only", name] for name in names or METHODS]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"any of: {'; '.join(METHODS)}")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="print no figures")
     parser.add_argument("--warm", type=int, default=0, metavar="N", help="compile N methods at a time beforehand")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = arguments.methods or list(METHODS)
-    shares = [names[i :: arguments.warm] for i in range(arguments.warm)] if arguments.compile else []
-    command = [sys.executable, "-m", "benchmarks.methods", "--compile"]
-    for process in [subprocess.Popen([*command, *share], stdout=subprocess.DEVNULL) for share in shares if share]:
-        process.wait()
     data = samples()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, compiled: {arguments.compile}")
-    print(f"{'':28}{'ms a round':>12}{'÷ FedAvg':>10}{'passes':>10}{'÷ an epoch':>12}")
-    rows, first = [], None
+    if arguments.compile_only:
+        for name in names:
+            problem(name, data).run(2, **settings(name, True))
+        return
+    if arguments.warm and arguments.compile:
+        warm(jobs(names), arguments.warm)
+    head = record.head("methods", compile=arguments.compile)
+    print(f"{head['gpu']}, torch {torch.__version__}, compiled: {arguments.compile}")
+    print(f"{'':28}{'ms per round':>14}{'÷ FedAvg':>10}{'agrees to':>11}{'passes':>10}{'÷ an epoch':>12}")
+    table, first = record.Table(arguments.json, head, "method"), None
     for name in names:
-        took, apart = milliseconds(METHODS[name], data, arguments.compile, name == PRICE)
-        first = first or took
-        passes = f"{apart:10.1f}{apart / first:11.2f}×" if apart > PASS else ""
-        print(f"{name:28}{took:12.1f}{took / first:9.2f}×{passes}", flush=True)
-        rows.append({"method": name, "ms": took, "over_fedavg": took / first, "passes_ms": apart if passes else None})
-        if arguments.json:
-            head = {"benchmark": "methods", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-            arguments.json.write_text(json.dumps({**head, "compile": arguments.compile, "rows": rows}, indent=1))
+        with table.attempt():
+            took, apart, agrees = milliseconds(name, data, arguments.compile)
+            if name == "FedAvg":
+                first = took
+            ratio = f"{took / first:9.2f}×" if first else f"{'–':>10}"
+            passes = apart > PASS
+            cells = f"{apart:10.1f}" + (f"{apart / first:11.2f}×" if first else "") if passes else ""
+            print(f"{name:28}{took:14.1f}{ratio}{agrees:11.1e}{cells}", flush=True)
+            table.add({"method": name, "ms": took, "passes_ms": apart if passes else None, "agrees": agrees})
+    table.end()
 
 
 if __name__ == "__main__":

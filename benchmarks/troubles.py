@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import undrift as ud
+from benchmarks.agree import finite
 
 TUNING, SEEDS, TAIL = 100, (0, 1, 2), 5
 EPOCHS = {"epochs": 2, "batch_size": 32}
@@ -87,7 +88,10 @@ def accuracies(trouble: dict[str, Any], lr: float, method: str, seed: int) -> tu
     """On validation and on test data, the mean of the last rounds."""
     data = ud.load("digits", **trouble["data"], seed=seed, validation_fraction=0.2)
     local = ud.Local(**trouble["local"], lr=lr)
-    rows = ud.train("mlp", data, method, local=local, seed=seed, **trouble["run"]).history[-TAIL:]
+    run = ud.train("mlp", data, method, local=local, seed=seed, **trouble["run"])
+    if seed != TUNING:  # a setting that diverges loses on validation data; one that is reported must not
+        finite(f"{method}, lr {lr}, seed {seed}", run.params)
+    rows = run.history[-TAIL:]
     return tuple(statistics.mean(row[name] for row in rows) for name in ("validation_accuracy", "accuracy"))  # type: ignore[return-value]
 
 
