@@ -28,8 +28,8 @@ BOUNDS = {"tf32": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
 WHOLE = {"tf32": 5e-3, "bfloat16": 2e-2, "float32": 1e-4}
 """For whole models, and recurrent layers over many time steps. float32 stands in for both where there is no GPU.
 
-Hopper's tensor cores cut float32 off to tf32 where cuBLAS rounds it first. So a layer of our kernels is off by 8e-4, not
-3e-4, and always towards zero: over the nine layers of VGG-9, or ResNet's twenty, that adds up to 4e-3.
+Hopper's tensor cores cut float32 off to tf32 where cuBLAS rounds it first. So a layer of our kernels is off by 8e-4,
+not 3e-4, and always towards zero: over the nine layers of VGG-9, or ResNet's twenty, that adds up to 4e-3.
 """
 LINEAR = {  # lanes, batch, inputs, outputs
     "VGG-9, 8 × 64, 4096 → 512": (8, 64, 4096, 512),
