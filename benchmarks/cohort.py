@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,12 @@ def stepping(case: Case, model: nn.Module, low: bool, batch: int, graph: bool) -
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         step()
-    return captured.replay
+
+    def replay(keep: Any = (x, y, rows)) -> None:
+        """A graph does not hold on to the tensors that it reads; this does."""
+        captured.replay()
+
+    return replay
 
 
 def wait() -> None:

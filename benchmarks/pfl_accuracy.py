@@ -34,10 +34,10 @@ def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, keys: np.nda
     return owner
 
 
-def run(name: str, seed: int, rounds: int, precision: str, **options: Any) -> dict[str, Any]:
+def run(name: str, seed: int, rounds: int, precision: str, normalize: bool, **options: Any) -> dict[str, Any]:
     """One seed's row."""
     began = time.perf_counter()
-    users = ud.load(name, iid, 50_000 // EACH, seed=seed, normalize=True)
+    users = ud.load(name, iid, 50_000 // EACH, seed=seed, normalize=normalize)
     trained = ud.train(
         CNN(seed), users, ud.FedAvg(weighting="uniform"), rounds=rounds, participation=COHORT, seed=seed,
         local=ud.Local(epochs=1, batch_size=BATCH, lr=LR), precision=precision, device=DEVICE, evaluate_every=500,
@@ -62,18 +62,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--precision", default="tf32" if DEVICE == "cuda" else "auto")
+    parser.add_argument("--raw", action="store_true", help="pixels from 0 to 1, not normalised by channel")
     parser.add_argument("--compile-only", action="store_true", help="compile and print no figures")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     name, compile = arrays.register(chosen.data), DEVICE == "cuda"
     if chosen.compile_only:
-        run(name, 0, 1, chosen.precision, compile=compile)
+        run(name, 0, 1, chosen.precision, not chosen.raw, compile=compile)
         return
-    head = record.head("pfl_accuracy", rounds=chosen.rounds, precision=chosen.precision)
+    head = record.head("pfl_accuracy", rounds=chosen.rounds, precision=chosen.precision, raw=chosen.raw)
     print(f"{head['gpu']}, torch {torch.__version__}, {chosen.precision}, {chosen.rounds} rounds")
     table = record.Table(chosen.json, head, "seed")
     for seed in range(chosen.seeds):
-        row = run(name, seed, chosen.rounds, chosen.precision, compile=compile)
+        row = run(name, seed, chosen.rounds, chosen.precision, not chosen.raw, compile=compile)
         figures = f"{row['seconds']:.1f} s, of it {row['ms_per_round']:.2f} ms per round"
         print(f"seed {seed}: test accuracy {100 * row['accuracy']:.1f}, {figures}", flush=True)
         table.add(row)

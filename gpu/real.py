@@ -67,9 +67,9 @@ RUNS = {
         "cifar10", "cnn_temporal", local(0.05, 50, epochs=3), 25, 8, 1.9, 0.3, ud.FedProx(mu=0.8, target=TE)
     ),
     "lenet5": Run("cifar10", "lenet5", local(0.05, 50, steps=10), 40, 12, 1.9, 0.27),
-    "vgg9, FedNLR": Run("cifar10", "vgg9(dropout=False)", local(0.05, 64, epochs=4), 25, 8, 1.95, 0.27, ud.FedNLR()),
+    "vgg9, FedNLR": Run("cifar10", "vgg9(dropout=False)", local(0.02, 64, epochs=4), 25, 8, 1.95, 0.27, ud.FedNLR()),
     "resnet20, server momentum": Run(
-        "cifar10", "resnet20", local(0.05, 64, epochs=3), 25, 8, 1.95, 0.27, ud.ServerSGD(momentum=0.5)
+        "cifar10", "resnet20", local(0.05, 64, epochs=3), 25, 8, 2.1, 0.2, ud.ServerSGD(momentum=0.5)
     ),
     "gru, Shakespeare": Run("shakespeare_roles", "gru", local(1.0, 32, steps=10), 25, 10, 3.3, 0.18),
     "lstm, words": Run("ag_news", "lstm", local(0.2, 50, epochs=3, momentum=0.9), 8, 12, 1.2, 0.5),
