@@ -113,6 +113,7 @@ def current_device(device):
 def put_in_place(monkeypatch, compiler: str = "eager") -> list[Graph]:
     """Let steps on the CPU be captured; gives the graphs that are made from here on. torch.compile uses `compiler`."""
     compile = torch.compile
+    torch.set_num_threads(1)  # with more, a CPU trains clients side by side, as no GPU does
     for module in (setup, choose, graph, lanes):
         monkeypatch.setattr(module, "captures", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile(f, backend=compiler, **rest))

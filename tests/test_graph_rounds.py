@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def test_the_tables_are_what_they_are_called():
     assert lengths(TABLES["a later stretch is longer by one"], 4) == [2, 3]
     assert lengths(TABLES["steps grow by one from round to round"], 3) == [1, 2, 3, 4]
     grown = lengths(TABLES["steps grow"], 2)
-    assert max(grown[1:]) > grown[0] and list(accumulate(grown, max))[-1] > grown[0]
+    assert max(grown[1:]) > grown[0]
     assert max(lengths(TABLES["longer than the buffers"], 3)) > graph.PIECE_STEPS
 
 
@@ -168,9 +167,10 @@ def test_steps_run_with_the_runs_device_current(graphs):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("factor", [2.0, float("nan")])
 @pytest.mark.parametrize("broken", ["step", "conclude"])
-def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, uneven, broken):
-    """A compiler that changes a sign in one of two programs: the run says so, and its result is right."""
+def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, uneven, broken, factor):
+    """A compiler that spoils a result of one of two programs: the run says so, and its result is right."""
     graphs = cuda_graphs.put_in_place(monkeypatch)
 
     def wrong(function, options, fullgraph=False, **rest):
@@ -178,10 +178,10 @@ def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, uneven, b
             if fullgraph:  # a step, which changes its first arguments in place
                 before = leaves[0].clone()
                 function(*leaves)
-                leaves[0].copy_(2 * before - leaves[0] if broken == "step" else leaves[0])
+                leaves[0].copy_(factor * before - leaves[0] if broken == "step" else leaves[0])
                 return None
             found = function(*leaves)
-            return [-found[0], *found[1:]] if broken == "conclude" else found
+            return [factor * found[0], *found[1:]] if broken == "conclude" else found
 
         return made
 

@@ -14,13 +14,13 @@ from undrift.cli import app
 from undrift.compare import Run
 from undrift.report.gather import folders, gather
 
-POISON = '''
+SPOILS = '''
 from dataclasses import dataclass
 import torch
 import undrift as ud
 
 @dataclass(frozen=True)
-class Poison(ud.Part):
+class NanFromClient1(ud.Part):
     """Client 1 sends NaN from round 3 on."""
 
     def gradient(self, g, params, client):
@@ -33,10 +33,10 @@ def here(tmp_path, monkeypatch):
     """An experiment that goes well, and one whose third round does not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    Path("poison.py").write_text(POISON)
+    Path("spoils.py").write_text(SPOILS)
     good = GOOD | {"rounds": 4, "participation": 1.0, "checkpoint_every": 1}
     Path("good.toml").write_text(toml(good))
-    Path("bad.toml").write_text(toml(good | {"method": "Poison()", "imports": ["poison"]}))
+    Path("bad.toml").write_text(toml(good | {"method": "NanFromClient1()", "imports": ["spoils"]}))
     return tmp_path
 
 
@@ -48,13 +48,16 @@ def fails(*arguments: object) -> str:
 
 def test_a_run_that_stops_says_why_and_can_be_resumed(here):
     said = fails("run", "bad.toml", "--out", "bad")
-    assert "stopped. Round 3: what client 1 sent or kept is not finite; training diverges" in said
-    assert "2 rounds are in bad; to go on: undrift resume bad" in said
+    assert "stopped. Round 3: client 1 sent or kept non-finite values. Training may have diverged" in said
+    assert "2 rounds are in bad; to go on without such clients: undrift resume bad --on-nonfinite skip" in said
     assert not Path("bad/model.safetensors").exists() and len(Path("bad/metrics.jsonl").read_text().splitlines()) == 2
     assert "stopped. Round 3" in fails("resume", "bad")
     said = undrift("resume", "bad", "--on-nonfinite", "skip")
     assert "after 4 rounds, 2 client updates left out, in bad" in said
     assert Path("bad/model.safetensors").exists() and not Path("bad/stopped.json").exists()
+    assert 'on_nonfinite = "skip"' in Path("bad/config.toml").read_text()
+    undrift("run", "bad", "--out", "again")
+    assert Path("again/model.safetensors").read_bytes() == Path("bad/model.safetensors").read_bytes()
 
 
 def test_experiment_files_have_the_key(here):
@@ -71,7 +74,7 @@ def test_compare_marks_them(here):
     fails("run", "bad.toml", "--out", "bad")
     said = undrift("compare", "good", "bad")
     lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert "1 (1 stopped)" in lines["Poison()"] and "–" in lines["Poison()"]
+    assert "1 (1 stopped)" in lines["NanFromClient1()"] and "–" in lines["NanFromClient1()"]
     assert "stopped" not in lines["FedAvg()"]
     run = Run.read(Path("bad"))
     assert run.stopped and run.best("accuracy") > 0  # what it reached before stays known
@@ -83,7 +86,7 @@ def test_sweeps_go_on_and_never_choose_them(here):
         "sweep", "good.toml", "--grid", "local.lr=[1e38, 0.1]", "--set", "data.validation_fraction=0.2", "--out", "s",
         "--workers", 1, "--seeds", 2,
     )  # fmt: skip
-    assert said.count("stopped. Round 1: what every client of the cohort sent is not finite") == 2
+    assert said.count("stopped. Round 1: every client of the cohort sent non-finite values") == 2
     assert "2 (2 stopped)" in said and "best by validation accuracy: local.lr=0.1" in said
     found = json.loads(Path("s/sweep.json").read_text())
     assert {row["name"]: len(row["stopped"]) for row in found["settings"]} == {"local.lr=1e+38": 2, "local.lr=0.1": 0}
@@ -94,10 +97,10 @@ def test_the_report_marks_them(here):
     undrift("run", "bad.toml", "--out", "skip", "--set", "on_nonfinite=skip")
     told = gather(folders([Path("bad")]))
     assert told["groups"][0]["cells"]["state"] == "2 of 4 rounds, stopped"
-    assert told["runs"][0]["stopped"].startswith("Round 3: what client 1")
+    assert told["runs"][0]["stopped"].startswith("Round 3: client 1")
     assert gather([Path("skip")])["groups"][0]["cells"]["state"] == "finished, 2 client updates left out"
     undrift("report", "bad")
-    assert "Round 3: what client 1" in Path("bad/report.html").read_text()
+    assert "Round 3: client 1" in Path("bad/report.html").read_text()
 
 
 def test_info_has_what_a_bug_report_needs():

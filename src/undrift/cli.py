@@ -62,7 +62,7 @@ def run(file: File, set: Set = None, out: Out = None, imports: Import = None, da
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped.")],
     on_nonfinite: Annotated[
-        str | None, typer.Option(help="For a run that NaN stopped: skip leaves out clients that send such.")
+        str | None, typer.Option(help="If the run stopped on NaN: skip drops clients whose updates are not finite.")
     ] = None,
 ) -> None:
     """Go on with a run from its last checkpoint, as if it had never stopped."""
@@ -285,8 +285,10 @@ def _experiment(file: Path, set: list[str] | None, imports: list[str] | None, da
 def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False) -> None:
     from undrift.display import Live, left_out, marks, score, stopping
     from undrift.experiment import about, run
+    from undrift.nonfinite import mute
 
     console = _console()
+    mute()  # this command says it itself, below its progress bar
     with about(str(where)), stopping() as stop_if_asked, Live(console, experiment.rounds) as live:
 
         def on_round(row: dict[str, Any]) -> None:
@@ -301,8 +303,9 @@ def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False
             typer.echo(f"stopped; go on with: undrift resume {left}" if left else "stopped", err=True)
             raise typer.Exit(130) from None
     if result.stopped:
-        kept = f"{len(result.history)} rounds are in {folder}"
-        typer.echo(f"stopped. {result.stopped}\n{kept}; to go on: undrift resume {folder}", err=True)
+        some = 'on_nonfinite="skip"' in result.stopped
+        rest = f"; to go on without such clients: undrift resume {folder} --on-nonfinite skip" if some else ""
+        typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
         raise typer.Exit(1)
     found = score(result.history[-1])
     said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
@@ -323,7 +326,7 @@ def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) ->
 
 
 def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], int]:
-    """The runs that finished, with a bar that counts them, and how many did not: what went wrong is said."""
+    """The runs that finished or stopped, with a bar that counts them, and how many failed: what went wrong is said."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from undrift.config import checked

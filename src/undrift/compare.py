@@ -19,7 +19,7 @@ from undrift.result import finished, history, stopped
 
 UNTOLD = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
-    personalize_every track imports on_nonfinite""".split()  # noqa: SIM905
+    personalize_every track imports""".split()  # noqa: SIM905
 )
 """Keys that say nothing about what is compared."""
 
@@ -44,7 +44,7 @@ class Run:
         why = stopped(folder)
         if not unfinished and not why and not finished(folder):
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
-        settings = flat(read(folder))
+        settings = {"on_nonfinite": "stop"} | flat(read(folder))  # which older folders do not mention
         if not repeats(folder):
             settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
         return cls(folder, settings, history(folder), why)
@@ -70,7 +70,7 @@ class Run:
 def leading_metric(runs: Sequence[Run]) -> str:
     """What runs are compared by: the first metric that one of them was evaluated with."""
     for run in runs:
-        if run.rows and (found := score(run.rows[-1])):
+        if found := next(filter(None, map(score, reversed(run.rows))), None):
             return found[0]
     if any(run.stopped for run in runs):
         raise UndriftError(f"No run was evaluated before it stopped. {next(r.stopped for r in runs if r.stopped)}")

@@ -1,9 +1,9 @@
 """What happens when a round leaves NaN or an infinity behind.
 
-Each round ends with one flag on the device: whether what clients sent and kept, and the new weights, are all finite. It
-is read together with the round's history row, when the device is done with the round, so nothing waits for it; what was
-computed since then is thrown away. The run stops where it stood before that round. Who is to blame is found by running
-the round once more, with the check that `on_nonfinite="skip"` makes of every client.
+Each round ends with one flag on the device: whether what clients sent and kept, the new weights and the method's state
+at the server are all finite. It is read together with the round's history row, when the device is done with the round,
+so nothing waits for it; what was computed since then is thrown away. The run stops where it stood before that round.
+The clients to blame are found by running the round once more, with the check that `on_nonfinite="skip"` makes of each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,22 +24,22 @@ from undrift.models.functional import Params
 from undrift.setup import Setup
 from undrift.tree import Tree, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
 
-log = logging.getLogger("undrift")
+log = logging.getLogger("undrift.nonfinite")
 
 Row = dict[str, Any]
 
-STOP, SKIP = CHOICES = ("stop", "skip")
+SKIP = "skip"
 LOSSES = {"loss": "test loss", "validation_loss": "validation loss", "client_loss": "loss on clients' own test data"}
 NAMED = 5
 """How many clients a message names."""
 
 
 class NonFiniteError(Exception):
-    """A round left something that is not finite, and has been undone; `before` is where the run stands again."""
+    """Round `round`, counted from 1, left something that is not finite; `loss` says so if it was a loss."""
 
-    def __init__(self, before: Progress, why: str) -> None:
-        super().__init__(why)
-        self.before, self.why = before, why
+    def __init__(self, round: int, loss: str | None = None) -> None:
+        super().__init__(round, loss)
+        self.round, self.loss = round, loss
 
 
 @dataclass(frozen=True)
@@ -55,51 +55,63 @@ class Attempt:
 
 
 class Watch:
-    """Keeps what it takes to undo each round, until it is known to be finite."""
+    """Keeps what it takes to undo each round, until it is known to be finite.
 
-    def __init__(self, run: Setup, repeat: Callable[[Progress], Orders]) -> None:
+    `states` are the parts' states at the start: one that is not finite there, such as a minimum so far, may stay so.
+    """
+
+    def __init__(self, run: Setup, states: list[Tree], repeat: Callable[[Progress], Orders]) -> None:
         self.run, self.repeat = run, repeat
+        self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []
-        """Those not known to be finite yet, oldest first."""
+        """Rounds not known to be finite yet, oldest first."""
 
-    def add(
-        self, before: Progress, cohort: Outcome, clients: np.ndarray, params: Params, undo: list[Callable[[], None]]
-    ) -> None:
-        """A round has been computed, or will be once the device gets there: from `before` to `params`."""
-        left = (cohort.update, cohort.sums, cohort.statistics, cohort.kept, params)
-        self.attempts.append(Attempt(before, cohort, clients, tree_finite(left), undo))
+    def add(self, before: Progress, cohort: Outcome, clients: np.ndarray, undo: list[Callable[[], None]]) -> None:
+        """A round's clients have trained, or will have once the device gets there."""
+        sent = (cohort.update, cohort.sums, cohort.statistics, cohort.kept)
+        self.attempts.append(Attempt(before, cohort, clients, tree_finite(sent), undo))
+
+    def left(self, params: Params, states: list[Tree]) -> None:
+        """What the latest round leaves at the server."""
+        latest = self.attempts[-1]
+        finite = tree_finite((params, [states[i] for i in self.watched]))
+        self.attempts[-1] = replace(latest, finite=latest.finite & finite)
 
     def settle(self, row: Row) -> Row:
-        """The oldest round is done, and `row` is its history: returns who was skipped, where clients may be.
+        """The oldest round is done, and `row` is its history. Returns who was skipped, where clients may be.
 
-        Raises `NonFiniteError`, with that round and all later ones undone, where something is not finite.
+        Raises `NonFiniteError`, after which `undo` must be called.
         """
-        attempt, finite = self.attempts[0], self.attempts[0].cohort.finite
+        attempt = self.attempts[0]
         if not bool(attempt.finite):
-            self._undo()
-            raise NonFiniteError(attempt.before, f"Round {row['round']}: {self._reason(attempt.before)}")
+            raise NonFiniteError(row["round"])
         for name, loss in LOSSES.items():
             if name in row and not math.isfinite(row[name]):
-                self._undo()
-                raise NonFiniteError(
-                    attempt.before,
-                    f"Round {row['round']}: the {loss} is {row[name]}, although all weights are finite; {DIVERGES}",
-                )
+                raise NonFiniteError(row["round"], f"the {loss} is {row[name]}, although all weights are finite")
         self.attempts.pop(0)
-        if finite is None:
+        if attempt.cohort.finite is None:
             return {}
-        skipped = attempt.clients[~finite.cpu().numpy()].tolist()
+        skipped = attempt.clients[~attempt.cohort.finite.cpu().numpy()].tolist()
         if skipped:
-            log.warning("round %d leaves out %s: what was sent is not finite", row["round"], named(skipped))
+            log.warning("round %d: skipped %s (non-finite update or state)", row["round"], named(skipped))
         return {"skipped": skipped}
 
-    def _undo(self) -> None:
+    def check(self) -> None:
+        """Wait for the rounds that have no row yet. Raises `NonFiniteError`."""
+        if self.attempts and not bool(self.attempts[0].finite):
+            raise NonFiniteError(self.attempts[0].before.round + 1)
+
+    def undo(self, error: NonFiniteError) -> tuple[Progress, str]:
+        """Undo that round and those that have begun since. Returns where the run stands again, and what went wrong."""
+        before = self.attempts[0].before
         for attempt in reversed(self.attempts):
             for undo in attempt.undo:
                 undo()
-        before = self.attempts[0].before
-        del before.history[before.round :]
         self.attempts.clear()
+        del before.history[before.round :]
+        why = f"Round {error.round}: {f'{error.loss}. {DIVERGES}' if error.loss else self._reason(before)}"
+        log.warning("stopped: %s", why)
+        return before, why
 
     def _reason(self, before: Progress) -> str:
         """Who is to blame, found by going through the round once more, and what to try."""
@@ -109,20 +121,25 @@ class Watch:
         bad = orders.plan.clients[~finite.cpu().numpy()].tolist()
         if not bad:
             return (
-                "the weights are not finite, although what each client sent is: the server's steps made them so. Try a "
-                "smaller server learning rate."
+                "the weights, or the method's state at the server, are not finite although every client's update is; "
+                "the method's own steps made them so. Try a smaller server learning rate."
             )
         if len(bad) == len(orders.plan.clients):
-            return f"what every client of the cohort sent is not finite; {DIVERGES}"
-        return f"what {named(bad)} sent or kept is not finite; {DIVERGES} {LEAVE_OUT}"
+            return f"every client of the cohort sent non-finite values. {DIVERGES}"
+        return f"{named(bad)} sent or kept non-finite values. {DIVERGES} {LEAVE_OUT}"
 
 
-DIVERGES = "training diverges, so try a smaller learning rate."
-LEAVE_OUT = 'Or leave such clients out: on_nonfinite="skip".'
+DIVERGES = "Training may have diverged: try a smaller learning rate."
+LEAVE_OUT = 'Or leave such clients out, with on_nonfinite="skip".'
+
+
+def mute() -> None:
+    """Log no stops and skips, where whoever started the run reports them."""
+    log.setLevel(logging.ERROR)
 
 
 def check(on_nonfinite: Any) -> None:
-    if on_nonfinite not in CHOICES:
+    if on_nonfinite not in ("stop", SKIP):
         raise UndriftError(f'on_nonfinite must be "stop" or "skip", not {on_nonfinite!r}.')
 
 

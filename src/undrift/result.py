@@ -87,7 +87,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 STOPPED = "stopped.json"
-"""In the folder of a run that something non-finite stopped: the round that was not kept, and why."""
+"""In the folder of a run that something non-finite stopped: why."""
 
 
 class Folder:
@@ -133,6 +133,10 @@ class Folder:
         """The file that repeats the run."""
         if self.path:
             write_text(self.path / "config.toml", text)
+
+    def says(self, name: str, value: str) -> bool:
+        """Whether that file has this setting; without a folder there is nothing to say."""
+        return not self.path or f'{name} = "{value}"' in (self.path / "config.toml").read_text(encoding="utf-8")
 
     def partition(self, found: dict[str, Any]) -> None:
         """Who holds what."""

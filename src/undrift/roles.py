@@ -105,7 +105,7 @@ class Totals:
     sums: Any
     """This part's own sums from `upload` (or from `measure`, in `finish`)."""
     size: Tensor
-    """How many clients took part, those left out by `on_nonfinite="skip"` not counted: a scalar on the device."""
+    """How many clients took part, without those that `on_nonfinite="skip"` left out: a float64 scalar on the device."""
     weight: Tensor
     """The sum of their weights."""
     population: int

@@ -22,6 +22,7 @@ from undrift.display import stopping
 from undrift.errors import UndriftError
 from undrift.experiment import about, run, understood
 from undrift.files import write_text
+from undrift.nonfinite import mute
 from undrift.result import finished, stopped
 
 Grid = dict[str, list[Any]]
@@ -95,7 +96,7 @@ def _word(value: Any) -> str:
 def sweep(
     found: list[Point], out: Path, where: str, workers: int | None, done: Callable[[Point, str | None], None]
 ) -> list[Run]:
-    """Run what is not finished yet, several at a time where that pays; gives the runs that ended, also by stopping."""
+    """Run what is not finished yet, several at a time where that pays. Returns the runs that finished or stopped."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,6 +154,7 @@ def _one(settings: Settings, folder: str, where: str, threads: int) -> str | Non
     if _stopped:  # a worker that was asked to stop takes up nothing new
         return "stopped"
     torch.set_num_threads(threads)
+    mute()  # what stops a run is returned
     try:
         with stopping() as stop_if_asked:
             resume = (Path(folder) / "config.toml").exists()
@@ -176,7 +178,7 @@ def summary(runs: list[Run], out: Path) -> dict[str, Any]:
     """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation."""
     metric = leading_metric(runs)
     held = metric if metric.startswith("validation_") else f"validation_{metric}"
-    chosen_by = held if any(run.rows and held in run.rows[-1] for run in runs) else None
+    chosen_by = held if any(held in row for run in runs for row in run.rows) else None
     rows = []
     for name, own in groups(runs).items():
         row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own], "counted": counted(own)}

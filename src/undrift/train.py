@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +29,6 @@ from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare, selected
 from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
-
-log = logging.getLogger("undrift")
 
 
 def train(
@@ -89,7 +86,8 @@ def train(
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     trackers = Trackers(track, files.path)
     with files as folder, selected(run.resident.device), arithmetic(precision, deterministic), trackers:
-        now = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), run.resident.device))
+        start = tree_to(bound(run, 0).start(run.model.start), run.resident.device)
+        now = Progress(run.model.start, start)
         if resume and folder.finished and len(folder.rows()) == rounds:
             folder.load(run.model.module)
             weights = dict(run.model.module.named_parameters())
@@ -100,13 +98,14 @@ def train(
         trackers.begin(config, now.history)
         if folder.path and not now.round:
             folder.partition(holdings(data))
+        if not (now.round and folder.says("on_nonfinite", on_nonfinite)):
             folder.config(config)
         folder.begin(now.history)
         personal, clock, stopped = Personal(run), Clock(run.resident.device), None
-        watch = nonfinite.Watch(run, lambda before: orders_of(run, bound(run, before.round), before))
+        watch = nonfinite.Watch(run, start, lambda before: orders_of(run, bound(run, before.round), before))
 
         def settle(wait: bool) -> None:
-            """Hand on the rows of rounds that the device is done with."""
+            """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
             for done in clock.settled(wait):
                 folder.row(done)
                 try:
@@ -117,6 +116,15 @@ def train(
                     folder.sync()
                     checkpoints.save(now)
                     raise
+
+        def blamed(error: Exception) -> nonfinite.NonFiniteError:
+            """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
+            try:
+                settle(wait=True)
+                watch.check()
+            except nonfinite.NonFiniteError as found:
+                return found
+            raise error
 
         try:
             while now.round < rounds:
@@ -138,14 +146,14 @@ def train(
                 states = [
                     nonfinite.unless_nobody(cohort, new, old) for new, old in zip(states, now.states, strict=True)
                 ]
-                unkeep = run.kept.commit(cohort.kept)
+                watch.add(before, cohort, orders.plan.clients, undo=[untrack, run.kept.commit(cohort.kept)])
                 plan, everyone = orders.plan, len(orders.plan.clients)
                 down = everyone * tree_bytes([orders.shared["start"], orders.shared["received"], run.model.tracked])
                 up = everyone * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
                 if last and method.overriding("finish"):
                     params, sent = finish(run, method, params, t)
                     down, up = down + run.population * tree_bytes(params), up + sent
-                watch.add(before, cohort, plan.clients, params, undo=[untrack, unkeep])
+                watch.left(params, states)
 
                 now = replace(
                     now,
@@ -169,7 +177,7 @@ def train(
                     "bytes_up": up,
                     "total_bytes": now.total_bytes,
                 }
-                clock.stop(row, partial(told, watch, row, method, states))
+                clock.stop(row, partial(late_figures, watch, row, method, states))
                 if last or (t + 1) % evaluate_every == 0:
                     row |= evaluate(run, params) | personal.shared(params, last)
                 if last or (personalize_every and (t + 1) % personalize_every == 0):
@@ -180,9 +188,10 @@ def train(
                 if due:
                     folder.sync()
                     checkpoints.save(now)
-        except nonfinite.NonFiniteError as found:
-            now, stopped = found.before, found.why
-            log.warning("stopped: %s", stopped)
+        except Exception as error:
+            # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
+            found = error if isinstance(error, nonfinite.NonFiniteError) else blamed(error)
+            now, stopped = watch.undo(found)
         trained = run.model.load(now.params)
         if stopped:
             folder.sync()
@@ -206,8 +215,8 @@ def bound(run: Setup, t: int) -> Method:
     return run.method.bind(on_device(run.method.numbers(t), run.resident.device))
 
 
-def told(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
-    """What must be read from the device for a round's row; refuses a round that is not finite."""
+def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
+    """What must be read from the device for a round's row. Raises `NonFiniteError`."""
     return watch.settle(row) | method.history(states)
 
 
@@ -215,6 +224,6 @@ def finish(run: Setup, method: Method, params: Tree, t: int) -> tuple[Tree, int]
     """Once, after the last round: what parts make of what they measure over all clients, and the bytes sent for it."""
     everyone = run.everyone(t, params)
     sums = run.engine.survey(everyone)
-    size = torch.full((), run.population, device=run.resident.device)
+    size = torch.full((), run.population, dtype=torch.float64, device=run.resident.device)
     totals = Totals(sums, size, everyone.lanes["weight"].sum(), run.population, None)
     return method.finish(params, totals, run.server(t)), run.population * tree_bytes(sums)

@@ -61,7 +61,7 @@ KEPT_SHARE = 0.25
 class Kept:
     """What clients keep between rounds: a tree a part and client, only for those that have taken part.
 
-    Nothing is written before a round is accepted; `commit` then takes all of its clients' states at once. They lie
+    `commit` takes the states of all clients of a round at once, and can be undone if the round is not finite. They lie
     where they are used, or in the host's memory if those of all clients might take too much of a GPU's.
     """
 
@@ -80,7 +80,7 @@ class Kept:
         return found
 
     def commit(self, new: dict[int, dict[int, Tree]]) -> Callable[[], None]:
-        """Take over these states. Returns what undoes it."""
+        """Store these states. Returns a function that restores the previous ones."""
         before = {i: {c: self.states[i][c] for c in states if c in self.states[i]} for i, states in new.items()}
         changed = {c for states in new.values() for c in states} - self.changed
 
@@ -236,9 +236,9 @@ def outcome(sums: Sums, orders: Orders) -> Outcome:
     """The means over the clients that count; without any, the update is zero."""
     weights, finite = orders.lanes["weight"], sums.finite() if sums.noted else None
     if finite is None:
-        size = torch.full((), len(weights), device=weights.device)
+        size = torch.full((), len(weights), dtype=torch.float64, device=weights.device)
     else:
-        weights, size = torch.where(finite, weights, 0), finite.sum()
+        weights, size = torch.where(finite, weights, 0), finite.sum(dtype=torch.float64)
     weight = weights.sum()
     whole = weight if finite is None else torch.where(weight > 0, weight, 1)
     updates, own, statistics = sums.total

@@ -3,9 +3,9 @@
 It chooses among kernels by rule. Left to itself it times variants, some of which add up in another order, and takes the
 fastest of the day; two processes would then not give the same bits.
 
-And what it makes is tried once beside what it was given. torch 2.11 gets the gradient of SiLU followed by pooling wrong
-in bfloat16, by more than half of its size, and nothing but a comparison would tell. Where the two do not agree, the run
-goes on without compiling.
+And the first call also runs the uncompiled program and compares the results: torch 2.11 gets the gradient of SiLU
+before pooling wrong in bfloat16, by more than half of its size, and says nothing. Where they differ, the run goes on
+uncompiled.
 """
 
 from __future__ import annotations
@@ -49,28 +49,35 @@ class Tried:
 
 
 def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> float:
-    """‖found − wanted‖ / ‖wanted − start‖ over all tensors of floats as one vector."""
+    """‖found − wanted‖ / ‖wanted − start‖ over all tensors of floats as one vector.
+
+    NaN where `wanted` shows nothing, because it is not finite, or does not move and is met exactly.
+    """
     error, size = 0.0, 0.0
     for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
         if other.is_floating_point():
             moved = other if start is None else other - start[i]
             error += float((one.double() - other.double()).square().sum())
             size += float(moved.double().square().sum())
-    return math.sqrt(error) / math.sqrt(size) if error else 0.0
+    if not math.isfinite(size):
+        return math.nan
+    if not math.isfinite(error) or not size:
+        return math.inf if error else math.nan
+    return math.sqrt(error / size)
 
 
 def trusted(off: float, compute: torch.dtype) -> bool:
     """Whether a distance is no more than rounding makes it, in the precision that products are taken in.
 
     Rounding by u puts about that share of a model's kinks (ReLU, pooling) on their other side, where what passes is
-    wrong by all of its size: √u of the norm. Four times that leaves room; what is not finite cannot be compared.
+    wrong by all of its size: √u of the norm. Four times that leaves room. NaN, which shows nothing, passes.
     """
     tf32 = compute == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     bound = 4 * math.sqrt(TF32 if tf32 else ROUNDING[compute])
     if off > bound:
         log.warning(
             "torch's compiler made a program that is off by %.2g (rounding alone: at most %.2g) from the one it was "
-            "given; this run goes on without compiling it. compile=False does not try.",
+            "given; this run goes on without compiling it. Pass compile=False to skip this check.",
             off,
             bound,
         )

@@ -154,7 +154,7 @@ class Model:
         return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
 
     def track(self, statistics: Params) -> Callable[[], None]:
-        """Make these the global running statistics. Returns what undoes it."""
+        """Make these the global running statistics. Returns a function that restores the previous ones."""
         before = {name: self.tracked[name].clone() for name in statistics}
 
         def undo() -> None:

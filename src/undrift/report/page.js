@@ -280,7 +280,7 @@ function header() {
   const first = runs[0].state, count = runs.length.toLocaleString("en");
   let said = runs.length === 1 ? (runs[0].finished ? `Finished after ${done.toLocaleString("en")} rounds` : done ? `Not finished: ${first}` : "Not a single round yet")
     : open.length ? `${runs.length - open.length} of ${count} runs finished; ${done.toLocaleString("en")} of ${planned.toLocaleString("en")} rounds` : `All ${count} runs finished`;
-  if (lost.length) said += runs.length > 1 ? `; ${lost.length} diverged` : lost[0].stopped ? `. ${lost[0].stopped}` : `; the loss is no number from round ${lost[0].diverged} on`;
+  if (lost.length) said += runs.length > 1 ? `; ${lost.length} diverged` : lost[0].stopped ? `. ${lost[0].stopped}` : `; the loss is not finite from round ${lost[0].diverged} on`;
   byId("state").textContent = said;
   byId("state").className = lost.length ? "bad" : open.length ? "wait" : "good";
   byId("progress").hidden = !open.length;

@@ -41,7 +41,7 @@ class Tracker(Protocol):
     def add(self, rounds: list[Scalars]) -> None: ...
 
     def end(self, status: str) -> None:
-        """FINISHED, FAILED (it raised) or KILLED (somebody stopped it)."""
+        """FINISHED, FAILED (it raised, or NaN stopped it) or KILLED (somebody did)."""
 
 
 def scalars(row: dict[str, Any]) -> Scalars:
