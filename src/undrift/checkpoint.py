@@ -1,38 +1,46 @@
 """Checkpoints: what a run needs to go on as if it had never stopped.
 
-In `checkpoint/` of the run's folder lie, for each of the last few, `round-N.safetensors` (parameters, running
-statistics, the server's state) and `round-N.json`, which is written last and makes it one. What clients keep between
-rounds lies in `clients-N.safetensors`, each with those that changed since the one before; a checkpoint's JSON says
-which file has whose. Every file is written under another name, synced and renamed. Draws come from keys, so there is no
-generator's state to keep.
+In `checkpoint/` of the run's folder lie, for each of the last two, `round-N.json`, which is written last and makes it
+one, and the files that it names with their checksums:
+
+- `round-N.safetensors`: parameters, running statistics, the server's state;
+- `clients-M.safetensors`: what clients keep between rounds, each with those that changed since the one before;
+- `rows-M.jsonl`: the history so far, likewise in pieces.
+
+The two checkpoints share no file: each belongs to a series of its own, so that one damaged file costs one checkpoint.
+Draws come from keys, so there is no generator's state to keep.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.files import PARTIAL, settle, sync, write_text
+from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
 from undrift.models.functional import Params
+from undrift.result import as_json
 from undrift.setup import Setup
 from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")
 
 LAST = 2
-"""How many checkpoints are kept."""
+"""How many checkpoints are kept, each in a series of its own."""
 PIECES = 16
-"""How many files clients' states may be spread over before they are gathered into one."""
+"""How many files clients' states, or the history, may be spread over before they are gathered into one."""
+OURS = re.compile(r"round-(0|[1-9]\d*)\.(json|safetensors)|clients-\d+\.safetensors|rows-\d+\.jsonl")
+"""The names of files in `checkpoint/`; all others are somebody else's, and are left alone."""
 
 
 @dataclass
@@ -50,6 +58,25 @@ class Progress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass
+class Series:
+    """Every other checkpoint: the files of the newest of them, and what has changed since it was written."""
+
+    clients: dict[str, list[int]] = field(default_factory=dict)
+    """By file: whose states are in it."""
+    rows: list[str] = field(default_factory=list)
+    """The files that have the history, in its order."""
+    rounds: int = 0
+    """How many rounds of the history they have."""
+    sums: dict[str, str] = field(default_factory=dict)
+    """The checksums of all these files."""
+    changed: set[int] = field(default_factory=set)
+    """Whose states have changed since."""
+
+    def files(self) -> dict[str, str]:
+        return {name: self.sums[name] for name in (*self.clients, *self.rows)}
+
+
 class Checkpoints:
     """The checkpoints of one run; without a folder there are none."""
 
@@ -58,8 +85,10 @@ class Checkpoints:
         self.run = run
         self.rounds, self.seconds = parse_interval(every)
         self.saved_round, self.saved_at = 0, time.monotonic()
-        self.homes: dict[str, list[int]] = {}
-        """By file: whose states are in it."""
+        self.series = [Series() for _ in range(LAST)]
+        """In the order in which they are written next."""
+        self.record: dict[str, Any] = {}
+        """What each checkpoint says of the run it belongs to."""
         if every is not None and folder is None:
             raise UndriftError("checkpoint_every needs a folder to write to; name one: out=….")
 
@@ -74,32 +103,40 @@ class Checkpoints:
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync(self.folder.parent)
-        self._save_clients(now.round)
+        taken = self.run.kept.take_changed()
+        for series in self.series:
+            series.changed |= taken
+        series = self.series[0]
+        self._save_clients(series, now.round)
+        self._save_rows(series, now)
         tensors: dict[str, Tensor] = {}
         trees = {
             "params": pack(now.params, "params", tensors),
             "tracked": pack(self.run.model.tracked, "tracked", tensors),
             "states": pack(now.states, "states", tensors),
         }
+        state = f"round-{now.round}.safetensors"
         whole = {
+            **self.record,
             "round": now.round,
             "total_steps": now.total_steps,
             "constant_steps": now.constant_steps,
             "total_bytes": now.total_bytes,
-            "identity": self.run.identity,
             "trees": trees,
-            "clients": self.homes,
+            "state": state,
+            "clients": series.clients,
+            "rows": series.rows,
+            "files": {state: write_tensors(self.folder / state, tensors), **series.files()},
         }
-        write_tensors(self.folder / f"round-{now.round}.safetensors", tensors)
-        write_text(self.folder / f"round-{now.round}.json", json.dumps(whole))
+        seal(self.folder / f"round-{now.round}.json", whole)
         self.saved_round, self.saved_at = now.round, time.monotonic()
+        self.series = [*self.series[1:], series]
         self._tidy()
 
-    def _save_clients(self, number: int) -> None:
-        """The states that changed since the last checkpoint; all of them when they lie in too many files."""
-        kept = self.run.kept
-        changed = kept.take_changed()
-        if len(self.homes) >= PIECES:
+    def _save_clients(self, series: Series, number: int) -> None:
+        """The states that changed since the series' last checkpoint; all of them when they lie in too many files."""
+        kept, changed = self.run.kept, series.changed
+        if len(series.clients) >= PIECES:
             changed = {client for states in kept.states.values() for client in states}
         if not changed:
             return
@@ -111,76 +148,104 @@ class Checkpoints:
             for client in sorted(changed & states.keys())
         }
         name = f"clients-{number}.safetensors"
-        write_tensors(self.folder / name, tensors, {"trees": json.dumps(trees)})
-        self.homes = {file: [c for c in own if c not in changed] for file, own in self.homes.items()}
-        self.homes = {file: own for file, own in self.homes.items() if own} | {name: sorted(changed)}
+        series.sums[name] = write_tensors(self.folder / name, tensors, {"trees": json.dumps(trees)})
+        left = {file: [c for c in own if c not in changed] for file, own in series.clients.items()}
+        series.clients = {file: own for file, own in left.items() if own} | {name: sorted(changed)}
+        series.changed = set()
+
+    def _save_rows(self, series: Series, now: Progress) -> None:
+        """The history since the series' last checkpoint; all of it when it lies in too many files."""
+        if len(series.rows) >= PIECES:
+            series.rows, series.rounds = [], 0
+        assert self.folder
+        name = f"rows-{now.round}.jsonl"
+        with replacing(self.folder / name) as partial:
+            with partial.open("w", encoding="utf-8") as opened:
+                opened.writelines(as_json(row) + "\n" for row in now.history[series.rounds :])
+            series.sums[name] = digest(partial)
+        series.rows, series.rounds = [*series.rows, name], now.round
 
     def _tidy(self) -> None:
-        """Remove what none of the last few checkpoints needs."""
+        """Remove what neither of the last two checkpoints needs, of files that are ours."""
         assert self.folder
-        found = _listed(self.folder)
         needed: set[str] = set()
-        for number in found[:LAST]:
-            text = (self.folder / f"round-{number}.json").read_text(encoding="utf-8")
-            needed |= {f"round-{number}.json", f"round-{number}.safetensors", *json.loads(text)["clients"]}
-        for file in sorted(self.folder.iterdir(), key=lambda f: f.suffix != ".json"):  # what names others goes first
+        for number in _listed(self.folder)[:LAST]:
+            try:
+                needed |= {f"round-{number}.json", *unseal(self.folder / f"round-{number}.json")["files"]}
+            except DamagedError:
+                continue
+        ours = [file for file in self.folder.iterdir() if OURS.fullmatch(file.name) and regular(file)]
+        for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # what names others goes first
             if file.name not in needed:
                 file.unlink()
+        sweep_up(self.folder, OURS)
 
-    def restore(self, now: Progress, rows: list[dict[str, Any]]) -> Progress:
-        """Where the newest checkpoint stands, and `now` if there is none. `rows` is the history so far."""
-        found = _listed(self.folder) if self.folder and self.folder.is_dir() else []
+    def recorded(self) -> dict[str, Any] | None:
+        """What the newest checkpoint that can be read says of its run."""
+        for number in self._found():
+            assert self.folder
+            try:
+                whole: dict[str, Any] = unseal(self.folder / f"round-{number}.json")
+                return whole
+            except DamagedError as error:
+                log.warning("%s", error)
+        return None
+
+    def _found(self) -> list[int]:
+        return _listed(self.folder) if self.folder and self.folder.is_dir() else []
+
+    def restore(self) -> Progress | None:
+        """Where the newest checkpoint that is whole stands; None if there is no checkpoint at all."""
+        found = self._found()
         for number in found:
             assert self.folder
             try:
-                whole = json.loads((self.folder / f"round-{number}.json").read_text(encoding="utf-8"))
-                tensors = load_file(self.folder / f"round-{number}.safetensors")
-                clients = {name: _read_clients(self.folder / name, own) for name, own in whole["clients"].items()}
-            except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-                log.warning("the checkpoint of round %d in %s cannot be read (%s)", number, self.folder, error)
-                continue  # a disk may have lost one; the one before it serves
-            self._check_same(whole["identity"])
-            if len(rows) < number:
-                raise UndriftError(
-                    f"{self.folder.parent}/metrics.jsonl has {len(rows)} rounds, but the checkpoint has {number}; "
-                    "it was changed, so start the run again in another folder."
-                )
-            device = self.run.resident.device
-            trees = {name: tree_to(unpack(tree, tensors), device) for name, tree in whole["trees"].items()}
+                now, trees, clients, series = self._read(number)
+            except Exception as error:  # whatever damage may lead to; the checkpoint before it serves
+                log.warning("the checkpoint of round %d cannot be used: %s", number, error)
+                continue
             for name, value in trees["tracked"].items():
                 self.run.model.tracked[name].copy_(value)
-            for name, own in whole["clients"].items():
+            for name, own in series.clients.items():
                 self.run.kept.restore(clients[name], set(own))
             # What comes later is written anew, under the same names: no JSON may be left that names the old files.
             for later in found:
                 if later > number:
                     (self.folder / f"round-{later}.json").unlink()
-            self.homes, self.saved_round = whole["clients"], number
-            return Progress(
-                trees["params"],
-                trees["states"],
-                number,
-                whole["total_steps"],
-                whole["constant_steps"],
-                whole["total_bytes"],
-                rows[:number],
-            )
+            everyone = {client for states in self.run.kept.states.values() for client in states}
+            # The other series may be damaged, or of later rounds that are trained again: it begins anew.
+            self.series = [*(Series(changed=set(everyone)) for _ in range(LAST - 1)), series]
+            self.saved_round = number
+            return now
         if found:
             raise UndriftError(f"None of the checkpoints in {self.folder} can be read; start the run again elsewhere.")
-        return now
+        return None
 
-    def _check_same(self, before: dict[str, str]) -> None:
-        for what, value in self.run.identity.items():
-            if before.get(what) != value:
-                raise UndriftError(
-                    f"The checkpoint in {self.folder} is of a run with {what} {before.get(what)}, not {value}; resume "
-                    "it with what it was started with, or choose another folder."
-                )
+    def _read(self, number: int) -> tuple[Progress, dict[str, Tree], dict[str, Any], Series]:
+        """A checkpoint, with every file checked. Raises if anything is wrong with it."""
+        assert self.folder
+        whole = unseal(self.folder / f"round-{number}.json")
+        for name, sha256 in whole["files"].items():
+            if not OURS.fullmatch(name):
+                raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
+            verify(self.folder / name, sha256)
+        tensors = load_file(self.folder / whole["state"])
+        device = self.run.resident.device
+        trees = {name: tree_to(unpack(tree, tensors), device) for name, tree in whole["trees"].items()}
+        clients = {name: _read_clients(self.folder / name, own) for name, own in whole["clients"].items()}
+        lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
+        counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
+        now = Progress(trees["params"], trees["states"], number, *counts, [json.loads(line) for line in lines])
+        if whole["round"] != number or len(now.history) != number:
+            raise DamagedError(f"round-{number}.json is of another round.")
+        series = Series(whole["clients"], whole["rows"], number, whole["files"])
+        return now, trees, clients, series
 
 
 def _listed(folder: Path) -> list[int]:
     """The rounds that have a checkpoint, newest first."""
-    return sorted((int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.json")), reverse=True)
+    found = [(OURS.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
+    return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
 
 
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
@@ -238,7 +303,8 @@ def unpack(packed: Any, tensors: dict[str, Tensor]) -> Tree:
     return tensors[inside]
 
 
-def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    partial = file.with_name(file.name + PARTIAL)
-    save_file(tensors, partial, notes)
-    settle(partial, file)
+def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> str:
+    """Write a safetensors file; returns its checksum."""
+    with replacing(file) as partial:
+        save_file(tensors, partial, notes)
+        return digest(partial)

@@ -1,25 +1,54 @@
-"""Files that are whole or not there: written under another name, synced, renamed, and the rename synced too."""
+"""Files that are whole or not there, and that are what was written.
+
+Every file is written under a temporary name, synced, renamed, and the rename synced too. The temporary name is random
+and created exclusively, so nothing that exists is written to, and no link is followed. `seal` adds a checksum to a
+JSON file; `digest` gives that of any other.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
+import re
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from undrift.errors import UndriftError
 
-PARTIAL = ".partial"
+PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
+"""The temporary name of a file, which is its first group."""
 
 
-def write_text(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + PARTIAL)
-    partial.write_text(text, encoding="utf-8")
-    settle(partial, file)
+class DamagedError(UndriftError):
+    """A file is missing, or is not what was written."""
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Gives a new, empty file to write to, which becomes `file` when the block ends without an error.
+
+    Its mode follows the umask, also where a library replaces it by a file of its own.
+    """
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.partial")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
+    try:
+        yield partial
+        partial.chmod(mode)
+        settle(partial, file)
+    except Exception:  # a disk that is full, say; what ends the process leaves its partial file to `sweep_up`
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def settle(partial: Path, file: Path) -> None:
-    """Make a file that was written under another name the file; a crash leaves the old one or the new one, whole."""
+    """Rename a file that was written under another name; a crash leaves the old one or the new one, whole."""
     sync(partial)
     partial.replace(file)
     sync(file.parent)
@@ -31,6 +60,70 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_text(file: Path, text: str) -> None:
+    with replacing(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def sweep_up(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove temporary files that a crash left in `folder`, of the files that `names` matches."""
+    for file in folder.iterdir():
+        found = PARTIAL.fullmatch(file.name)
+        if found and names.fullmatch(found[1]) and regular(file):
+            file.unlink()
+
+
+def regular(file: Path) -> bool:
+    """Whether this is a file: no folder, no link, no device."""
+    try:
+        return stat.S_ISREG(file.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def digest(file: Path) -> str:
+    """The file's sha256, in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def verify(file: Path, sha256: str) -> None:
+    """Raises `DamagedError` unless the file has this checksum."""
+    try:
+        found = digest(file) if regular(file) else None
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read ({error.strerror}).") from error
+    if found is None:
+        raise DamagedError(f"{file} is missing.")
+    if found != sha256:
+        raise DamagedError(f"{file} is damaged: its checksum is not that of what was written.")
+
+
+def seal(file: Path, body: Any) -> None:
+    """Write JSON together with its own checksum."""
+    write_text(file, json.dumps({"sha256": _checksum(body), "body": body}))
+
+
+def unseal(file: Path) -> Any:
+    """What `seal` wrote. Raises `DamagedError` if the file is missing or was changed."""
+    if not regular(file):
+        raise DamagedError(f"{file} is missing.")
+    try:
+        whole = json.loads(file.read_bytes())
+        body, expected = whole["body"], whole["sha256"]
+        if _checksum(body) == expected:
+            return body
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise DamagedError(f"{file} is damaged: its checksum is not that of what was written.")
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from undrift import __version__
+from undrift.identity import plainly
 from undrift.losses import LOSSES, METRICS
 from undrift.method import Method, Part
 from undrift.schedule import decay, inverse
-from undrift.setup import Setup, plainly
+from undrift.setup import Setup
 
 OF_PYTHON = "of Python, so this file alone does not repeat the run"
 

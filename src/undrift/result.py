@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,25 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import Tensor, nn
 
 from undrift.errors import UndriftError
-from undrift.files import PARTIAL, alone, settle, sync, write_text
+from undrift.files import (
+    PARTIAL,
+    DamagedError,
+    alone,
+    digest,
+    regular,
+    replacing,
+    seal,
+    sweep_up,
+    sync,
+    unseal,
+    verify,
+    write_text,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
+
+log = logging.getLogger("undrift")
 
 
 @dataclass(frozen=True)
@@ -88,19 +105,29 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 STOPPED = "stopped.json"
 """In the folder of a run that something non-finite stopped: why."""
+RUN = "run.json"
+"""What run this is, from the first moment on, and at the end the checksums of its results."""
+RESULTS = ("model.safetensors", "metrics.jsonl")
+OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\.safetensors|stopped\.json")
+"""The files of a run's folder; all others are somebody else's, and are left alone."""
 
 
 class Folder:
     """A run's folder: settings, who holds what, `metrics.jsonl` that grows with the rounds, the model at the end.
 
-    Without a path it is no folder, and writes nothing. A folder that has a run is refused, unless to resume it.
+    Without a path it is no folder, and writes nothing. A new run needs a folder that is empty or not there yet, so
+    nothing that a run replaces or removes was ever anybody else's.
     """
 
-    def __init__(self, path: str | Path | None, resume: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, resume: bool = False) -> None:
+        if not (path is None or isinstance(path, str | os.PathLike)) or path == "":
+            raise UndriftError(f"out must name a folder, not {path!r}; leave it out for a run without one.")
         self.path = None if path is None else Path(path)
         self.resume = resume
         self.metrics: TextIO | None = None
         self.held = ExitStack()
+        self.record: dict[str, Any] = {}
+        """What `run.json` says of this run."""
         if resume and not self.path:
             raise UndriftError("resume needs the folder of the run to go on with: out=….")
         if resume and self.path and not (self.path / "config.toml").exists():
@@ -108,8 +135,7 @@ class Folder:
 
     def __enter__(self) -> Folder:
         if self.path:
-            taken = self.path.is_file() or (self.path / "config.toml").exists()
-            if taken and not self.resume:
+            if self.path.exists() and not self.path.is_dir():
                 raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -118,6 +144,11 @@ class Folder:
                     f"The folder {self.path} cannot be made ({error.strerror}); choose another."
                 ) from error
             self.held.enter_context(alone(self.path))
+            try:
+                self._refuse_others()
+            except BaseException:
+                self.held.close()
+                raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -125,9 +156,49 @@ class Folder:
             self.metrics.close()
         self.held.close()
 
+    def _refuse_others(self) -> None:
+        """Refuse to start where there is anything, and to resume where one of our names is not a file of ours."""
+        assert self.path
+        found = {file.name: file for file in self.path.iterdir() if not PARTIAL.fullmatch(file.name)}
+        if not self.resume:
+            if "config.toml" in found:
+                raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
+            other = sorted(name for name in found if name != RUN)  # a run that died before its first file has that
+            if other:
+                raise UndriftError(
+                    f"{self.path} holds {other[0]!r}, so it is no folder for a new run; choose an empty or a new one."
+                )
+        for name, file in found.items():
+            if OURS.fullmatch(name) and not regular(file):
+                raise UndriftError(f"{file} is a link or a folder, not a file of this run; remove it to go on.")
+        checkpoint = found.get("checkpoint")
+        if checkpoint and (checkpoint.is_symlink() or not checkpoint.is_dir()):
+            raise UndriftError(f"{checkpoint} is not a folder of this run but a link or a file; remove it to go on.")
+
     @property
     def finished(self) -> bool:
         return bool(self.path and finished(self.path))
+
+    def recorded(self) -> dict[str, Any] | None:
+        """What `run.json` says of the run in this folder; None if it cannot be read."""
+        assert self.path
+        try:
+            found: dict[str, Any] = unseal(self.path / RUN)
+            return found
+        except DamagedError as error:
+            log.warning("%s", error)
+            return None
+
+    def intact(self, recorded: dict[str, Any]) -> bool:
+        """Whether the results of a finished run are what it wrote; says so if they are not."""
+        assert self.path
+        try:
+            for name in RESULTS:
+                verify(self.path / name, recorded.get("results", {}).get(name, "unknown"))
+        except DamagedError as error:
+            log.warning("%s", error)
+            return False
+        return True
 
     def config(self, text: str) -> None:
         """The file that repeats the run."""
@@ -146,16 +217,22 @@ class Folder:
     def rows(self) -> list[dict[str, Any]]:
         return history(self.path) if self.path else []
 
+    def note(self, record: dict[str, Any]) -> None:
+        """Note what run this is, before anything else is written."""
+        self.record = record
+        if self.path:
+            sweep_up(self.path, OURS)
+            seal(self.path / RUN, record)
+
     def begin(self, rows: list[dict[str, Any]]) -> None:
         """Go on after these rounds: what was written beyond them is cut off, and the run is no longer finished."""
         if self.path:
             (self.path / "model.safetensors").unlink(missing_ok=True)
             (self.path / STOPPED).unlink(missing_ok=True)
-            partial = self.path / f"metrics.jsonl{PARTIAL}"
-            self.metrics = partial.open("w", encoding="utf-8")
-            for row in rows:
-                self.row(row)
-            settle(partial, self.path / "metrics.jsonl")
+            with replacing(self.path / "metrics.jsonl") as partial:
+                self.metrics = partial.open("a", encoding="utf-8")
+                for row in rows:
+                    self.row(row)
 
     def row(self, row: dict[str, Any]) -> None:
         if self.metrics:
@@ -174,13 +251,15 @@ class Folder:
             write_text(self.path / STOPPED, json.dumps({"why": why}))
 
     def model(self, model: nn.Module) -> None:
+        """The trained model, which makes the run a finished one."""
         if self.path:
             from safetensors.torch import save_model
 
             self.sync()
-            partial = self.path / f"model.safetensors{PARTIAL}"
-            save_model(model, str(partial))
-            settle(partial, self.path / "model.safetensors")
+            with replacing(self.path / "model.safetensors") as partial:
+                save_model(model, str(partial))
+                sums = {"model.safetensors": digest(partial), "metrics.jsonl": digest(self.path / "metrics.jsonl")}
+                seal(self.path / RUN, {**self.record, "results": sums})
 
     def load(self, model: nn.Module) -> None:
         """The finished run's weights, into `model`."""

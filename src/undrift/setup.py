@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +23,7 @@ from undrift.engine.cohort import Kept, Orders, Resident, draw_up
 from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
+from undrift.identity import identity
 from undrift.local import Local, cohort_batches
 from undrift.losses import Loss, Metric, get_loss, get_metrics
 from undrift.method import Method, as_method
@@ -63,23 +62,7 @@ class Setup:
     @cached_property
     def identity(self) -> dict[str, str]:
         """What must be the same for a run to go on from a checkpoint."""
-        shapes = {name: tuple(w.shape) for name, w in self.model.start.items()}
-        pieces = [self.data.offsets.tobytes(), self.data.index.numpy().tobytes()]
-        for tensor in self.data.store.values():  # some of its rows, all the way through
-            some = tensor[:: max(1, len(tensor) // 64)].contiguous()
-            pieces.append(some.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {
-            "rounds": str(self.rounds),
-            "seed": str(self.seed),
-            "method": plainly(self.method),
-            "local": plainly(self.local),
-            "loss": plainly(self.loss),
-            "clients a round": str(self.cohort_size),
-            "precision": str(self.choices["precision"]),
-            "augmentation": plainly(self.data.augment),
-            "data": digest(pieces),
-            "model": digest([plainly(self.model.module).encode(), repr(shapes).encode()]),
-        }
+        return identity(self)
 
     @property
     def measures(self) -> dict[str, Metric]:
@@ -127,15 +110,6 @@ class Setup:
         words = to_device(torch.tensor(derive(self.seed, "server", t)), self.resident.device)
         key = Key(words, torch.zeros_like(words[0]))
         return Server(self.model, self.loss, self.server_data, t, key, self.data.augment)
-
-
-def plainly(x: Any) -> str:
-    """What `repr` says, without the addresses that change from process to process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
-
-
-def digest(pieces: list[bytes]) -> str:
-    return hashlib.sha256(b"".join(pieces)).hexdigest()[:16]
 
 
 def prepare(

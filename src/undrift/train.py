@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,9 @@ from undrift.clock import Clock
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
 from undrift.engine.cohort import Orders, on_device
+from undrift.errors import UndriftError
 from undrift.evaluate import evaluate
+from undrift.identity import compare, compare_versions, versions
 from undrift.local import Local
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
@@ -29,6 +32,8 @@ from undrift.roles import Totals
 from undrift.setup import Setup, arithmetic, prepare, selected
 from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
+
+log = logging.getLogger("undrift")
 
 
 def train(
@@ -57,6 +62,7 @@ def train(
     on_round: Callable[[dict[str, Any]], None] | None = None,
     notes: dict[str, Any] | None = None,
     on_nonfinite: str = "stop",
+    allow_version_change: bool = False,
 ) -> Result:
     """Train `model` on `data` with `method` for `rounds` rounds.
 
@@ -64,8 +70,10 @@ def train(
     `engine`: "lanes", "plain" (one client at a time) or "auto"; `result.choices` says what was chosen.
     Where clients have test data of their own, evaluated rounds also tell how the global model does on them, and the
     last round, or every `personalize_every`-th, how each client's does after one more local epoch.
-    `out`: a folder for the run's files. `checkpoint_every`: rounds (10) or seconds ("30s") between checkpoints there;
-    `resume=True` goes on from the last one. `on_round` is called with each round's history.
+    `out`: a folder for the run's files, empty or not there yet. `checkpoint_every`: rounds (10) or seconds ("30s")
+    between checkpoints there; `resume=True` goes on from the last one, after it has made sure that all that decides
+    the result is as it was. `allow_version_change=True` resumes with other versions of torch, undrift and so on, or on
+    another device, where the last digits may differ. `on_round` is called with each round's history.
     `track`: "tensorboard", "mlflow" or a list of both, which get each round's figures too.
     `notes` are settings of the caller's own for the run's `config.toml`.
     `on_nonfinite`: what to do when weights, a loss, or what a client sends or keeps become NaN or infinite. "stop" ends
@@ -80,6 +88,7 @@ def train(
     require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
+    require(on_round is None or callable(on_round), f"on_round must be a function of a round's row, not {on_round!r}.")
     nonfinite.check(on_nonfinite)
     nonfinite.check_start(run.model.start)
     files, skip = Folder(out, resume), on_nonfinite == nonfinite.SKIP
@@ -88,18 +97,24 @@ def train(
     with files as folder, selected(run.resident.device), arithmetic(precision, deterministic), trackers:
         start = tree_to(bound(run, 0).start(run.model.start), run.resident.device)
         now = Progress(run.model.start, start)
-        if resume and folder.finished and len(folder.rows()) == rounds:
-            folder.load(run.model.module)
-            weights = dict(run.model.module.named_parameters())
-            params = {name: weights[name].detach().clone() for name in run.model.start}
-            return Result(params, run.model.module.eval(), folder.rows(), run.choices)
-        now = checkpoints.restore(now, folder.rows()) if resume else now
+        if folder.path:
+            checkpoints.record = {
+                "identity": run.identity
+                | {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)},
+                "versions": versions(run.resident.device),
+            }
+        if resume:
+            done = resumed(run, folder, checkpoints, allow_version_change)
+            if isinstance(done, Result):
+                return done
+            now = done or now
+        folder.note(checkpoints.record)
         config = record(run, given) if folder.path or trackers else ""
         trackers.begin(config, now.history)
-        if folder.path and not now.round:
-            folder.partition(holdings(data))
         if not (now.round and folder.says("on_nonfinite", on_nonfinite)):
             folder.config(config)
+        if folder.path and not now.round:
+            folder.partition(holdings(data))
         folder.begin(now.history)
         personal, clock, stopped = Personal(run), Clock(run.resident.device), None
         watch = nonfinite.Watch(run, start, lambda before: orders_of(run, bound(run, before.round), before))
@@ -201,6 +216,36 @@ def train(
         else:
             folder.model(trained)
     return Result(now.params, trained, now.history, run.choices, stopped)
+
+
+def resumed(
+    run: Setup, folder: Folder, checkpoints: Checkpoints, allow_version_change: bool
+) -> Result | Progress | None:
+    """The result of a run that is finished, where its last checkpoint stands, or None where there is no checkpoint.
+
+    Compares first and changes nothing on disk. Raises `UndriftError` if the folder's run is not the one asked for.
+    """
+    known = folder.recorded() or checkpoints.recorded()
+    if known is None:
+        raise UndriftError(f"Nothing in {folder.path} says which run it is of; start it again in another folder.")
+    compare(known["identity"], checkpoints.record["identity"], folder.path)
+    if not allow_version_change:
+        compare_versions(known["versions"], checkpoints.record["versions"], folder.path)
+    if folder.finished and folder.intact(known):
+        folder.load(run.model.module)
+        weights = dict(run.model.module.named_parameters())
+        params = {name: weights[name].detach().clone() for name in run.model.start}
+        return Result(params, run.model.module.eval(), folder.rows(), run.choices)
+    now = checkpoints.restore()
+    if now is None and folder.finished:
+        raise UndriftError(
+            f"The results in {folder.path} are damaged, and there is no checkpoint to make them again from; run it "
+            "again in another folder."
+        )
+    if now is None:
+        rounds = len(folder.rows())
+        log.warning("%s has no checkpoint, so its %d rounds are trained again from the first", folder.path, rounds)
+    return now
 
 
 def orders_of(run: Setup, method: Method, now: Progress) -> Orders:

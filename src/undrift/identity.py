@@ -1,0 +1,208 @@
+"""What decides a run's result, written down so that any difference between two runs shows.
+
+A run's identity is kept in its folder and in every checkpoint, and compared before a resumed run touches anything.
+Numbers are written in full, arrays and weights as checksums, functions by their compiled code together with the values
+they close over and the plain values and functions of their module that they use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import platform
+import re
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from undrift import __version__
+from undrift.errors import UndriftError
+
+if TYPE_CHECKING:
+    from undrift.setup import Setup
+
+LIBRARIES = ("undrift", "torch", "numpy", "builtins", "math", "functools")
+"""Packages whose code is known by their version."""
+SHOWN = 120
+"""How many characters of a difference a message shows."""
+
+
+def identity(run: Setup) -> dict[str, str]:
+    """What must be the same for a run to be the same run."""
+    trained = {*run.model.start, *run.model.tracked}
+    return {
+        "rounds": str(run.rounds),
+        "seed": str(run.seed),
+        "method": describe(run.method),
+        "local": describe(run.local),
+        "loss": describe(run.loss),
+        "metrics": describe(run.metrics),
+        "clients a round": str(run.cohort_size),
+        "precision": str(run.choices["precision"]),
+        "augmentation": describe(run.data.augment),
+        "samples": describe(run.data.take),
+        **run.data.digests,
+        "model": _module(run.model.module, trained),
+    }
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What a run's last digits may depend on, without its being another run."""
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {
+        "undrift": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "Python": python,
+        "device": place,
+    }
+
+
+def compare(before: dict[str, str], now: dict[str, str], where: Any) -> None:
+    """Raises `UndriftError` unless the run in the folder `where` is the one that is asked for."""
+    for what in now | before:
+        if before.get(what) != now.get(what):
+            then, asked = _apart(str(before.get(what)), str(now.get(what)))
+            raise UndriftError(
+                f"{where} is of a run with {what} {then}, not {asked}; resume it with what it was started with, "
+                "or choose another folder."
+            )
+
+
+def compare_versions(before: dict[str, str], now: dict[str, str], where: Any) -> None:
+    """Raises `UndriftError` unless the run in the folder `where` was made with the same versions."""
+    changed = [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
+    if changed:
+        raise UndriftError(
+            f"{where} was started with {'; '.join(changed)}. Its results may differ from an unbroken run's in the last "
+            "digits; to go on all the same: allow_version_change=True, or undrift resume --allow-version-change."
+        )
+
+
+def _apart(a: str, b: str) -> tuple[str, str]:
+    """Two long descriptions from shortly before where they part."""
+    if max(len(a), len(b)) <= SHOWN:
+        return a, b
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    begin = max(0, same - SHOWN // 3)
+    return tuple(  # type: ignore[return-value]
+        ("…" if begin else "") + text[begin : begin + SHOWN] + ("…" if len(text) > begin + SHOWN else "")
+        for text in (a, b)
+    )
+
+
+def plainly(x: Any) -> str:
+    """What `repr` says, without the addresses that change from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
+
+
+def describe(x: Any, within: tuple[int, ...] = ()) -> str:
+    """`x` in full, the same in every process. `within` are the ids of objects that are being described."""
+    if id(x) in within:
+        return "…"
+    inner = functools.partial(describe, within=(*within, id(x)))
+    if isinstance(x, np.generic):
+        return repr(x.item())
+    if isinstance(x, np.ndarray | Tensor):
+        return _array(x)
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{inner(k)}: {inner(v)}" for k, v in x.items()) + "}"
+    if isinstance(x, list | tuple):
+        return "[" + ", ".join(map(inner, x)) + "]"
+    if isinstance(x, set | frozenset):
+        return "{" + ", ".join(sorted(map(inner, x))) + "}"
+    if isinstance(x, nn.Module):
+        return _module(x, set())
+    if isinstance(x, functools.partial):
+        return f"partial({inner(x.func)}, {inner(x.args)}, {inner(x.keywords)})"
+    if isinstance(x, types.MethodType):
+        return f"{inner(x.__self__)}.{inner(x.__func__)}"
+    if isinstance(x, types.FunctionType):
+        return x.__qualname__ if _known(x) else f"{x.__qualname__} (code {_digest(_function(x, inner))})"
+    if isinstance(x, type):
+        return x.__qualname__ + ("" if _known(x) else f" (code {_digest(_class(x, inner))})")
+    if hasattr(x, "parts") and isinstance(x.parts, tuple):  # a sum of parts
+        return " + ".join(map(inner, x.parts))
+    if dataclasses.is_dataclass(x):
+        fields = ", ".join(f"{f.name}={inner(getattr(x, f.name))}" for f in dataclasses.fields(x))
+        return f"{inner(type(x))}({fields})"
+    if callable(x) and hasattr(x, "__dict__"):
+        return f"{inner(type(x))}({inner(vars(x))})"
+    return plainly(x)
+
+
+def _known(x: Any) -> bool:
+    return str(x.__module__).partition(".")[0] in LIBRARIES
+
+
+def _digest(text: str | bytes) -> str:
+    return hashlib.sha256(text if isinstance(text, bytes) else text.encode()).hexdigest()[:16]
+
+
+def _array(x: np.ndarray | Tensor) -> str:
+    if isinstance(x, np.ndarray):
+        data, kind = (repr(x.tolist()).encode() if x.dtype.hasobject else np.ascontiguousarray(x).tobytes()), x.dtype
+        return f"array({kind}, {x.shape}, {_digest(data)})"
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"tensor({x.dtype}, {tuple(x.shape)}, {_digest(data)})"
+
+
+def _function(x: types.FunctionType, inner: Any) -> str:
+    """What a function does: its code, defaults, closure, and what it uses of its module."""
+    cells = []
+    for cell in x.__closure__ or ():
+        try:
+            cells.append(inner(cell.cell_contents))
+        except ValueError:  # not filled yet, by a function that refers to itself
+            cells.append("…")
+    used = {name: x.__globals__[name] for name in sorted(_names(x.__code__)) if name in x.__globals__}
+    plain = (bool, int, float, complex, str, bytes, tuple, list, dict, np.ndarray, np.generic, Tensor, type(None))
+    values = {
+        name: inner(value)
+        for name, value in used.items()
+        if isinstance(value, plain) or (isinstance(value, types.FunctionType) and value.__module__ == x.__module__)
+    }
+    return repr([_code(x.__code__), inner(x.__defaults__), inner(x.__kwdefaults__), cells, values])
+
+
+def _class(x: type, inner: Any) -> str:
+    """What a class does: the functions that it and its bases define."""
+    own = [inner(base) for base in x.__bases__]
+    for name, value in sorted(vars(x).items()):
+        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        function = function.fget if isinstance(function, property) else function
+        if (
+            isinstance(function, types.FunctionType) and function.__code__.co_filename != "<string>"
+        ):  # a dataclass's own
+            own.append(f"{name}: {inner(function)}")
+        elif isinstance(value, bool | int | float | str | tuple):
+            own.append(f"{name} = {value!r}" if name not in ("__module__", "__doc__", "__qualname__") else "")
+    return repr(own)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return {*code.co_names}.union(*map(_names, inside))
+
+
+def _code(code: types.CodeType) -> str:
+    """Compiled code, without where it stands."""
+    consts = [
+        _code(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+        for c in code.co_consts
+    ]
+    shape = (code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_names, code.co_varnames, code.co_freevars)
+    return repr([code.co_code, shape, consts])
+
+
+def _module(module: nn.Module, trained: set[str]) -> str:
+    """A module: its layers, the code of classes that are no library's, and all its tensors but those in `trained`."""
+    classes = sorted({describe(type(m)) for m in module.modules()})
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    rest = {name: _array(t) if name not in trained else (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    return f"{type(module).__qualname__} {_digest(repr([plainly(module), classes, rest]))}"
