@@ -61,6 +61,21 @@ def check_split(
             )
 
 
+def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
+    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees."""
+    x, target = (t.to(device) for t in rows.take(rows.store, rows.index[:1].repeat(2)))
+    leaves = {name: w.detach().clone().requires_grad_() for name, w in model.start.items()}
+    with torch.enable_grad():
+        output = model(leaves, x)
+        value = loss(output, target).sum()
+    if not value.requires_grad:
+        whose = "loss" if output.requires_grad else "model"
+        raise UndriftError(
+            f"The {whose} has no gradient with respect to the model's parameters, so nothing would be trained; it must "
+            "not detach what it computes, nor round, compare or convert it to whole numbers."
+        )
+
+
 def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: torch.device) -> None:
     """One call: what changes batches takes these samples and gives as many of the same shape."""
     x = rows.take(rows.store, rows.index[:1].repeat(2))[0].to(device)

@@ -68,6 +68,18 @@ LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cr
 METRICS: dict[str, Metric] = {f.__name__: f for f in (accuracy, recall_at_5)}
 
 
+COLUMNS = {
+    "round", "clients", "steps", "total_steps", "steps_fraction", "local_steps", "lr", "samples", "seconds",
+    "bytes_down", "bytes_up", "total_bytes", "loss", "class_accuracy", "by_client", "skipped",
+}  # fmt: skip
+"""What a round's history has by itself."""
+
+
+def reserved(name: str) -> bool:
+    """Whether a metric or a part's own figure may not have this name."""
+    return name in COLUMNS or str(name).startswith(("validation_", "client_", "tuned_"))
+
+
 def get_loss(loss: str | Loss | None) -> Loss:
     if loss is None:
         return cross_entropy
@@ -90,7 +102,9 @@ def get_metrics(metrics: Any, loss: Loss) -> dict[str, Metric]:
         metrics = {str(name): name for name in metrics}
     if not isinstance(metrics, dict):
         raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
-    for function in metrics.values():
+    for name, function in metrics.items():
+        if reserved(name):
+            raise UndriftError(f"A metric cannot be called {name!r}, which is a column of the history; rename it.")
         if not callable(function) and function not in METRICS:
             raise unknown("metric", str(function), METRICS)
     return {name: f if callable(f) else METRICS[f] for name, f in metrics.items()}

@@ -47,8 +47,8 @@ def fold(key: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
 
 def derive(seed: int, purpose: str, *words: Any) -> tuple[Any, Any]:
     """The key of (seed, purpose, words…). The last word may be an array: one key for each of its entries."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise UndriftError(f"seed must be a whole number from 0, not {seed!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise UndriftError(f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}.")
     key: tuple[Any, Any] = fold((int(seed) & MASK, int(seed) >> 32 & MASK), zlib.crc32(purpose.encode()))
     for word in words:
         key = fold(key, word)
@@ -61,7 +61,7 @@ def host_generator(seed: int, purpose: str, *words: int) -> np.random.Generator:
 
 
 def torch_seed(seed: int, purpose: str, *words: int) -> int:
-    """A seed for code that only knows torch's global generator, such as a layer's initialisation."""
+    """A seed for a generator of torch, such as the one that initializes a model."""
     low, high = derive(seed, purpose, *words)
     return int(low | high << 32) & 0x7FFFFFFFFFFFFFFF
 

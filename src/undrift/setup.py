@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +13,15 @@ import torch
 from torch import nn
 
 from undrift import models
-from undrift.checks import check_augment, check_split, cohort_size_of, find_device, require, whole
+from undrift.checks import (
+    check_augment,
+    check_gradient,
+    check_split,
+    cohort_size_of,
+    find_device,
+    require,
+    whole,
+)
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.choose import build, choose, compiles
 from undrift.engine.client import Program
@@ -165,13 +171,13 @@ def prepare(
     for whose, rows in splits.items():
         check_split(function, whose, rows, where, chosen_loss, chosen_metrics)
 
+    check_gradient(function, splits["clients'"], where, chosen_loss)
     if data.augment:
         check_augment(data.augment, splits["clients'"], where)
     for part in method.parts:
         part.check_model(function, rounds)
-    moves = [value(local.momentum, t) for t in range(rounds if callable(local.momentum) else 1)]
-    decays = [value(local.weight_decay, t) for t in range(rounds if callable(local.weight_decay) else 1)]
-    program = Program(function, method, chosen_loss, any(moves), any(decays), data.augment)
+    moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
+    program = Program(function, method, chosen_loss, moves, decays, data.augment)
     setup = Setup(
         method=method,
         model=function,
@@ -213,23 +219,3 @@ def prepare(
 def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes `device` the current GPU: CUDA graphs and Triton's kernels go to that one, wherever their tensors are."""
     return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
-    """The process-wide switches of a run, put back as they were when it ends."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    strict, lenient = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-        if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it, and cuBLAS reads it late
-            torch.use_deterministic_algorithms(True)
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
-        torch.use_deterministic_algorithms(strict, warn_only=lenient)

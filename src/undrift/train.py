@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from undrift import nonfinite
+from undrift.arithmetic import arithmetic
 from undrift.checkpoint import Checkpoints, Progress
 from undrift.checks import require, whole
 from undrift.clock import Clock
@@ -23,13 +24,14 @@ from undrift.errors import UndriftError
 from undrift.evaluate import evaluate
 from undrift.identity import compare, compare_versions, versions
 from undrift.local import Local
+from undrift.losses import reserved
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.personal import Personal
 from undrift.record import record
 from undrift.result import Folder, Result
 from undrift.roles import Totals
-from undrift.setup import Setup, arithmetic, prepare, selected
+from undrift.setup import Setup, prepare, selected
 from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
 
@@ -94,7 +96,8 @@ def train(
     files, skip = Folder(out, resume), on_nonfinite == nonfinite.SKIP
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     trackers = Trackers(track, files.path)
-    with files as folder, selected(run.resident.device), arithmetic(precision, deterministic), trackers:
+    switches = arithmetic(precision, deterministic, run.resident.device)
+    with files as folder, selected(run.resident.device), switches, trackers:
         start = tree_to(bound(run, 0).start(run.model.start), run.resident.device)
         now = Progress(run.model.start, start)
         if folder.path:
@@ -262,7 +265,13 @@ def bound(run: Setup, t: int) -> Method:
 
 def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
     """What must be read from the device for a round's row. Raises `NonFiniteError`."""
-    return watch.settle(row) | method.history(states)
+    settled, own = watch.settle(row), method.history(states)
+    for name in own:
+        require(
+            name not in row and not reserved(name),
+            f"A part's history has {name!r}, which is a column of the history already; rename it.",
+        )
+    return settled | own
 
 
 def finish(run: Setup, method: Method, params: Tree, t: int) -> tuple[Tree, int]:

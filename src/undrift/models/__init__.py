@@ -16,6 +16,7 @@ from undrift.models.lenet import lenet5
 from undrift.models.linear import logistic, mlp, svm
 from undrift.models.readers import gru_reader, lstm_reader
 from undrift.models.resnet import resnet20
+from undrift.models.seeded import Seeded
 from undrift.models.vgg import vgg9
 from undrift.random import torch_seed
 
@@ -51,8 +52,7 @@ def get(
     if tokens and vocabulary is not None and not _counts(vocabulary):
         raise UndriftError(f"vocabulary must be a whole number from 1, not {vocabulary!r}.")
     _check_options(name, options, taken)
-    with torch.random.fork_rng(devices=[]):  # layers initialise themselves from torch's global generator
-        torch.manual_seed(torch_seed(seed, "model"))
+    with torch.device("cpu"), Seeded(torch_seed(seed, "model")):
         return MODELS[name](classes, tuple(shape), **tokens, **options)
 
 

@@ -1,0 +1,115 @@
+"""A run leaves the process as it found it, and runs in threads do not disturb one another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import undrift as ud
+from tests.problems import make_clients, net, same_bits
+from undrift.arithmetic import CUBLAS, Switches, arithmetic
+
+CPU = torch.device("cpu")
+
+
+def get(seed):
+    return ud.models.get("cnn", classes=3, shape=(1, 8, 8), seed=seed).state_dict()
+
+
+def test_models_by_name_have_the_same_weights_in_threads():
+    """A9: of 800 models made in four threads, 312 had wrong weights."""
+    alone = [get(seed) for seed in range(4)]
+
+    def often(seed):
+        return all(same_bits(get(seed), alone[seed]) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(often, range(4))) == [True] * 4
+
+
+def test_models_by_name_leave_the_generators_alone(monkeypatch):
+    """CUDA's too: `torch.manual_seed` would seed that as well."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    get(0)
+    assert torch.equal(torch.get_rng_state(), before) and not seeded
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lenet5", "vgg9", "resnet20", "gru", "lstm"])
+def test_layers_start_as_after_a_seed_of_torch_s_own(name):
+    """The generator is another, its numbers are the same: figures of earlier versions stay true."""
+    from undrift.models import MODELS
+    from undrift.random import torch_seed
+
+    shape, options = ((5,), {"vocabulary": 9}) if name in ("gru", "lstm") else ((3, 32, 32), {})
+    mine = ud.models.get(name, classes=3, shape=shape, seed=4, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(4, "model"))
+        theirs = MODELS[name](3, shape, **options)
+    assert same_bits(mine.state_dict(), theirs.state_dict())
+
+
+def test_a_registered_model_may_draw_as_it_likes():
+    def odd(classes, shape):
+        model = torch.nn.Linear(6, classes)
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(classes, 6) + torch.rand_like(model.weight) + torch.randperm(6))
+            torch.nn.init.trunc_normal_(model.bias)
+        return model
+
+    ud.register_model("odd", odd)
+    try:
+        one, same, other = (ud.models.get("odd", classes=4, shape=(6,), seed=s).state_dict() for s in (1, 1, 2))
+    finally:
+        ud.models.MODELS.pop("odd")
+    assert same_bits(one, same) and not same_bits(one, other)
+
+
+def test_switches_are_put_back_whatever_the_order(monkeypatch):
+    """Two runs at once: the first to start is the first to end."""
+    before = Switches.current()
+    first, second = arithmetic("tf32", True, CPU), arithmetic("tf32", True, CPU)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with second:
+            entered.set()
+            leave.wait(10)
+            assert torch.backends.cuda.matmul.allow_tf32 and torch.are_deterministic_algorithms_enabled()
+
+    with ThreadPoolExecutor(1) as pool:
+        with first:
+            assert Switches.current() != before and os.environ[CUBLAS]
+            running = pool.submit(other)
+            assert entered.wait(10)
+            with (
+                pytest.raises(ud.UndriftError, match="in another thread, has another precision"),
+                arithmetic("auto", True, CPU),
+            ):
+                pass
+        leave.set()
+        running.result()
+    assert Switches.current() == before
+
+
+def test_a_run_within_a_run_may_have_a_precision_of_its_own():
+    before = Switches.current()
+    with arithmetic("tf32", False, CPU):
+        with arithmetic("auto", True, CPU):
+            assert not torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32 and not torch.are_deterministic_algorithms_enabled()
+    assert Switches.current() == before
+
+
+def test_autocast_around_a_run_changes_nothing():
+    options = {"rounds": 2, "local": ud.Local(steps=2, batch_size=4, lr=0.1)}
+    data = make_clients([10, 7], torch.float32)
+    plain = ud.train(net().float(), data, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = ud.train(net().float(), data, **options)
+    assert same_bits(plain.params, inside.params)

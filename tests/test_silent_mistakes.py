@@ -1,0 +1,94 @@
+"""Mistakes that once went through without a word, each an error now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import undrift as ud
+from tests.problems import make_clients, net
+
+OPTIONS = {"rounds": 2, "local": ud.Local(steps=1, batch_size=4, lr=0.1)}
+
+
+def ce(output, target):
+    return F.cross_entropy(output, target, reduction="none")
+
+
+LOSSES = {
+    "detached": lambda o, y: ce(o, y).detach(),
+    "whole": lambda o, y: (ce(o, y) > 1).to(o.dtype),
+    "constant": lambda o, y: torch.ones(len(o), dtype=o.dtype),
+}
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_without_a_gradient_is_refused(loss, engine):
+    """A12: lanes trained nothing, and plain raised a RuntimeError."""
+    with pytest.raises(ud.UndriftError, match="The loss has no gradient with respect to the model's parameters"):
+        ud.train(net(), make_clients([10, 7]), loss=loss, engine=engine, **OPTIONS)
+
+
+def test_a_model_without_a_gradient_is_refused():
+    class Cut(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).detach()
+
+    with pytest.raises(ud.UndriftError, match="The model has no gradient with respect to"):
+        ud.train(Cut(6, 4).double(), make_clients([10, 7]), **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["round", "clients", "class_accuracy", "loss", "validation_loss", "client_loss"])
+def test_columns_of_the_history_are_taken(name):
+    """A16."""
+
+    @dataclass(frozen=True)
+    class Says(ud.Part):
+        def history(self, state):
+            return {name: -1}
+
+    with pytest.raises(ud.UndriftError, match=f"A metric cannot be called {name!r}"):
+        ud.train(net(), make_clients([10, 7]), metrics={name: lambda o, y: o.sum(1)}, **OPTIONS)
+    with pytest.raises(ud.UndriftError, match=f"A part's history has {name!r}"):
+        ud.train(net(), make_clients([10, 7]), ud.FedAvg() + Says(), **OPTIONS)
+
+
+def test_a_part_does_not_overwrite_a_metric():
+    @dataclass(frozen=True)
+    class Says(ud.Part):
+        def history(self, state):
+            return {"accuracy": 1.0}
+
+    with pytest.raises(ud.UndriftError, match="A part's history has 'accuracy'"):
+        ud.train(net(), make_clients([10, 7]), Says(), **OPTIONS)
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**70, -1, 1.0, True])
+def test_a_seed_has_64_bits(seed):
+    """A17: seed 2**64 was seed 0."""
+    with pytest.raises(ud.UndriftError, match="seed must be a whole number from 0 to"):
+        ud.train(net(), make_clients([10, 7]), seed=seed, **OPTIONS)
+    assert ud.train(net(), make_clients([10, 7]), seed=2**64 - 1, **OPTIONS).history
+
+
+def test_absurdly_many_rounds_start_at_once():
+    """A21: every schedule was tried for every round first."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(row):
+        raise StopError
+
+    local = ud.Local(steps=1, lr=0.1, momentum=ud.inverse(0.1, 3), weight_decay=ud.inverse(0.1, 3))
+    with pytest.raises(StopError):
+        ud.train(net(), make_clients([10, 7]), rounds=10**12, local=local, on_round=stop)
+
+
+def test_on_round_must_be_a_function():
+    with pytest.raises(ud.UndriftError, match="on_round must be a function"):
+        ud.train(net(), make_clients([10, 7]), on_round=5, **OPTIONS)
