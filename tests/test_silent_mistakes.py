@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,55 @@ def test_a_model_without_a_gradient_is_refused():
 
     with pytest.raises(ud.UndriftError, match="The model has no gradient with respect to"):
         ud.train(Cut(6, 4).double(), make_clients([10, 7]), **OPTIONS)
+
+
+class Noisy(torch.nn.Linear):
+    def __init__(self, draw):
+        super().__init__(6, 4, dtype=torch.float64)
+        self.draw = draw
+
+    def forward(self, x):
+        return super().forward(x) + self.draw()
+
+
+class Counting(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+CHANCE = {
+    "numpy": lambda: Noisy(np.random.rand),
+    "python": lambda: Noisy(random.random),
+    "counter": lambda: Counting(6, 4, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+@pytest.mark.parametrize("make", CHANCE.values(), ids=CHANCE)
+def test_chance_that_no_key_governs_is_refused(make, engine):
+    """A15: a trace froze it, and the two engines differed without a word."""
+    with pytest.raises(ud.UndriftError, match="different outputs for the same samples and the same draws"):
+        ud.train(make(), make_clients([10, 7]), engine=engine, **OPTIONS)
+
+
+def test_statistics_that_outputs_depend_on_are_no_chance():
+    """A buffer may change from call to call, and outputs with it: it is tracked."""
+
+    class Momentous(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(6, 4, dtype=torch.float64)
+            self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+        def forward(self, x):
+            if self.training:
+                self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return super().forward(x - self.mean)
+
+    result = ud.train(Momentous(), make_clients([10, 7]), engine="plain", **OPTIONS)
+    assert result.model.mean.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", ["round", "clients", "class_accuracy", "loss", "validation_loss", "client_loss"])

@@ -87,17 +87,28 @@ class Model:
         key = Key(
             torch.zeros(2, dtype=torch.int64, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
         )
+        given = x.to(self.dtype) if x.is_floating_point() else x
         with torch.no_grad(), RefuseDraws():
             output = twin(twin.start, x)
+            twin.module.train()
             with KeyedDraws(key):
-                twin.module.train()(x.to(self.dtype) if x.is_floating_point() else x)
-        for name, after in twin.module.named_buffers():
-            if before[name] is not after:
-                raise UndriftError(
-                    f"The model replaces its buffer {name!r}; change it in place instead ({name}.copy_(…))."
-                )
-            if not torch.equal(values[name], after):
-                self.tracked[name] = self.module.get_buffer(name)
+                first = twin.module(given)
+            for name, after in twin.module.named_buffers():
+                if before[name] is not after:
+                    raise UndriftError(
+                        f"The model replaces its buffer {name!r}; change it in place instead ({name}.copy_(…))."
+                    )
+                if not torch.equal(values[name], after):
+                    self.tracked[name] = self.module.get_buffer(name)
+                    after.copy_(values[name])
+            with KeyedDraws(key):
+                second = twin.module(given)
+        if isinstance(first, Tensor) and not _alike(first, second):
+            raise UndriftError(
+                "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
+                "its forward pass draws from Python's or numpy's generator, or counts its calls. Use torch.rand or "
+                "torch.randn, which undrift draws from the client's key, and buffers for what must change."
+            )
         self.outputs = output.shape[-1] if output.dim() > 1 else 0
         self.sample = x
         return output
@@ -190,6 +201,14 @@ def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Param
             ) from error
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(params, found, strict=True))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are the same up to rounding; a GPU may add up in another order."""
+    if a.shape != b.shape or not a.is_floating_point():
+        return torch.equal(a, b)
+    gap, size = (a - b).nan_to_num().double().norm(), a.nan_to_num().double().norm()
+    return bool(gap <= 100 * torch.finfo(a.dtype).eps * size)
 
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
