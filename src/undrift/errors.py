@@ -41,4 +41,4 @@ def listed(names: Iterable[str], most: int = 20) -> str:
     """Names as a message lists them: the first few, and how many more there are."""
     found = list(names)
     rest = f" and {len(found) - most:,} more" if len(found) > most else ""
-    return ", ".join(shortened(name, 60) for name in found[:most]) + rest
+    return ", ".join(shortened(name, 40) for name in found[:most]) + rest

@@ -82,12 +82,13 @@ class Place:
             roots = list(dict.fromkeys(file.parent for _, files in self.files for file in files))
             if Path(named).is_absolute() or ".." in Path(named).parts:
                 raise ValueError(f"its path {quoted(named)} is not relative to the table's folder")
-        for root in roots:
-            real = Path(os.path.realpath(root / named))
-            if not real.is_relative_to(os.path.realpath(root)):
-                continue
-            if kind(real) is not None:
-                return real
+        real = [Path(os.path.realpath(root / named)) for root in roots]
+        inside = [file for file, root in zip(real, roots, strict=True) if file.is_relative_to(os.path.realpath(root))]
+        if not inside:
+            raise ValueError(f"its path {quoted(named)} leads out of the table's folder")
+        for file in inside:
+            if kind(file) is not None:
+                return file
         raise ValueError(f"there is no file {quoted(named)} in the table's folder")
 
     def _open(self, split: str) -> tuple[dict[str, Any], Read]:
