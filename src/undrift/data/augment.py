@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 from undrift.random import Key, bits
 
 
@@ -28,13 +28,13 @@ class CropFlip:
 
     def __post_init__(self) -> None:
         if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
-            raise UndriftError(f"CropFlip(padding) must be a whole number from 0, not {self.padding!r}.")
+            raise UndriftError(f"CropFlip(padding) must be a whole number from 0, not {quoted(self.padding)}.")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
-        if x.dim() != 4 or (self.reflect and self.padding >= min(x.shape[2:])):
+        if x.dim() != 4 or self.padding >= min(x.shape[2:]):  # a picture moved by its own size is gone
             raise UndriftError(
-                f"CropFlip needs pictures of channels × height × width, larger than its padding, not samples of shape "
-                f"{tuple(x.shape[1:])}."
+                f"CropFlip needs pictures of channels × height × width that are larger than its padding of "
+                f"{self.padding}, not samples of shape {tuple(x.shape[1:])}."
             )
         n, channels, height, width = x.shape
         down, right, coin = bits(key, 3 * n).reshape(n, 3, 1).unbind(1)

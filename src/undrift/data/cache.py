@@ -1,8 +1,11 @@
-"""Decoded data on disk: one safetensors file a data set, written once and memory-mapped ever after.
+"""Decoded data on disk: one safetensors file per data set, written once and memory-mapped from then on.
 
 `UNDRIFT_CACHE` says where (by default `~/.cache/undrift`). A file's name ends in a digest of where its data came
 from, so that local files that changed are decoded again. What came from the hub stays as it was that day, until the
 file is removed.
+
+A file carries the SHA-256 of each array, which is part of the data's identity (`FederatedDataset.digests`), and a
+checksum, which is verified whenever the file is opened. A damaged file is replaced by decoding the data again.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from undrift.data import digest
+from undrift.data.paths import as_path, kind
 from undrift.errors import UndriftError
 
 log = logging.getLogger("undrift")
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what is written for the same data changes."""
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64", "float32": "F32"}
 
@@ -49,7 +54,7 @@ class Writer:
     def append(self, name: str, rows: np.ndarray) -> None:
         """More rows of the array `name`."""
         if name not in self.files:
-            self.files[name] = (self.folder / name).open("w+b")
+            self.files[name] = (self.folder / name).open("x+b")
             self.shapes[name] = rows.dtype.name, [0, *rows.shape[1:]]
         dtype, shape = self.shapes[name]
         assert dtype == rows.dtype.name and shape[1:] == list(rows.shape[1:]), f"{name} changed its shape"
@@ -57,7 +62,7 @@ class Writer:
         shape[0] += len(rows)
 
     def finish(self, file: Path) -> None:
-        header: dict[str, Any] = {"__metadata__": {"notes": json.dumps(self.notes)}}
+        header: dict[str, Any] = {"__metadata__": self._metadata()}
         end = 0
         # The widest types first: then every array begins at a multiple of its own item's size.
         order = sorted(self.shapes, key=lambda name: -np.dtype(self.shapes[name][0]).itemsize)
@@ -67,7 +72,7 @@ class Writer:
             header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        with file.open("wb") as whole:
+        with file.open("xb") as whole:
             whole.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 self.files[name].seek(0)
@@ -75,21 +80,38 @@ class Writer:
             whole.flush()
             os.fsync(whole.fileno())
 
+    def _metadata(self) -> dict[str, str]:
+        """The notes, and what every array must turn out to be; sealed with a digest of all that."""
+        arrays = {}
+        for name, (dtype, shape) in self.shapes.items():
+            self.files[name].flush()
+            path = self.folder / name
+            data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+            arrays[name] = {
+                "dtype": f"torch.{dtype}",
+                "shape": shape,
+                "sha256": digest.sha256(data),
+                "checksum": digest.checksum(data),
+            }
+        contents = json.dumps({"notes": self.notes, "arrays": arrays})
+        return {"contents": contents, "sha256": hashlib.sha256(contents.encode()).hexdigest()}
+
 
 def folder() -> Path:
     if given := os.environ.get("UNDRIFT_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
+        return as_path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or as_path("~/.cache")) / "undrift"
 
 
 def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[dict[str, Tensor], Notes]:
     """The arrays and notes of data that `identity` tells apart from all others, decoded now or earlier."""
-    digest = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:16]
-    file = folder() / f"{name}-{digest}.safetensors"
-    if file.exists():
-        with contextlib.suppress(SafetensorError):
-            return _mapped(file)
-        log.warning("%s cannot be read; decoding its data again", file)
+    told = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:16]
+    file = folder() / f"{name}-{told}.safetensors"
+    if os.path.lexists(file):
+        try:
+            return _mapped(file, check=True)
+        except Exception as error:  # whatever can be wrong with a file: it is written anew, so nothing is lost
+            log.warning("%s is damaged (%s); its data are decoded again", file, str(error)[:200])
     log.info("decoding %s into %s", name, file)
     with _scratch(file.parent) as scratch:
         writer = Writer(scratch)
@@ -99,12 +121,19 @@ def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[
         finally:
             for stream in writer.files.values():
                 stream.close()
-        (scratch / "whole").replace(file)  # at once, so that nobody ever reads half a file
-    return _mapped(file)
+        try:
+            # At once, so that nobody ever reads half a file, or has one that is mapped change. A link of that name is
+            # replaced, not followed.
+            (scratch / "whole").replace(file)
+        except OSError as error:  # a folder of that name, which is not ours to remove
+            log.warning("Decoded data cannot be kept as %s (%s); move away what is there", file, error.strerror)
+            return _mapped(scratch / "whole", check=False)  # which stays until it is unmapped
+    return _mapped(file, check=False)
 
 
 @contextlib.contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
+    """A folder with a random name that only this user can enter, so that nobody can put a link into it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="decoding-", dir=parent))
@@ -114,17 +143,33 @@ def _scratch(parent: Path) -> Iterator[Path]:
         ) from error
     try:
         yield path
-    except OSError as error:
-        if error.errno != 28:  # no space left on device
-            raise
+    except OSError as error:  # no space, a quota, a limit on files: what is read has sentences of its own
         raise UndriftError(
-            f"{parent} has no room for the decoded data; set UNDRIFT_CACHE to a folder with more."
+            f"The decoded data cannot be written to {parent} ({error.strerror}); set UNDRIFT_CACHE to a folder with "
+            "more room."
         ) from error
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _mapped(file: Path) -> tuple[dict[str, Tensor], Notes]:
+def _mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
+    """A file's arrays and notes; raises whatever is wrong with the file."""
+    if kind(file) != "file":
+        raise ValueError("it is not a regular file")
     with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-        return arrays, json.loads(opened.metadata()["notes"])
+    text = metadata.get("contents", "")
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get("sha256"):
+        raise ValueError("its notes are missing or have changed")
+    contents = json.loads(text)
+    if contents["arrays"].keys() != arrays.keys():
+        raise ValueError("it does not hold the arrays that were written")
+    for name, known in contents["arrays"].items():
+        tensor = arrays[name]
+        if [str(tensor.dtype), list(tensor.shape)] != [known["dtype"], known["shape"]]:
+            raise ValueError(f"the array {name} has another shape")
+        if check and digest.checksum(digest.as_bytes(tensor)) != known["checksum"]:
+            raise ValueError(f"the values of {name} have changed")
+        digest.remember(tensor, known["sha256"])
+    return arrays, contents["notes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,8 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.data import digest
+from undrift.data.labels import FEW, sparse
 from undrift.errors import UndriftError
 from undrift.random import Key
+
+log = logging.getLogger("undrift")
+
+MOST_OUTPUTS = 1_000_000
+"""More classes than any data set has: labels beyond are codes of some kind."""
+MOST_COUNTS = 1_000_000_000
+"""Entries of a table of clients by classes: more would take the memory of a large machine."""
 
 Store = dict[str, Tensor]
 Take = Callable[[Store, Tensor], tuple[Tensor, Tensor]]
@@ -98,7 +108,7 @@ class FederatedDataset:
         """Data that are split already: one `(x, y)` of arrays or tensors a client. Rows keep their order."""
         if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
             raise UndriftError(f"from_clients needs a list with one (x, y) a client, not {type(clients).__name__}.")
-        pairs = [as_pair(pair, f"client {i}") for i, pair in enumerate(clients)]
+        pairs = [as_pair(pair, f"client {i}", copy=False) for i, pair in enumerate(clients)]
         full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[0])]
         if not full:
             raise UndriftError("No client has any data; give from_clients at least one (x, y) with rows.")
@@ -110,6 +120,7 @@ class FederatedDataset:
                     f"{y.dtype}, but client {first}'s are {tuple(x0.shape[1:])} {x0.dtype} with "
                     f"{tuple(y0.shape[1:])} {y0.dtype}; make them alike."
                 )
+        # Joining copies them, so that what a caller does to its arrays afterwards changes nothing here.
         store = {"x": torch.cat([x for _, (x, _) in full]), "y": torch.cat([y for _, (_, y) in full])}
         return cls(
             store,
@@ -158,8 +169,27 @@ class FederatedDataset:
         return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
 
     @property
+    def digests(self) -> dict[str, str]:
+        """A SHA-256 for each split there is: of every sample, its names, types and shapes, and of who holds it.
+
+        The splits are "training data", "test data", "validation data", "server data" and "clients' test data". Data
+        from the decoded cache were hashed when they were decoded, others are the first time they are asked for, and
+        again if a tensor has been written to since.
+        """
+        found = {"training data": digest.of_parts(self.store, index=self.index, offsets=self.offsets)}
+        for split in ("test", "validation", "server"):
+            rows: Rows | None = getattr(self, f"{split}_rows")
+            if rows is not None:
+                found[f"{split} data"] = digest.of_parts(rows.store, index=rows.index)
+        if self.client_test is not None:
+            found["clients' test data"] = self.client_test.digests["training data"]
+        return found
+
+    @cached_property
     def outputs(self) -> int:
         """How many outputs a model of these data needs."""
+        if self.classes and self.task.classes is None:
+            self._check_classes()
         y = self.store["y"]
         return self.classes or self.task.classes or (y.shape[1] if y.dim() > 1 else 1)
 
@@ -170,8 +200,27 @@ class FederatedDataset:
             return 0
         if self.task.classes is not None:
             return self.task.classes
-        tops = [rows.store["y"] for rows in (self.test_rows, self.validation_rows, self.server_rows) if rows]
-        return max(int(y.max()) + 1 for y in [self.labels, *tops] if len(y))
+        return max(int(y.max()) + 1 for y in self._all_labels() if len(y))
+
+    def _all_labels(self) -> list[Tensor]:
+        rows = [rows for rows in (self.test_rows, self.validation_rows, self.server_rows) if rows]
+        return [self.store["y"], *(rows.store["y"] for rows in rows)]
+
+    def _check_classes(self) -> None:
+        """Say it if labels are hardly classes counted from 0; refuse them if no model could have that many outputs."""
+        if self.classes > MOST_OUTPUTS:
+            raise UndriftError(
+                f"The labels run up to {self.classes - 1:,}, which would make a model of {self.classes:,} outputs; "
+                "number the classes from 0, or pass floats if they are numbers to predict."
+            )
+        if self.classes <= FEW:
+            return
+        used = len(torch.cat([torch.unique(y) for y in self._all_labels()]).unique())
+        if sparse(used, self.classes):
+            log.warning(
+                "The labels have %s different values up to %s, so a model gets %s outputs; number the classes from 0 "
+                "if that is not meant.", f"{used:,}", f"{self.classes - 1:,}", f"{self.classes:,}",
+            )  # fmt: skip
 
     @property
     def digests(self) -> dict[str, str]:
@@ -197,6 +246,12 @@ class FederatedDataset:
         """How many samples of each class each client holds: clients × classes. All clients, unless some are named."""
         if self.labels is None:
             raise UndriftError("label_counts needs targets that are classes: one whole number a sample.")
+        asked = len(self) if clients is None else len(clients)
+        if asked * self.classes > MOST_COUNTS:
+            raise UndriftError(
+                f"The samples of {asked:,} clients by {self.classes:,} classes are too many to count; ask for fewer "
+                "clients, or number the classes from 0."
+            )
         if self._label_counts is None and (clients is None or len(self) * self.classes <= 1_000_000):
             self._label_counts = self._count(np.arange(len(self)))
         if self._label_counts is None:
@@ -240,9 +295,10 @@ def _what(row: Tensor) -> str:
     return "NaN" if bool(torch.isnan(row).any()) else "infinity"
 
 
-def as_pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:
+def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Tensor, Tensor]:
+    """Samples and targets as tensors, copied unless the caller is going to."""
     try:
-        x, y = (part if isinstance(part, Tensor) else torch.as_tensor(np.asarray(part)) for part in pair)
+        x, y = (_as_tensor(part, copy) for part in pair)
     except (TypeError, ValueError) as error:
         raise UndriftError(f"The data of {whose} must be a pair (x, y) of arrays or tensors ({error}).") from error
     if x.dim() == 0 or y.dim() == 0 or len(x) != len(y):
@@ -250,7 +306,30 @@ def as_pair(pair: Any, whose: str) -> tuple[Tensor, Tensor]:
             f"The data of {whose} must have as many x as y, not shapes {tuple(x.shape)} and {tuple(y.shape)}."
         )
     # Labels are indices; one integer type for all spares every later step a conversion.
-    return x.detach().cpu(), (y if y.is_floating_point() else y.long()).detach().cpu()
+    return x, y if y.is_floating_point() else y.long()
+
+
+def _as_tensor(part: Any, copy: bool) -> Tensor:
+    if isinstance(part, Tensor):
+        if part.layout is not torch.strided or part.is_meta or part.is_quantized:
+            raise ValueError(f"a tensor must be dense and in memory, not {part.layout} on {part.device}")
+        found = part.detach().to("cpu", copy=copy)
+    else:
+        if hasattr(part, "toarray"):
+            raise ValueError("a sparse matrix must be made dense with .toarray()")
+        refuse_masked(part)
+        array = np.array(part) if copy else np.asarray(part)
+        found = torch.as_tensor(array if array.flags.writeable else array.copy())  # torch has no read-only tensors
+    if found.is_complex():
+        raise ValueError("complex numbers must be given as two real ones, such as z.real and z.imag")
+    return found
+
+
+def refuse_masked(part: Any) -> None:
+    """A masked array's mask would be dropped, and what it hides be trained on."""
+    several = part if isinstance(part, list | tuple) else (part,)
+    if any(isinstance(one, np.ma.MaskedArray) and np.ma.is_masked(one) for one in several):
+        raise ValueError("some values are masked; drop those samples, or fill them in with .filled(…)")
 
 
 def _rows(pair: tuple[Any, Any] | None, name: str) -> Rows | None:

@@ -40,8 +40,9 @@ def stratified_by_group(
 
 def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A number for each pair of values, such that within one outer value the inner ones come in a random order."""
-    width = int(inner.max()) + 1 if len(inner) else 1
-    pairs, place = np.unique(outer.astype(np.int64) * width + inner, return_inverse=True)
+    values, codes = np.unique(inner, return_inverse=True)  # so that no product of large labels overflows
+    width = max(1, len(values))
+    pairs, place = np.unique(outer.astype(np.int64) * width + codes, return_inverse=True)
     order = np.lexsort((rng.random(len(pairs)), pairs // width))
     return np.argsort(order)[place]
 

@@ -7,23 +7,40 @@ from typing import Any
 import numpy as np
 
 from undrift.data.tables import Place
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 
 MOST = 100_000
 """Labels that are bare numbers are classes counted from 0: what is above this is something else."""
+FEW = 1000
+"""Up to so many classes, numbers that no label uses do no harm."""
+
+
+def sparse(used: int, outputs: int) -> bool:
+    """Whether labels leave so many numbers out that they are hardly classes counted from 0."""
+    return outputs > FEW and used * 10 < outputs
 
 
 class Labels:
     """Labels as the table declares them: class numbers with names, bare whole numbers, or words, sorted."""
 
-    def __init__(self, place: Place, column: str) -> None:
-        self.place, self.column = place, column
+    def __init__(self, place: Place, column: str, whole: bool = False) -> None:
+        """`whole`: the column is of floats, but they are known to be whole numbers."""
+        self.place, self.column, self.whole = place, column, whole
         feature = place.features("train").get(column)
         self.names: list[str] | None = getattr(feature, "names", None)
-        self.words = getattr(feature, "dtype", "") in ("string", "large_string")
+        kind = getattr(feature, "dtype", "")
+        self.words = kind in ("string", "large_string")
+        self.used: set[int] = set()
+        if kind in ("binary", "large_binary"):
+            raise not_utf8(place, column)
         if self.words:
             found = {word for table in place.rows("train", [column]) for word in table[column].to_pylist()}
             self.names = sorted(found - {None})
+            if len(self.names) > MOST:
+                raise UndriftError(
+                    f"The column {quoted(column)} of {place.name} has {len(self.names):,} different words, too many "
+                    "for classes; name another one."
+                )
 
     def read(self, column: Any, split: str, begin: int) -> np.ndarray:
         """One batch of the column, whose first row is row `begin` of the split."""
@@ -35,9 +52,11 @@ class Labels:
             y = np.array([known.get(word, -1) for word in column.to_pylist()], np.int64)
         else:
             y = column.to_numpy()
+            y = y.astype(np.int64) if self.whole else y
         if y.dtype.kind not in "iub":
             raise UndriftError(
-                f"The column {self.column!r} of {self.place.name} holds {column.type}, not classes; name another one."
+                f"The column {quoted(self.column)} of {self.place.name} holds {column.type}, not classes; name "
+                "another one."
             )
         most = len(self.names) if self.names else MOST
         wrong = np.flatnonzero((y < 0) | (y >= most))
@@ -45,17 +64,34 @@ class Labels:
             allowed = "one that the training data have" if self.words else f"from 0 to {most - 1:,}"
             label = column[int(wrong[0])].as_py()
             raise UndriftError(
-                f"{self._row(split, begin + wrong[0])} has {self.column} {label!r}, which must be {allowed}; mend or "
-                "drop that row, or write labels as words."
+                f"{self._row(split, begin + wrong[0])} has {self.column} {quoted(label)}, which must be {allowed}; "
+                "mend or drop that row, or write labels as words."
             )
+        self.used.update(np.unique(y).tolist())
         return y.astype(np.int64)
+
+    def check(self) -> None:
+        """Once all is read: numbers that are mostly unused are codes of some kind, not classes counted from 0."""
+        outputs = max(self.used, default=0) + 1
+        if self.names is None and sparse(len(self.used), outputs):
+            raise UndriftError(
+                f"The column {quoted(self.column)} of {self.place.name} has {len(self.used):,} different labels up to "
+                f"{outputs - 1:,}, which would make a model of {outputs:,} outputs; number the classes from 0, or "
+                "write them as words."
+            )
 
     def _row(self, split: str, row: int) -> str:
         return f"Row {row} of the {split} split of {self.place.name}"
 
 
+def not_utf8(place: Place, column: str) -> UndriftError:
+    return UndriftError(
+        f"The column {quoted(column)} of {place.name} holds text that is not UTF-8; save the file as UTF-8."
+    )
+
+
 def encoded(names: list[Any], codes: dict[Any, int], where: str = "") -> np.ndarray:
     """Names as numbers, in the order in which they first appear; `codes` grows."""
-    if None in names:
+    if any(name is None or name != name for name in names):  # NaN is not itself
         raise UndriftError(f"{where} has rows that are no client's: the cell is empty. Drop or mend them.")
     return np.array([codes.setdefault(name, len(codes)) for name in names], np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -14,10 +15,11 @@ from undrift.checks import whole
 from undrift.data import own, sources
 from undrift.data.dataset import FederatedDataset, Rows, take
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
-from undrift.data.partition import ByKey, Partition
+from undrift.data.partition import MOST, ByKey, Partition
+from undrift.data.paths import as_path
 from undrift.data.pictures import standardised
 from undrift.data.source import Source
-from undrift.errors import UndriftError, unknown
+from undrift.errors import UndriftError, quoted, unknown
 from undrift.random import host_generator
 
 OWN_TEST = 0.2
@@ -61,10 +63,12 @@ def load(
     if natural and clients is not None:
         raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
     if not natural and (not whole(clients) or int(clients or 0) < 1):
-        raise UndriftError(f"clients must be a whole number from 1, not {clients!r}.")
+        raise UndriftError(f"clients must be a whole number from 1, not {quoted(clients)}.")
+    if clients is not None and clients > MOST:
+        raise UndriftError(f"clients must be at most {MOST:,}, not {quoted(int(clients))}.")
     _check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
     if test_size is not None and (not whole(test_size) or test_size < 1):
-        raise UndriftError(f"test_size must be a whole number from 1, not {test_size!r}.")
+        raise UndriftError(f"test_size must be a whole number from 1, not {quoted(test_size)}.")
     augment = _augment(augment)
 
     source = _source(name, test, label, client, data_dir)
@@ -106,10 +110,11 @@ def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[s
     ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
     if not ours or not isinstance(asked["name"], str | Path):
         return None
-    own_path = asked["name"] not in sources.names() and Path(asked["name"]).expanduser().exists()
-    name = str(Path(asked["name"]).expanduser().resolve()) if own_path else str(asked["name"])
+    path = as_path(asked["name"])
+    own_path = asked["name"] not in sources.names() and os.path.exists(path)
+    name = str(path.resolve()) if own_path else str(asked["name"])
     texts = {"name": name, "partition": repr(partition), "augment": repr(augment) if augment else None}
-    place = {"data_dir": str(Path(asked["data_dir"]).expanduser().resolve()) if asked["data_dir"] else None}
+    place = {"data_dir": str(as_path(asked["data_dir"]).resolve()) if asked["data_dir"] else None}
     return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
 
 
@@ -125,11 +130,14 @@ def _dealt(
     try:
         owner = np.asarray(partition(source.labels[rows], count, host_generator(seed, "partition"), keys))
     except TypeError as error:
-        raise UndriftError(f"{partition!r} must be a function of (labels, clients, rng, keys) ({error}).") from error
+        raise UndriftError(
+            f"{quoted(partition)} must be a function of (labels, clients, rng, keys) ({error})."
+        ) from error
     fine = owner.shape == rows.shape and owner.dtype.kind in "iu"
     if not fine or owner.min() < 0 or owner.max() >= count:
         raise UndriftError(
-            f"{partition!r} must give every one of the {len(rows)} rows an owner, a whole number from 0 to {count - 1}."
+            f"{quoted(partition)} must give every one of the {len(rows)} rows an owner, a whole number from 0 to "
+            f"{count - 1}."
         )
     return owner.astype(np.int64), count
 
@@ -155,7 +163,7 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
         return made if isinstance(made, Source) else own.in_memory(*made)
     if name in sources.RECIPES:
         return sources.named(str(name), data_dir)
-    if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or Path(name).exists()):
+    if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or os.path.exists(name)):
         return own.on_disk(name, label, client, data_dir)
     raise unknown("data set", str(name), sources.names())
 
@@ -226,7 +234,7 @@ def _check_fractions(server: float, validation: float, client_test: float, test:
     }
     for argument, fraction in fractions.items():
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) < 1:
-            raise UndriftError(f"{argument} must be in [0, 1), not {fraction!r}.")
+            raise UndriftError(f"{argument} must be in [0, 1), not {quoted(fraction)}.")
     if server + validation >= 1:
         raise UndriftError(
             "server_fraction and validation_fraction leave nothing to train on; they must sum to less than 1."
@@ -239,7 +247,9 @@ def _partition(partition: Any) -> Partition:
 
         return parse_partition(partition)
     if not callable(partition) or isinstance(partition, type):
-        raise UndriftError(f"partition must be one such as Dirichlet(0.1), or its name in a string, not {partition!r}.")
+        raise UndriftError(
+            f"partition must be one such as Dirichlet(0.1), or its name in a string, not {quoted(partition)}."
+        )
     return partition
 
 
@@ -249,5 +259,5 @@ def _augment(augment: Any) -> Any:
 
         return parse_augmentation(augment)
     if augment is not None and (not callable(augment) or isinstance(augment, type)):
-        raise UndriftError(f"augment must be CropFlip(), or a function of (x, key), not {augment!r}.")
+        raise UndriftError(f"augment must be CropFlip(), or a function of (x, key), not {quoted(augment)}.")
     return augment

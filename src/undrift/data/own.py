@@ -14,13 +14,14 @@ from torch import Tensor
 
 from undrift.data import tables
 from undrift.data.cache import Notes, Writer
-from undrift.data.dataset import Rows, Task, as_pair
-from undrift.data.labels import Labels, encoded
+from undrift.data.dataset import Rows, Task, as_pair, refuse_masked
+from undrift.data.labels import MOST, Labels, encoded, not_utf8
+from undrift.data.paths import as_path, files_below, folders_in, kind
 from undrift.data.pictures import PictureFolder, Pictures
 from undrift.data.source import Source
 from undrift.data.sources import Recipe, opened
 from undrift.data.tables import Place
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, listed, quoted, shortened
 
 log = logging.getLogger("undrift")
 
@@ -45,7 +46,7 @@ def in_memory(data: Any, test: Any = None) -> Source:
 def on_disk(where: str | Path, label: str, client: str | None, data_dir: str | Path | None) -> Source:
     """A file, a folder, or a data set of the hub by its id: pictures or numbers, with a label and perhaps a client."""
     place = _find(where, data_dir)
-    name = "".join(c if c.isalnum() else "-" for c in Path(where).stem)
+    name = "".join(c if c.isalnum() else "-" for c in Path(where).stem)[:40]
     return opened(name, _recipe(place, label, client), [place])
 
 
@@ -56,16 +57,20 @@ def _recipe(place: Place, label: str, client: str | None) -> Recipe:
             raise UndriftError("A folder of pictures has no client column; put them into a parquet file for that.")
         return PictureFolder(place.name, test=test)
     if not isinstance(label, str) or label == client:
-        raise UndriftError(f"label must be the name of a column, and another than client's, not {label!r}.")
+        raise UndriftError(f"label must be the name of a column, and another than client's, not {quoted(label)}.")
     features = place.features("train")
     if client is None and "client" in features:
         client = "client"
     for column in (label, *([client] if client else [])):
         if column not in features:
             raise UndriftError(
-                f"{place.name} has no column {column!r}; its columns are {', '.join(features)}. "
+                f"{place.name} has no column {quoted(column)}; its columns are {listed(features)}. "
                 "Name the right ones: label=…, client=…."
             )
+    if client and not isinstance(getattr(features[client], "dtype", None), str):
+        raise UndriftError(f"The column {quoted(client)} of {place.name} holds several values per row, not a client.")
+    if client and features[client].dtype in ("binary", "large_binary"):
+        raise not_utf8(place, client)
     pictures = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
     if pictures:
         return Pictures(place.name, pictures[0], label, client, test)
@@ -89,19 +94,24 @@ class Table:
             log.warning("%s: the column of row numbers that pandas wrote is left out", place.name)
         kinds = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in features.items()}
         if wrong := [name for name, kind in kinds.items() if not kind.startswith(("int", "uint", "float", "bool"))]:
-            kind = {"binary": "text that is not UTF-8", "null": "nothing"}.get(kinds[wrong[0]], kinds[wrong[0]])
+            if kinds[wrong[0]] == "null" and not any(map(len, place.rows("train", [wrong[0]]))):
+                raise UndriftError(f"{place.name} has no rows to train on.")
+            found = {"binary": "text that is not UTF-8", "null": "nothing"}.get(kinds[wrong[0]], kinds[wrong[0]])
             raise UndriftError(
-                f"The column {wrong[0]!r} of {place.name} holds {kind}, not numbers; turn it into numbers or leave it "
-                "out of the file."
+                f"The column {quoted(wrong[0])} of {place.name} holds {found}, not numbers; turn it into numbers or "
+                "leave it out of the file."
             )
         if not features:
-            raise UndriftError(f"{place.name} has no columns beside {self.label!r}, so nothing to learn from.")
-        fractions = getattr(place.features("train")[self.label], "dtype", "").startswith("float")
-        labels = None if fractions else Labels(place, self.label)
+            raise UndriftError(f"{place.name} has no columns beside {quoted(self.label)}, so nothing to learn from.")
+        splits = ("train", *([self.test] if self.test else []))
+        fractions, assumed = False, None
+        if floats := getattr(every[self.label], "dtype", "").startswith("float"):
+            fractions, assumed = self._assumed(place, splits)
+        labels = None if fractions else Labels(place, self.label, whole=floats)
         codes: dict[Any, int] = {}
-        whose = f"The column {self.client!r} of {place.name}"
+        whose = f"The column {quoted(self.client)} of {place.name}"
         columns = [*features, self.label, *([self.client] if self.client else [])]
-        for split in ("train", *([self.test] if self.test else [])):
+        for split in splits:
             count = 0
             for table in place.rows(split, columns):
                 x = np.stack([self._numbers(table[name], name, place, split, count) for name in features], 1)
@@ -116,22 +126,44 @@ class Table:
                 count += len(x)
             if not count:
                 raise UndriftError(f"The {split} split of {place.name} has no rows.")
+        if labels:
+            labels.check()
         names = labels.names if labels else None
-        write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes))}
+        write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
+
+    def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
+        """Whether labels that are floats are numbers to predict; and if all are whole, what is assumed of them."""
+        seen: set[float] = set()
+        for table in (table for split in splits for table in place.rows(split, [self.label])):
+            y = table[self.label].to_numpy()
+            if not (y == np.floor(y)).all() or len(seen) > MOST:
+                return True, None
+            seen.update(np.unique(y).tolist())
+        counted = len(seen) > 1 and seen == set(range(len(seen)))
+        if counted:
+            which = f"the whole numbers from 0 to {len(seen) - 1}, written as floats; they are taken for classes. To "
+            which += "predict them as numbers, pass arrays: ud.load((x, y), …)"
+        else:
+            which = "whole numbers written as floats; they are taken for numbers to predict. If they are classes, "
+            which += "write them without a decimal point"
+        return not counted, f"The labels in the column {quoted(self.label)} of {place.name} are {which}."
 
     @staticmethod
     def _numbers(column: Any, name: str, place: Place, split: str, begin: int) -> np.ndarray:
         try:
-            numbers = column.to_numpy().astype(np.float32)
-        except ValueError as error:
+            with np.errstate(over="ignore"):  # what is too large becomes infinite, and has a sentence below
+                numbers = column.to_numpy().astype(np.float32)
+        except (ValueError, TypeError) as error:
             raise UndriftError(
-                f"The column {name!r} of the {split} split of {place.name} is not all numbers."
+                f"The column {quoted(name)} of the {split} split of {place.name} is not all numbers."
             ) from error
         wrong = np.flatnonzero(~np.isfinite(numbers))
         if len(wrong):
+            row, given = int(wrong[0]), column[int(wrong[0])].as_py()
+            large = f" (it is {given!r}, too large for 32 bits)" if given is not None and abs(given) < np.inf else ""
             raise UndriftError(
-                f"Row {begin + int(wrong[0])} of the {split} split of {place.name} has no finite {name!r}; clean or "
-                "drop that row."
+                f"Row {begin + row} of the {split} split of {place.name} has no finite {quoted(name)}{large}; clean "
+                "or drop that row."
             )
         return numbers
 
@@ -152,28 +184,35 @@ class Table:
 
 
 def _find(where: str | Path, data_dir: str | Path | None) -> Place:
-    path = Path(where).expanduser()
-    if path.is_file():
-        kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix.lower())
-        if kind is None:
+    path = as_path(where)
+    found = kind(path)
+    if found == "file":
+        format = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix.lower())
+        if format is None:
             raise UndriftError(f"{path} is no parquet or CSV file and no folder; give one of those.")
-        return Place(str(path), kind, (("train", (path,)),))
-    if path.is_dir():
+        return Place(str(path), format, (("train", (path,)),))
+    if found == "folder":
         return tables.in_folder(path, str(path)) or _pictures(path)
     if re.fullmatch(r"[\w-]+/[\w.-]+", str(where)) and path.suffix.lower() not in (".csv", ".parquet"):
         return tables.hub(str(where), None, data_dir)
-    raise UndriftError(f"There is no file or folder {where}.")
+    raise UndriftError(f"There is no file or folder {shortened(str(where))}.")
 
 
 def _pictures(root: Path) -> Place:
-    below = {folder.name.lower(): folder for folder in sorted(root.iterdir()) if folder.is_dir()}
+    below = {folder.name.lower(): folder for folder in folders_in(root)}
     splits = [(split, below[split]) for split in ("train", "test") if split in below] or [("train", root)]
     if "train" in below and (others := below.keys() - {"train", "test"}):
-        log.warning("%s: %s stands beside train and test and is not read", root, ", ".join(sorted(others)))
-    found = [(s, tuple(sorted(f for f in d.glob("[!.]*/**/*") if f.suffix.lower() in ENDINGS))) for s, d in splits]
+        log.warning("%s: %s stands beside train and test and is not read", root, listed(sorted(others)))
+    found = [(split, tuple(_in_classes(folder))) for split, folder in splits]
     if not dict(found).get("train"):
         raise UndriftError(f"{root} has neither parquet files nor pictures in a subfolder a class.")
     return Place(str(root), "pictures", tuple(found))
+
+
+def _in_classes(folder: Path) -> list[Path]:
+    """The pictures in the subfolders, each of which is a class; a hidden one is none."""
+    classes = [each for each in folders_in(folder) if not each.name.startswith(".")]
+    return sorted(file for each in classes for file in files_below(each, ENDINGS))
 
 
 def _is_index(column: str) -> bool:
@@ -187,17 +226,19 @@ def _stacked(data: Any, whose: str) -> tuple[Tensor, Tensor]:
     samples = [data[i] for i in range(len(data))]
     try:
         xs, ys = zip(*samples, strict=True)
+        refuse_masked(ys)
         x, y = torch.stack([_tensor(x) for x in xs]), torch.stack([torch.as_tensor(y) for y in ys])
     except (RuntimeError, TypeError, ValueError) as error:
         raise UndriftError(
             f"The samples of {whose} must be pairs (x, y) that stack into two arrays ({error})."
         ) from error
-    return as_pair((x, y), whose)
+    return as_pair((x, y), whose, copy=False)  # stacking has copied them
 
 
 def _tensor(x: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x
+    refuse_masked(x)
     pixels = np.array(x)
     if not hasattr(x, "mode"):
         return torch.from_numpy(pixels)

@@ -11,9 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 
 Array = np.ndarray[Any, Any]
+
+MOST = 10_000_000
+"""So many clients, or pieces of data, are the most that are asked for in earnest."""
 
 
 class Partition(Protocol):
@@ -70,7 +73,7 @@ class Dirichlet:
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         owner = np.empty(len(labels), np.int64)
         for rows in by_class(labels, rng):
-            sizes = _shares(len(rows), rng.dirichlet(np.full(clients, self.alpha)))
+            sizes = _shares(len(rows), rng.dirichlet(np.full(clients, _bounded(self.alpha))))
             owner[rows] = np.repeat(np.arange(clients), sizes)
         return owner
 
@@ -94,7 +97,7 @@ class DirichletPrior:
         owner = np.empty(len(labels), np.int64)
         sizes = _even(len(labels), clients)
         for client in rng.permutation(clients):  # the last ones get what is left, so let chance say who is last
-            mix = rng.dirichlet(self.gamma * prior)
+            mix = rng.dirichlet(_bounded(self.gamma) * prior)
             wanted = int(sizes[client])
             while wanted:
                 share = np.where(left > 0, mix, 0.0)
@@ -158,6 +161,11 @@ class SortedShards:
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         pieces = clients * self.per_client
+        if pieces > max(len(labels), MOST):
+            raise UndriftError(
+                f"SortedShards({quoted(self.per_client)}) over {clients} clients cuts {len(labels)} samples into "
+                f"{quoted(pieces)} pieces; ask for fewer."
+            )
         holder = rng.permutation(np.arange(pieces) % clients)
         owner = np.empty(len(labels), np.int64)
         owner[np.argsort(labels, kind="stable")] = np.repeat(holder, _even(len(labels), pieces))
@@ -189,7 +197,7 @@ class QuantitySkew:
         _positive("QuantitySkew(alpha)", self.alpha)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        sizes = _shares(len(labels), rng.dirichlet(np.full(clients, self.alpha)))
+        sizes = _shares(len(labels), rng.dirichlet(np.full(clients, _bounded(self.alpha))))
         return _deal(rng.permutation(len(labels)), sizes, len(labels))
 
 
@@ -205,11 +213,19 @@ class ByKey:
         return np.unique(keys, return_inverse=True)[1].astype(np.int64)
 
 
+def _bounded(concentration: float) -> float:
+    """The concentration, kept where numpy's draws neither overflow nor underflow.
+
+    Beyond these bounds all shares are equal, or one is everything, to the last bit of a float.
+    """
+    return float(min(max(concentration, 1e-290), 1e290))
+
+
 def _positive(where: str, x: float) -> None:
     if not (isinstance(x, int | float) and 0 < x < float("inf")):
-        raise UndriftError(f"{where} must be a number above 0, not {x!r}.")
+        raise UndriftError(f"{where} must be a number above 0, not {quoted(x)}.")
 
 
 def _count(where: str, x: int) -> None:
     if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-        raise UndriftError(f"{where} must be a whole number from 1, not {x!r}.")
+        raise UndriftError(f"{where} must be a whole number from 1, not {quoted(x)}.")

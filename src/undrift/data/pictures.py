@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,17 @@ from torch import Tensor
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Store, take
 from undrift.data.labels import Labels, encoded
+from undrift.data.paths import read_bytes
 from undrift.data.source import Source
 from undrift.data.tables import BATCH, Place
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+"""Pillow reads others too, PostScript among them, for which it runs a program."""
+MOST_PIXELS = 4096 * 4096
+"""Of one picture. A file of a few kilobytes may decode to gigabytes, so its size is looked at first."""
+MOST_BYTES = 1 << 28
+"""Of pictures that are decoded at a time."""
 
 Cells = tuple[list[Any], np.ndarray, list[Any] | None]
 """A batch before it is decoded: pictures as bytes or paths, their classes, and whose they are."""
@@ -28,7 +37,11 @@ def picture(data: bytes, mode: str | None = None) -> np.ndarray:
     """An encoded picture as bytes by channel: grey ones have one channel, all others three."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(data)) as opened:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+        if opened.width * opened.height > MOST_PIXELS:
+            raise ValueError(
+                f"{opened.width}×{opened.height} pixels, where at most {MOST_PIXELS:,} are read; make it smaller"
+            )
         if opened.mode.startswith("I"):  # 16 bits, which a conversion would cut off at 255
             return (np.asarray(opened).astype(np.int64) // 257).clip(0, 255).astype(np.uint8)[None]
         if opened.mode == "F":
@@ -59,6 +72,13 @@ class Pictures:
     decoder: Callable[[bytes], np.ndarray] = picture
 
     def decode(self, places: list[Place], write: Writer) -> None:
+        from PIL import Image
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # a refusal will do
+            self._decode(places, write)
+
+    def _decode(self, places: list[Place], write: Writer) -> None:
         place = places[0]
         names, read = self.reader(place)
         codes: dict[Any, int] = {}
@@ -66,14 +86,14 @@ class Pictures:
         for split in ("train", *([self.test] if self.test else [])):
             to, count = "train" if split == "train" else "test", 0
             for cells, y, who in read(split):
-                x = self._stacked(cells, write, place, split, count)
-                count += len(x)
-                write.append(f"{to}_x", x)
+                for x in self._stacked(cells, write, place, split, count):
+                    count += len(x)
+                    write.append(f"{to}_x", x)
+                    if to == "train":
+                        moments = moments + _moments(x)
                 write.append(f"{to}_y", y)
-                if to == "train":
-                    moments = moments + _moments(x)
-                    if who is not None:
-                        write.append("train_key", encoded(who, codes, f"The column {self.client!r} of {place.name}"))
+                if to == "train" and who is not None:
+                    write.append("train_key", encoded(who, codes, f"The column {quoted(self.client)} of {place.name}"))
             if not count:
                 raise UndriftError(f"The {split} split of {place.name} has no rows.")
         if self.beside and places[1:]:
@@ -100,6 +120,7 @@ class Pictures:
                 who = table[self.client].to_pylist() if self.client else None
                 yield table[self.image].to_pylist(), labels.read(table[self.label], split, begin), who
                 begin += len(table)
+            labels.check()
 
         return labels.names, read
 
@@ -117,23 +138,30 @@ class Pictures:
             clients=notes["clients"] or None,
         )
 
-    def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> np.ndarray:
-        """These pictures as one array, all of the first one's size."""
+    def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> Iterator[np.ndarray]:
+        """These pictures as one array, all of the first one's size; as several if they are large."""
         shape = tuple(write.shapes["train_x"][1][1:]) if "train_x" in write.shapes else None
-        found = []
+        found: list[np.ndarray] = []
         for i, cell in enumerate(cells):
             where = str(cell) if isinstance(cell, Path) else f"Row {begin + i} of the {split} split of {place.name}"
-            try:
-                pixels = self.decoder(_bytes(cell))
-            except Exception as error:  # whatever a decoder makes of bytes that are not what they should be
-                reason = re.sub(r" <_io.*?>", "", str(error))  # PIL names the bytes' address
-                raise UndriftError(f"{where} cannot be decoded ({reason}); get or write that file again.") from error
+            pixels = self._decoded(_bytes(cell, place, where), where)
             shape = shape or pixels.shape
             if pixels.shape != shape:
                 sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
                 raise UndriftError(f"{where} is {sizes}; bring all pictures to one size and number of colours.")
             found.append(pixels)
-        return np.stack(found)
+            if len(found) * pixels.nbytes >= MOST_BYTES:
+                yield np.stack(found)
+                found = []
+        if found:
+            yield np.stack(found)
+
+    def _decoded(self, data: bytes, where: str) -> np.ndarray:
+        try:
+            return self.decoder(data)
+        except Exception as error:  # whatever a decoder makes of bytes that are not what they should be
+            reason = re.sub(r" <_io.*?>", "", str(error))  # PIL names the bytes' address
+            raise UndriftError(f"{where} cannot be decoded ({reason}); get or write that file again.") from error
 
 
 @dataclass(frozen=True)
@@ -172,9 +200,15 @@ def _moments(x: np.ndarray) -> Any:
     return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
 
 
-def _bytes(cell: Any) -> bytes:
-    if isinstance(cell, Path):
-        return cell.read_bytes()
-    if not isinstance(cell, dict):
-        raise ValueError(f"it holds {type(cell).__name__}, not a picture's bytes")
-    return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+def _bytes(cell: Any, place: Place, where: str) -> bytes:
+    """The encoded picture: in the cell itself, or in a file that must lie beside the table."""
+    try:
+        if isinstance(cell, Path):
+            return read_bytes(cell)
+        if not isinstance(cell, dict):
+            raise ValueError(f"it holds {type(cell).__name__}, not a picture's bytes")
+        data = cell.get("bytes")
+        return data if data is not None else read_bytes(place.beside(cell.get("path")))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UndriftError(f"{where} cannot be read ({reason}); mend it, or leave it out of the data.") from error

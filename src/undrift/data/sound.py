@@ -16,6 +16,8 @@ def spectrogram(data: bytes) -> np.ndarray:
     """A WAV file's first second as bytes: 255 is its loudest band, 0 is 80 dB below that."""
     with wave.open(io.BytesIO(data)) as file:
         rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+        if not 1000 <= rate <= 384_000:  # what is read is a second, however long the file says that is
+            raise ValueError(f"{rate:,} samples per second, where 1,000 to 384,000 are read")
         if width != 2:
             raise ValueError(f"{8 * width}-bit samples, where 16-bit ones are read")
         samples = np.frombuffer(file.readframes(rate), "<i2").reshape(-1, channels).mean(1) / 32768

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,8 @@ from undrift.data.sound import spectrogram
 from undrift.data.source import Source
 from undrift.data.text import Characters, Sentences, Tags
 from undrift.random import host_generator
+
+log = logging.getLogger("undrift")
 
 
 class Recipe(Protocol):
@@ -94,7 +97,10 @@ def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
     """What a recipe makes of these places, from the cache if it has been made before."""
     settings = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
-    return recipe.open(*cached(name, identity, lambda write: recipe.decode(places, write)))
+    arrays, notes = cached(name, identity, lambda write: recipe.decode(places, write))
+    if assumed := notes.get("assumed"):  # said at every start, since every run assumes it
+        log.warning("%s", assumed)
+    return recipe.open(arrays, notes)
 
 
 def names() -> list[str]:

@@ -1,21 +1,26 @@
 """Rows of a table, batch by batch, wherever it lies: on the Hugging Face hub, in a folder laid out like it, in a file.
 
-All of it through `datasets`, which streams local files and keeps what it gets from the hub in its own cache.
+`datasets` reads the hub and keeps what it gets in its own cache. Local files are read by Arrow itself, which takes a
+path as it stands; `datasets` would read it as a pattern.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from undrift.errors import UndriftError
+from undrift.data.paths import as_path, files_below, kind, unreadable
+from undrift.errors import UndriftError, listed, quoted, shortened
 
 BATCH = 1000
+
+Read = Callable[[list[str]], Iterator[Any]]
+"""Reads some columns of a split, as Arrow tables of at most `BATCH` rows."""
 
 
 @dataclass(frozen=True)
@@ -41,43 +46,65 @@ class Place:
     @property
     def identity(self) -> list[Any]:
         """What tells these data from any others: of local files their names, sizes and times."""
-        stats = [(str(file.resolve()), file.stat()) for _, files in self.files for file in files]
-        return [self.name, self.config, *([path, stat.st_size, stat.st_mtime_ns] for path, stat in stats)]
+        found = []
+        for file in (file for _, files in self.files for file in files):
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise unreadable(file, error) from error
+            found.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
+        return [self.name, self.config, *found]
 
-    def rows(self, split: str, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """The split's rows as Arrow tables of at most a thousand; all columns unless some are named."""
-        data = self._open(split)
-        missing = [name for name in columns or () if name not in data.features]
+    def rows(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
+        """These columns of the split's rows, as Arrow tables of at most a thousand."""
+        features, read = self._open(split)
+        missing = [name for name in columns if name not in features]
         if missing:
-            raise UndriftError(f"{self.name} has no column {missing[0]!r}; its columns are {', '.join(data.features)}.")
-        data = data.select_columns(list(columns)) if columns else data
+            raise UndriftError(f"{self.name} has no column {quoted(missing[0])}; its columns are {listed(features)}.")
         try:
-            yield from data.with_format("arrow").iter(batch_size=BATCH)
+            yield from read(list(columns))
         except UndriftError:
             raise
         except Exception as error:  # whatever a reader makes of bytes that are not what they should be
-            raise self._unreadable(error) from error
+            raise _broken(self.name, error) from error
 
     def features(self, split: str) -> dict[str, Any]:
         """The columns and their types."""
-        return dict(self._open(split).features)
+        return self._open(split)[0]
 
-    def _open(self, split: str) -> Any:
-        datasets = _datasets()
+    def beside(self, named: Any) -> Path:
+        """The file that a cell names. It must lie beside the table: a cell is data, and may not point elsewhere."""
+        if not isinstance(named, str) or not named:
+            raise ValueError("it has neither a picture's bytes nor the path of one")
+        if self.kind == "hub":  # `datasets` writes whole paths, of files that it keeps
+            roots = _kept_by_datasets(self.name)
+        else:
+            roots = list(dict.fromkeys(file.parent for _, files in self.files for file in files))
+            if Path(named).is_absolute() or ".." in Path(named).parts:
+                raise ValueError(f"its path {quoted(named)} is not relative to the table's folder")
+        real = [Path(os.path.realpath(root / named)) for root in roots]
+        inside = [file for file, root in zip(real, roots, strict=True) if file.is_relative_to(os.path.realpath(root))]
+        if not inside:
+            raise ValueError(f"its path {quoted(named)} leads out of the table's folder")
+        for file in inside:
+            if kind(file) is not None:
+                return file
+        raise ValueError(f"there is no file {quoted(named)} in the table's folder")
+
+    def _open(self, split: str) -> tuple[dict[str, Any], Read]:
+        """The split's columns with their types, and what reads some of them."""
         if self.kind == "hub":
-            return self._from_hub(
-                lambda: datasets.load_dataset(self.name, self.config, split=split, streaming=self.stream)
-            )
+            load = _datasets().load_dataset
+            data = self._from_hub(lambda: load(self.name, self.config, split=split, streaming=self.stream))
+            return dict(
+                data.features
+            ), lambda columns: data.select_columns(columns).with_format("arrow").iter(batch_size=BATCH)
         if split not in dict(self.files):
-            raise UndriftError(f"{self.name} has no {split} split; it has {', '.join(dict(self.files))}.")
-        files = [str(file) for file in dict(self.files)[split]]
-        try:
-            if self.kind == "csv":
-                return datasets.Dataset(datasets.table.InMemoryTable(_csv(files[0], Path(files[0]).stat().st_mtime_ns)))
-            data = datasets.load_dataset(self.kind, data_files={split: files}, split=split, streaming=True)
-            return data if data.features else data._resolve_features()
-        except Exception as error:
-            raise self._unreadable(error) from error
+            raise UndriftError(f"{self.name} has no {split} split; it has {listed(dict(self.files))}.")
+        files = dict(self.files)[split]
+        features = _features(files[0], self.kind)
+        read = _read_csv if self.kind == "csv" else _read_parquet
+        return features, lambda columns: _even(read(files, columns, features))
 
     def _from_hub(self, get: Callable[[], Any]) -> Any:
         if "/" not in self.name:
@@ -93,28 +120,24 @@ class Place:
                 f"put its parquet files into FOLDER/{self.name} and set UNDRIFT_DATA=FOLDER."
             ) from error
 
-    def _unreadable(self, error: Exception) -> UndriftError:
-        culprit = self.name
-        if self.kind == "parquet":
-            culprit = next((str(f) for _, files in self.files for f in files if not _whole(f)), self.name)
-        return UndriftError(f"{culprit} cannot be read ({_first_line(error)}); get or write that file again.")
-
 
 def hub(name: str, config: str | None = None, data_dir: str | Path | None = None, stream: bool = False) -> Place:
     """A data set by its hub id: in `data_dir`, or the folder that UNDRIFT_DATA names, or else on the hub."""
     given = data_dir or os.environ.get("UNDRIFT_DATA")
-    root = Path(given).expanduser() if given else None
-    if root is not None and not root.is_dir():
-        raise UndriftError(f"There is no data folder {root}; set UNDRIFT_DATA (or data_dir) to one that exists.")
+    root = as_path(given) if given else None
+    if root is not None and kind(root) != "folder":
+        raise UndriftError(
+            f"There is no data folder {shortened(str(root))}; set UNDRIFT_DATA (or data_dir) to one that exists."
+        )
     found = in_folder(root / name, name, config) if root else None
     return found or Place(name, config=config, stream=stream)
 
 
 def in_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
     """A folder in hub layout, `<split>-0000i-of-0000n.parquet` in it or below, or None if it has no such file."""
-    folder = folder / config if config and (folder / config).is_dir() else folder
+    folder = folder / config if config and kind(folder / config) == "folder" else folder
     splits: dict[str, list[Path]] = {}
-    for file in sorted(folder.rglob("*.parquet")):
+    for file in files_below(folder, {".parquet"}) if kind(folder) == "folder" else ():
         if match := re.fullmatch(r"(\w+)-(\d+)-of-(\d+)", file.stem):
             splits.setdefault(match[1], []).append(file)
         else:  # `train.parquet`, or `train/0000.parquet`
@@ -130,9 +153,75 @@ def in_folder(folder: Path, name: str, config: str | None = None) -> Place | Non
     return Place(name, "parquet", tuple((s, tuple(f)) for s, f in splits.items()), config) if splits else None
 
 
+def _features(file: Path, format: str) -> dict[str, Any]:
+    """The columns of a local table. All of them at once: `datasets` copies its own at every look."""
+    try:
+        schema = _csv(file).schema if format == "csv" else _parquet_schema(file)
+        twice = [name for name in schema.names if len(schema.get_all_field_indices(name)) > 1]
+        features = dict(_datasets().Features.from_arrow_schema(schema))
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a reader makes of bytes that are not what they should be
+        raise _broken(file, error) from error
+    if twice:
+        raise UndriftError(f"{file} has the column {quoted(twice[0])} more than once; rename or remove the others.")
+    return features
+
+
+def _parquet_schema(file: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pa.OSFile(str(file)) as stream:
+        return pq.read_schema(stream)
+
+
+def _read_parquet(files: Sequence[Path], columns: list[str], features: dict[str, Any]) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datasets.table import table_cast
+
+    schema = _datasets().Features({name: features[name] for name in columns}).arrow_schema
+    for file in files:
+        try:
+            with pa.OSFile(str(file)) as stream, pq.ParquetFile(stream) as opened:
+                for batch in opened.iter_batches(BATCH, columns=columns):
+                    yield table_cast(pa.Table.from_batches([batch]).select(columns), schema)
+        except Exception as error:
+            raise _broken(file, error) from error
+
+
+def _read_csv(files: Sequence[Path], columns: list[str], features: dict[str, Any]) -> Iterator[Any]:
+    import pyarrow as pa
+
+    for file in files:
+        table = _csv(file).select(columns)
+        yield from (pa.Table.from_batches([batch]) for batch in table.to_batches())
+
+
+def _even(tables: Iterable[Any]) -> Iterator[Any]:
+    """The same rows, a thousand at a time, so that no sum over batches depends on how a file was written."""
+    import pyarrow as pa
+
+    held: list[Any] = []
+    for table in tables:
+        held.append(table)
+        while sum(map(len, held)) >= BATCH:
+            whole = pa.concat_tables(held)
+            yield whole.slice(0, BATCH)
+            held = [whole.slice(BATCH)]
+    if sum(map(len, held)):
+        yield pa.concat_tables(held)
+
+
+def _csv(file: Path) -> Any:
+    status = file.stat()
+    return _csv_at(str(file), status.st_size, status.st_mtime_ns)
+
+
 @lru_cache(maxsize=1)
-def _csv(file: str, time: int) -> Any:
-    """A CSV file as a table, kept for who asks again; `time` tells a changed file from the one before."""
+def _csv_at(file: str, size: int, time: int) -> Any:
+    """A CSV file as a table, kept for who asks again; size and time tell a changed file from the one before."""
     from pyarrow import csv
 
     return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))
@@ -146,16 +235,19 @@ def _datasets() -> Any:
     return datasets
 
 
-def _whole(file: Path) -> bool:
-    import pyarrow.parquet as pq
+def _kept_by_datasets(name: str) -> list[Path]:
+    """The folders in which `datasets` keeps the files of a data set of the hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    try:
-        with pq.ParquetFile(file) as opened:
-            for group in range(opened.num_row_groups):
-                opened.read_row_group(group)
-    except (OSError, ValueError):  # Arrow's own errors are both
-        return False
-    return True
+    config = _datasets().config
+    downloaded = [Path(config.DOWNLOADED_DATASETS_PATH), Path(config.EXTRACTED_DATASETS_PATH)]
+    return [Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}", *downloaded]
+
+
+def _broken(file: str | Path, error: Exception) -> UndriftError:
+    if isinstance(error, PermissionError):
+        return unreadable(file, PermissionError(error.errno, os.strerror(error.errno or 13)))
+    return UndriftError(f"{file} cannot be read ({_first_line(error)}); get or write that file again.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -222,6 +222,7 @@ class Sentences:
                 for column, word in enumerate(reversed(sentence[: self.length]), 1):
                     row[-column] = codes.get(word, UNKNOWN)
             write.append(f"{split}_x", ids)
+        labels.check()
         write.notes |= {"words": vocabulary, "classes": labels.names}
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:

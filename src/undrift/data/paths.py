@@ -1,0 +1,74 @@
+"""What lies at a path that a user or a data set names; what cannot be read is an error that names it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+from undrift.errors import UndriftError, shortened
+
+MOST_BYTES = 1 << 28
+"""Of one encoded picture or sound."""
+
+
+def as_path(given: str | Path) -> Path:
+    """The path with `~` replaced by the home folder."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise UndriftError(f"{shortened(str(given))}: there is no such home folder; write the whole path.") from error
+
+
+def kind(path: Path) -> str | None:
+    """What is there: a "file", a "folder", something "other" (a pipe, a device), or None for nothing."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def unreadable(path: str | Path, error: OSError) -> UndriftError:
+    hint = "; change its permissions, or leave it out of the data" if isinstance(error, PermissionError) else ""
+    return UndriftError(f"{shortened(str(path))} cannot be read ({error.strerror}){hint}.")
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """The folders directly inside, in order of their names."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    except OSError as error:
+        raise unreadable(error.filename or folder, error) from error
+
+
+def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
+    """All files with one of these endings, at any depth, in order of their paths."""
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename or folder, error) from error
+
+    found = []
+    for where, _, names in os.walk(folder, onerror=refuse):
+        found += [Path(where, name) for name in names if os.path.splitext(name)[1].lower() in endings]
+    for file in found:
+        if kind(file) != "file":
+            raise UndriftError(f"{file} is not a regular file; remove or replace it.")
+    return sorted(found)
+
+
+def read_bytes(file: Path) -> bytes:
+    """A regular file's contents. Anything else is refused unread: a pipe may never begin, and a device never end."""
+    if kind(file) not in ("file", None):
+        raise ValueError(f"{file} is not a regular file")
+    # Without waiting, in case it has become a pipe since.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{file} is not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"{file} has {status.st_size:,} bytes; at most {MOST_BYTES:,} are read")
+        return stream.read(MOST_BYTES)
