@@ -222,26 +222,6 @@ class FederatedDataset:
                 "if that is not meant.", f"{used:,}", f"{self.classes - 1:,}", f"{self.classes:,}",
             )  # fmt: skip
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """Checksums of all data, by split."""
-        import hashlib
-
-        def of(*tensors: Tensor) -> str:
-            found = hashlib.sha256()
-            for t in tensors:
-                found.update(repr((t.dtype, tuple(t.shape))).encode())
-                found.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-            return found.hexdigest()
-
-        splits = {"training data": self, "test data": self.test_rows, "validation data": self.validation_rows}
-        splits |= {"server data": self.server_rows, "clients' test data": self.client_test}
-        return {
-            name: of(*rows.store.values(), rows.index, torch.as_tensor(getattr(rows, "offsets", [0])))
-            for name, rows in splits.items()
-            if rows is not None
-        }
-
     def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
         """How many samples of each class each client holds: clients × classes. All clients, unless some are named."""
         if self.labels is None:
