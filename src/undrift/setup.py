@@ -34,6 +34,7 @@ from undrift.random import choose as choose_clients
 from undrift.registry import parse_model
 from undrift.roles import Plan, Server
 from undrift.schedule import value
+from undrift.survivors import Conditions
 from undrift.tree import Tree, to_device
 
 log = logging.getLogger("undrift")
@@ -59,6 +60,7 @@ class Setup:
     kept: Kept
     engine: LanesEngine | PlainEngine
     choices: dict[str, Any]
+    conditions: Conditions
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -76,6 +78,7 @@ class Setup:
             "loss": plainly(self.loss),
             "clients a round": str(self.cohort_size),
             "precision": str(self.choices["precision"]),
+            "faults": plainly(self.conditions),
             "augmentation": plainly(self.data.augment),
             "data": digest(pieces),
             "model": digest([plainly(self.model.module).encode(), repr(shapes).encode()]),
@@ -94,7 +97,9 @@ class Setup:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
         drawn = choose_clients(derive(self.seed, "cohort", t), self.population, self.cohort_size)
         clients = self.data.nonempty[drawn]
-        rates = {name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")}
+        rates: dict[str, Any] = {
+            name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")
+        }
         return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
 
     def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
@@ -115,7 +120,9 @@ class Setup:
         sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
         batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
         kept = self.kept if plan.steps.any() else None
-        return draw_up(plan, self.method, self.resident, params, received, kept, self.seed, batches, self.model.outputs)
+        outputs = self.model.outputs
+        orders = draw_up(plan, self.method, self.resident, params, received, kept, self.seed, batches, outputs)
+        return self.conditions.orders(orders)
 
     def everyone(self, t: int, params: Params) -> Orders:
         """All clients that have data, for a survey without training."""
@@ -154,6 +161,7 @@ def prepare(
     engine: str,
     lanes: int | None,
     compile: bool | None,
+    conditions: Conditions = Conditions(),  # noqa: B008 - frozen
 ) -> Setup:
     """Check every argument and choose what was left to us. Refuses with a sentence; touches nothing."""
     kind = type(data).__name__
@@ -169,6 +177,7 @@ def prepare(
     method = as_method(method)
     where = find_device(device)
     cohort_size = cohort_size_of(participation, len(data.nonempty))
+    conditions.check(rounds, cohort_size)
     local.check(data, rounds)
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
@@ -198,6 +207,7 @@ def prepare(
     moves = [value(local.momentum, t) for t in range(rounds if callable(local.momentum) else 1)]
     decays = [value(local.weight_decay, t) for t in range(rounds if callable(local.weight_decay) else 1)]
     program = Program(function, method, chosen_loss, any(moves), any(decays), data.augment)
+    program = conditions.program(program, cohort_size)
     setup = Setup(
         method=method,
         model=function,
@@ -215,6 +225,7 @@ def prepare(
         kept=Kept(method, where, len(data.nonempty)),
         engine=PlainEngine(program, resident),
         choices={},
+        conditions=conditions,
     )
     steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
     probe = setup.orders(setup.plan(0), function.start, [() for _ in method.parts])
