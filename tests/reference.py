@@ -50,8 +50,12 @@ def at(number, t: int) -> float:
     return number(t) if callable(number) else number
 
 
-def simulate(model, data, local, cohorts, parts, seed, scales=None) -> dict[str, Tensor]:
-    """The global weights after all rounds. `scales(w, i)`: FedNLR's, a vector for client i at the global weights."""
+def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, factors=None) -> dict[str, Tensor]:
+    """The global weights after all rounds; one whose cohort is empty changes nothing.
+
+    `scales(w, i)`: FedNLR's, a vector for client i at the global weights. `steps(t, i)`: how many of its planned steps
+    client i takes in round t. `factors(t, i)`: how many times as far from the global weights it returns.
+    """
     problem = Problem(model)
     settings = dict(parts)
     uniform = settings.get("FedAvg") == "uniform" or {"FedDyn", "TwoDLRD", "AllDecreasing", "AdditiveTuning"} & set(
@@ -68,6 +72,8 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None) -> dict[str,
     stalled, g_previous, r0, d = 0.0, zeros, 0, 0  # Pflug
 
     for t, cohort in enumerate(cohorts):
+        if not cohort:
+            continue
         start = w
         beta = next((s["beta"] for s in settings.values() if isinstance(s, dict) and "beta" in s), None)
         target = start if beta is None or not rounds_seen else ensemble / (1 - beta**rounds_seen)
@@ -80,6 +86,7 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None) -> dict[str,
             batches = ud.batches(data, local, client=i, round=t, seed=seed)
             if "TwoDLRD" in settings and settings["TwoDLRD"]["C"] * d >= 1 - 1e-12:
                 batches = batches[:1]
+            batches = batches[: steps(t, i)] if steps else batches
             words = derive(seed, "client", t, np.array([i]))
             words = (words[0][0], words[1][0])
 
@@ -122,6 +129,7 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None) -> dict[str,
                         wi = centre + (wi - centre) * radius / length
                 inertia = local.momentum * inertia + 1
                 rate_sum, work = rate_sum + rate, work + multiplier * inertia
+            wi = start + factors(t, i) * (wi - start) if factors else wi
             delta = wi - start
             if "Scaffold" in settings:
                 new = c_own.get(i, zeros) - c + (start - wi) / rate_sum

@@ -51,6 +51,7 @@ _PUBLIC = (
         "Task": "undrift.data.dataset",
         "load": "undrift.data.load",
         "CropFlip": "undrift.data.augment",
+        "Faults": "undrift.faults",
         "Local": "undrift.local",
         "batches": "undrift.local",
         "decay": "undrift.schedule",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
         SortedShards,
     )
     from undrift.errors import UndriftError
+    from undrift.faults import Faults
     from undrift.local import Local, batches
     from undrift.method import Method, Part
     from undrift.methods.ccvr import CCVR

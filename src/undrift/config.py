@@ -52,12 +52,24 @@ class Work(Section):
     weight_decay: Number = 0.0
 
 
+class Failures(Section):
+    """`[faults]`: the arguments of `ud.Faults`."""
+
+    dropout: Number = 0.0
+    stragglers: Number = 0.0
+    straggler_work: Number | None = None
+    nan: Number = 0.0
+    explode: Number = 0.0
+    explode_factor: Number = 100.0
+
+
 class Experiment(Section):
     """The whole file: the arguments of `ud.train`."""
 
     model: StrictStr
     data: Data
     local: Work
+    faults: Failures | None = None
     rounds: Count
     method: StrictStr = "FedAvg()"
     participation: StrictInt | StrictFloat = 1.0
@@ -76,11 +88,14 @@ class Experiment(Section):
     checkpoint_every: Count | StrictStr = "30s"
     track: StrictStr | list[StrictStr] | None = None
     on_nonfinite: StrictStr = "stop"
+    max_norm_ratio: StrictInt | StrictFloat | None = None
+    min_clients: StrictInt | StrictFloat | None = None
     imports: list[StrictStr] = []
     """Modules to import first: a user's own methods, models and data."""
 
 
 Settings = dict[str, Any]
+SECTIONS: dict[str, type[Section]] = {"data": Data, "local": Work, "faults": Failures}
 
 
 def read(file: str | Path) -> Settings:
@@ -107,7 +122,7 @@ def override(settings: Settings, assignments: list[str]) -> Settings:
         section, _, name = key.strip().rpartition(".")
         into = changed.setdefault(section, {}) if section else changed
         if not isinstance(into, dict):
-            raise UndriftError(f"--set {assignment}: {section!r} is no section; {_hint(section, ['data', 'local'])}")
+            raise UndriftError(f"--set {assignment}: {section!r} is no section; {_hint(section, list(SECTIONS))}")
         into[name] = toml_value(text.strip())
     return changed
 
@@ -139,7 +154,7 @@ def checked(settings: Settings, where: str) -> Experiment:
 def _key(error: Any) -> str:
     """The key as it stands in the file; pydantic's path also says which kind of a union it tried."""
     path = [str(part) for part in error["loc"][:2]]
-    return ".".join(path if path[0] in ("data", "local") else path[:1])
+    return ".".join(path if path[0] in SECTIONS else path[:1])
 
 
 def _sentence(key: str, errors: list[Any]) -> str:
@@ -170,8 +185,7 @@ def _wanted(error: Any) -> str:
 
 
 def _fields(section: str) -> list[str]:
-    sections = {"data": Data.model_fields, "local": Work.model_fields}
-    return list(sections.get(section, Experiment.model_fields))
+    return list(SECTIONS.get(section, Experiment).model_fields)
 
 
 def _hint(name: str, known: list[str]) -> str:

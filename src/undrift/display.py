@@ -30,7 +30,7 @@ def marks(stopped: int, skipped: int) -> list[str]:
 
 def left_out(rows: Iterable[dict[str, Any]]) -> int:
     """How many updates of clients these rounds left out."""
-    return sum(len(row.get("skipped", ())) for row in rows)
+    return sum(len(row.get("skipped", ())) + len(row.get("left_out", ())) for row in rows)
 
 
 class Live:

@@ -8,21 +8,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from undrift import models, nonfinite
 from undrift.checkpoint import parse_interval
-from undrift.config import Experiment
+from undrift.config import Experiment, Section
 from undrift.data.load import load
 from undrift.errors import UndriftError
+from undrift.faults import Faults
 from undrift.local import Local
 from undrift.method import Method
 from undrift.registry import import_plugins, parse_method, parse_model, parse_number, parse_partition
 from undrift.result import Result
 from undrift.track import find
 from undrift.train import train
+
+T = TypeVar("T")
 
 
 def run(
@@ -37,7 +40,7 @@ def run(
     return train(**arguments(experiment), out=out, resume=resume, on_round=on_round)
 
 
-def understood(experiment: Experiment) -> tuple[Method, Local]:
+def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
     """What the settings' strings stand for: refuses, with the key named, before any data are loaded."""
     import_plugins(experiment.imports)
     with about("method"):
@@ -52,22 +55,29 @@ def understood(experiment: Experiment) -> tuple[Method, Local]:
         nonfinite.check(experiment.on_nonfinite)
     with about("track"):
         find(experiment.track)
-    work: dict[str, Any] = {}
-    for name, value in experiment.local:
-        with about(f"local.{name}"):
-            work[name] = parse_number(value) if isinstance(value, str) else value
-    with about("local"):
-        return method, Local(**work)
+    local = filled(Local, "local", experiment.local)
+    return method, local, filled(Faults, "faults", experiment.faults) if experiment.faults else None
+
+
+def filled(kind: Callable[..., T], name: str, section: Section) -> T:
+    """The object that a section is for; its numbers in strings are schedules."""
+    found: dict[str, Any] = {}
+    for key, value in section:
+        with about(f"{name}.{key}"):
+            found[key] = parse_number(value) if isinstance(value, str) else value
+    with about(name):
+        return kind(**found)
 
 
 def arguments(experiment: Experiment) -> dict[str, Any]:
     """What `ud.train` is given."""
-    method, local = understood(experiment)
+    method, local, faults = understood(experiment)
     asked = experiment.data.model_dump()
     with about("data"):
         data = load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})
-    rest = {name: value for name, value in experiment if name not in ("data", "local", "method", "threads", "imports")}
-    return {**rest, "data": data, "local": local, "method": method, "notes": {"imports": experiment.imports}}
+    made = {"data": data, "local": local, "method": method, "faults": faults}
+    rest = {name: value for name, value in experiment if name not in (*made, "threads", "imports")}
+    return {**rest, **made, "notes": {"imports": experiment.imports}}
 
 
 @contextmanager

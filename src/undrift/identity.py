@@ -43,6 +43,7 @@ def identity(run: Setup) -> dict[str, str]:
         "metrics": describe(run.metrics),
         "clients a round": str(run.cohort_size),
         "precision": str(run.choices["precision"]),
+        "faults": describe(run.conditions),
         "augmentation": describe(run.data.augment),
         "samples": describe(run.data.take),
         **run.data.digests,

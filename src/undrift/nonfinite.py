@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from undrift.checkpoint import Progress
@@ -22,7 +23,8 @@ from undrift.engine.cohort import Orders, Outcome
 from undrift.errors import UndriftError
 from undrift.models.functional import Params
 from undrift.setup import Setup
-from undrift.tree import Tree, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
+from undrift.survivors import Answers
+from undrift.tree import Tree, to_device, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
 
 log = logging.getLogger("undrift.nonfinite")
 
@@ -47,8 +49,7 @@ class Attempt:
     """A round that may turn out not to be finite."""
 
     before: Progress
-    cohort: Outcome
-    clients: np.ndarray
+    answers: Answers
     finite: Tensor
     """Whether all that the round left is finite."""
     undo: list[Callable[[], None]]
@@ -60,16 +61,20 @@ class Watch:
     `states` are the parts' states at the start: one that is not finite there, such as a minimum so far, may stay so.
     """
 
-    def __init__(self, run: Setup, states: list[Tree], repeat: Callable[[Progress], Orders]) -> None:
-        self.run, self.repeat = run, repeat
+    def __init__(self, run: Setup, states: list[Tree], repeat: Callable[[Progress], Orders], skip: bool) -> None:
+        self.run, self.repeat, self.skip = run, repeat, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []
         """Rounds not known to be finite yet, oldest first."""
 
-    def add(self, before: Progress, cohort: Outcome, clients: np.ndarray, undo: list[Callable[[], None]]) -> None:
+    def add(self, before: Progress, answers: Answers, undo: list[Callable[[], None]]) -> None:
         """A round's clients have trained, or will have once the device gets there."""
-        sent = (cohort.update, cohort.sums, cohort.statistics, cohort.kept)
-        self.attempts.append(Attempt(before, cohort, clients, tree_finite(sent), undo))
+        cohort = answers.cohort
+        finite = tree_finite((cohort.update, cohort.sums, cohort.statistics, cohort.kept))
+        if cohort.finite is not None and not self.skip:
+            excused = to_device(torch.from_numpy(answers.excused), cohort.finite.device)
+            finite = finite & (cohort.finite | excused).all()
+        self.attempts.append(Attempt(before, answers, finite, undo))
 
     def left(self, params: Params, states: list[Tree]) -> None:
         """What the latest round leaves at the server."""
@@ -78,7 +83,7 @@ class Watch:
         self.attempts[-1] = replace(latest, finite=latest.finite & finite)
 
     def settle(self, row: Row) -> Row:
-        """The oldest round is done, and `row` is its history. Returns who was skipped, where clients may be.
+        """The oldest round is done, and `row` is its history. Returns who was skipped and how many were not.
 
         Raises `NonFiniteError`, after which `undo` must be called.
         """
@@ -89,9 +94,12 @@ class Watch:
             if name in row and not math.isfinite(row[name]):
                 raise NonFiniteError(row["round"], f"the {loss} is {row[name]}, although all weights are finite")
         self.attempts.pop(0)
-        if attempt.cohort.finite is None:
-            return {}
-        skipped = attempt.clients[~attempt.cohort.finite.cpu().numpy()].tolist()
+        return (self._skipped(attempt.answers, row) if self.skip else {}) | survived(attempt.answers, row)
+
+    def _skipped(self, answers: Answers, row: Row) -> Row:
+        """Who was left out for NaN or an infinity."""
+        assert answers.cohort.finite is not None
+        skipped = answers.clients[~(answers.cohort.finite.cpu().numpy() | answers.excused)].tolist()
         if skipped:
             log.warning("round %d: skipped %s (non-finite update or state)", row["round"], named(skipped))
         return {"skipped": skipped}
@@ -118,19 +126,37 @@ class Watch:
         orders = self.repeat(before)
         finite = self.run.engine.run(orders, self.run.kept, skip=True).finite
         assert finite is not None
-        bad = orders.plan.clients[~finite.cpu().numpy()].tolist()
+        clients, fates, failed = orders.plan.clients, orders.plan.fates, ~finite.cpu().numpy()
+        answered = np.ones(len(clients), bool) if fates is None else ~fates.dropped
+        bad = clients[failed & answered].tolist()
         if not bad:
             return (
                 "the weights, or the method's state at the server, are not finite although every client's update is; "
                 "the method's own steps made them so. Try a smaller server learning rate."
             )
-        if len(bad) == len(orders.plan.clients):
-            return f"every client of the cohort sent non-finite values. {DIVERGES}"
+        if len(bad) == answered.sum():
+            who = "of the cohort" if answered.all() else "that answered"
+            return f"every client {who} sent non-finite values. {DIVERGES}"
         return f"{named(bad)} sent or kept non-finite values. {DIVERGES} {LEAVE_OUT}"
 
 
 DIVERGES = "Training may have diverged: try a smaller learning rate."
 LEAVE_OUT = 'Or leave such clients out, with on_nonfinite="skip".'
+
+
+def survived(answers: Answers, row: Row) -> Row:
+    """How many clients count, and whether they suffice for their round to count, in a run with faults or rules."""
+    if answers.survivors is None:
+        return {}
+    if row.get("left_out"):
+        log.warning("round %d: left out %s (update too long)", row["round"], named(row["left_out"]))
+    count = int(answers.survivors)
+    if count < answers.least:
+        log.warning(
+            "round %d: the model stays as it was, for %d of %d clients are left and %d are needed",
+            row["round"], count, len(answers.clients), answers.least,
+        )  # fmt: skip
+    return {"survivors": count, "round_skipped": count < answers.least}
 
 
 def mute() -> None:
@@ -151,7 +177,7 @@ def check_start(params: Params) -> None:
 
 
 def unless_nobody(cohort: Outcome, new: Tree, old: Tree) -> Tree:
-    """`new`, or `old` where every client of the cohort was skipped; decided on the device."""
+    """`new`, or `old` where no client of the cohort counts; decided on the device."""
     if cohort.finite is None:
         return new
     new = tree_to(new, cohort.size.device)

@@ -29,7 +29,7 @@ def repeats(folder: Path) -> bool:
 ORDER = (
     "model", "method", "rounds", "participation", "seed", "loss", "metrics", "device", "precision", "engine", "lanes",
     "compile", "deterministic", "threads", "evaluate_every", "personalize_every", "checkpoint_every", "track",
-    "on_nonfinite",
+    "on_nonfinite", "max_norm_ratio", "min_clients",
 )  # fmt: skip
 
 
@@ -51,7 +51,11 @@ def record(run: Setup, given: dict[str, Any]) -> str:
     else:
         lines += ["", "[data]", *(line(name, value) for name, value in run.data.origin.items())]
     local = {field.name: getattr(run.local, field.name) for field in fields(run.local)}
-    return "\n".join([*lines, "", "[local]", *(line(name, value) for name, value in local.items())]) + "\n"
+    lines += ["", "[local]", *(line(name, value) for name, value in local.items())]
+    if faults := run.conditions.faults:
+        asked = [f.name for f in fields(faults) if getattr(faults, f.name) != f.default]
+        lines += ["", "[faults]", *(line(name, getattr(faults, name)) for name in asked)]
+    return "\n".join(lines) + "\n"
 
 
 def line(name: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from undrift.random import Key
 from undrift.tree import Tree
 
 if TYPE_CHECKING:
+    from undrift.faults import Fates
     from undrift.models.functional import Model
 
 
@@ -29,11 +30,13 @@ class Plan:
     lr: float
     momentum: float
     weight_decay: float
+    fates: Fates | None = None
+    """What goes wrong with them, in a run with simulated faults; drawn after the `plan` hooks."""
 
     @property
     def span(self) -> dict[str, float]:
         """The cohort's step counts in three numbers, for the history."""
-        steps = self.steps
+        steps = self.steps if len(self.steps) else np.zeros(1, np.int64)
         return {"fewest": int(steps.min()), "mean": float(steps.mean()), "most": int(steps.max())}
 
 
@@ -105,7 +108,7 @@ class Totals:
     sums: Any
     """This part's own sums from `upload` (or from `measure`, in `finish`)."""
     size: Tensor
-    """How many clients took part, without those that `on_nonfinite="skip"` left out: a float64 scalar on the device."""
+    """How many clients count, without those that dropped out or were left out: a float64 scalar on the device."""
     weight: Tensor
     """The sum of their weights."""
     population: int

@@ -39,6 +39,7 @@ from undrift.random import choose as choose_clients
 from undrift.registry import parse_model
 from undrift.roles import Plan, Server
 from undrift.schedule import value
+from undrift.survivors import Conditions
 from undrift.tree import Tree, to_device
 
 log = logging.getLogger("undrift")
@@ -64,6 +65,7 @@ class Setup:
     kept: Kept
     engine: LanesEngine | PlainEngine
     choices: dict[str, Any]
+    conditions: Conditions
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -83,7 +85,9 @@ class Setup:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
         drawn = choose_clients(derive(self.seed, "cohort", t), self.population, self.cohort_size)
         clients = self.data.nonempty[drawn]
-        rates = {name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")}
+        rates: dict[str, Any] = {
+            name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")
+        }
         return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
 
     def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
@@ -104,7 +108,9 @@ class Setup:
         sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
         batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
         kept = self.kept if plan.steps.any() else None
-        return draw_up(plan, self.method, self.resident, params, received, kept, self.seed, batches, self.model.outputs)
+        outputs = self.model.outputs
+        orders = draw_up(plan, self.method, self.resident, params, received, kept, self.seed, batches, outputs)
+        return self.conditions.orders(orders)
 
     def everyone(self, t: int, params: Params) -> Orders:
         """All clients that have data, for a survey without training."""
@@ -134,6 +140,7 @@ def prepare(
     engine: str,
     lanes: int | None,
     compile: bool | None,
+    conditions: Conditions = Conditions(),  # noqa: B008 - frozen
 ) -> Setup:
     """Check every argument and choose what was left to us. Refuses with a sentence; touches nothing."""
     kind = type(data).__name__
@@ -149,6 +156,7 @@ def prepare(
     method = as_method(method)
     where = find_device(device)
     cohort_size = cohort_size_of(participation, len(data.nonempty))
+    conditions.check(rounds, cohort_size)
     local.check(data, rounds)
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
@@ -178,6 +186,7 @@ def prepare(
         part.check_model(function, rounds)
     moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
     program = Program(function, method, chosen_loss, moves, decays, data.augment)
+    program = conditions.program(program, cohort_size)
     setup = Setup(
         method=method,
         model=function,
@@ -195,6 +204,7 @@ def prepare(
         kept=Kept(method, where, len(data.nonempty)),
         engine=PlainEngine(program, resident),
         choices={},
+        conditions=conditions,
     )
     steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
     probe = setup.orders(setup.plan(0), function.start, [() for _ in method.parts])

@@ -22,6 +22,7 @@ from undrift.data.holdings import holdings
 from undrift.engine.cohort import Orders, on_device
 from undrift.errors import UndriftError
 from undrift.evaluate import evaluate
+from undrift.faults import Faults
 from undrift.identity import compare, compare_versions, versions
 from undrift.local import Local
 from undrift.losses import reserved
@@ -32,6 +33,7 @@ from undrift.record import record
 from undrift.result import Folder, Result
 from undrift.roles import Totals
 from undrift.setup import Setup, prepare, selected
+from undrift.survivors import Conditions, collect
 from undrift.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
 
@@ -64,6 +66,9 @@ def train(
     on_round: Callable[[dict[str, Any]], None] | None = None,
     notes: dict[str, Any] | None = None,
     on_nonfinite: str = "stop",
+    faults: Faults | None = None,
+    max_norm_ratio: float | None = None,
+    min_clients: int | float | None = None,
     allow_version_change: bool = False,
 ) -> Result:
     """Train `model` on `data` with `method` for `rounds` rounds.
@@ -81,11 +86,19 @@ def train(
     `on_nonfinite`: what to do when weights, a loss, or what a client sends or keeps become NaN or infinite. "stop" ends
     the run with the state before that round; `result.stopped` says why, and `resume=True` goes on from there. "skip"
     leaves such clients out of the round and names them in its history (`skipped`).
+    `faults`: a `ud.Faults`, the clients' simulated failures. The history names those that dropped out (`dropped`) and
+    the stragglers (`stragglers`).
+    `max_norm_ratio`: leave out a client whose update is longer than this multiple, at least 1, of the median length of
+    the round's finite updates, and name it in the history (`left_out`). With a median of 0, nobody is left out.
+    `min_clients`: a count (an int) or a fraction of the cohort (a float). A round in which fewer clients count is
+    skipped: it leaves the model, the server's state and what clients keep as they were, and its `round_skipped` is
+    true. A round in which no client counts is always skipped.
     """
     given = dict(locals())
     run = prepare(
         model, data, method, rounds=rounds, local=local, participation=participation, seed=seed, loss=loss,
         metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
+        conditions=Conditions(faults, max_norm_ratio, min_clients),
     )  # fmt: skip
     require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
@@ -101,11 +114,8 @@ def train(
         start = tree_to(bound(run, 0).start(run.model.start), run.resident.device)
         now = Progress(run.model.start, start)
         if folder.path:
-            checkpoints.record = {
-                "identity": run.identity
-                | {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)},
-                "versions": versions(run.resident.device),
-            }
+            evaluations = {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)}
+            checkpoints.record = {"identity": run.identity | evaluations, "versions": versions(run.resident.device)}
         if resume:
             done = resumed(run, folder, checkpoints, allow_version_change)
             if isinstance(done, Result):
@@ -120,7 +130,7 @@ def train(
             folder.partition(holdings(data))
         folder.begin(now.history)
         personal, clock, stopped = Personal(run), Clock(run.resident.device), None
-        watch = nonfinite.Watch(run, start, lambda before: orders_of(run, bound(run, before.round), before))
+        watch = nonfinite.Watch(run, start, lambda before: orders_of(run, bound(run, before.round), before), skip)
 
         def settle(wait: bool) -> None:
             """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
@@ -153,7 +163,8 @@ def train(
                 method, server = bound(run, t), run.server(t)
 
                 orders = orders_of(run, method, now)
-                cohort = run.engine.run(orders, run.kept, skip=skip)
+                answers = collect(run, orders, skip)
+                cohort = answers.cohort
 
                 totals = Totals(cohort.sums, cohort.size, cohort.weight, run.population, cohort.update)
                 update, states = method.transform(totals, now.states)
@@ -164,10 +175,10 @@ def train(
                 states = [
                     nonfinite.unless_nobody(cohort, new, old) for new, old in zip(states, now.states, strict=True)
                 ]
-                watch.add(before, cohort, orders.plan.clients, undo=[untrack, run.kept.commit(cohort.kept)])
-                plan, everyone = orders.plan, len(orders.plan.clients)
-                down = everyone * tree_bytes([orders.shared["start"], orders.shared["received"], run.model.tracked])
-                up = everyone * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
+                watch.add(before, answers, undo=[untrack, run.kept.commit(cohort.kept)])
+                plan, sampled = answers.plan, answers.clients
+                down = len(sampled) * tree_bytes([orders.shared["start"], orders.shared["received"], run.model.tracked])
+                up = len(plan.clients) * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
                 if last and method.overriding("finish"):
                     params, sent = finish(run, method, params, t)
                     down, up = down + run.population * tree_bytes(params), up + sent
@@ -179,18 +190,19 @@ def train(
                     states=states,
                     round=t + 1,
                     total_steps=now.total_steps + int(plan.steps.sum()),
-                    constant_steps=now.constant_steps + int(run.steps_at(0, plan.clients).sum()),
+                    constant_steps=now.constant_steps + int(run.steps_at(0, sampled).sum()),
                     total_bytes=now.total_bytes + down + up,
                 )
                 row = {
                     "round": t + 1,
-                    "clients": plan.clients.tolist(),
+                    "clients": sampled.tolist(),
+                    **answers.columns,
                     "steps": int(plan.steps.sum()),
                     "total_steps": now.total_steps,
                     "steps_fraction": now.total_steps / now.constant_steps,
                     "local_steps": plan.span,
                     "lr": float(plan.lr),
-                    "samples": int(orders.batches.counts.sum()),
+                    "samples": answers.samples,
                     "bytes_down": down,
                     "bytes_up": up,
                     "total_bytes": now.total_bytes,
@@ -226,7 +238,7 @@ def resumed(
 ) -> Result | Progress | None:
     """The result of a run that is finished, where its last checkpoint stands, or None where there is no checkpoint.
 
-    Compares first and changes nothing on disk. Raises `UndriftError` if the folder's run is not the one asked for.
+    Compares before it changes anything. Raises `UndriftError` if the folder's run is not the one that is asked for.
     """
     known = folder.recorded() or checkpoints.recorded()
     if known is None:
@@ -253,7 +265,7 @@ def resumed(
 
 def orders_of(run: Setup, method: Method, now: Progress) -> Orders:
     """The next round's orders to the engine: the cohort, its work, and what clients get beside the weights."""
-    plan = run.checked(method.plan(run.plan(now.round), now.states))
+    plan = run.conditions.plan(run.checked(method.plan(run.plan(now.round), now.states)), run.seed)
     received = method.broadcast(now.params, now.states, run.server(now.round))
     return run.orders(plan, now.params, received)
 

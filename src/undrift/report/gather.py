@@ -21,6 +21,7 @@ from undrift.report import words
 from undrift.report.curves import AXES, POINTS, SHORT, SOURCES, curves
 from undrift.report.thin import even, number, plain
 from undrift.result import finished
+from undrift.track import BY_CLIENT
 
 Row = dict[str, Any]
 
@@ -29,7 +30,7 @@ COLUMNS = 100
 CLIENTS = 200
 LINES = 60
 """More lines than that, one a layer say, nobody could tell apart."""
-SHOWN_OTHERWISE = {"clients", "by_client", "skipped", "local_steps", "class_accuracy"}
+SHOWN_OTHERWISE = {*BY_CLIENT, "local_steps", "class_accuracy"}
 
 
 def folders(paths: Iterable[Path]) -> list[Path]:

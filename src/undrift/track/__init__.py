@@ -20,7 +20,7 @@ from undrift.errors import UndriftError, unknown
 log = logging.getLogger("undrift")
 
 KNOWN = ("mlflow", "tensorboard")
-BY_CLIENT = ("clients", "by_client", "skipped")
+BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out")
 """What a row has one entry a client of: ids and figures for `metrics.jsonl`, too many to draw."""
 
 Scalars = dict[str, float]

@@ -1,0 +1,190 @@
+"""Which clients of a cohort count, where some fail: those that drop out, return NaN or explode do not.
+
+A client that does not count stays in the cohort, so that shapes, and with them traces, CUDA graphs and compiled steps,
+are the same in every round. Its weights become NaN when its training ends, and the engine's check for NaN then leaves
+it out: out of the mean and of every part's sums, with its kept state as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.checks import require, whole
+from undrift.engine.client import Program
+from undrift.engine.cohort import Orders, Outcome
+from undrift.faults import Faults, unharmed
+from undrift.roles import Plan
+from undrift.tree import Tree, to_device, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from undrift.setup import Setup
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The faults that clients are given, and which answers the server accepts: see `ud.train`."""
+
+    faults: Faults | None = None
+    max_norm_ratio: float | None = None
+    min_clients: int | float | None = None
+
+    @property
+    def usual(self) -> bool:
+        """Whether there is nothing to do beyond an ordinary run."""
+        return self == Conditions()
+
+    def check(self, rounds: int, cohort: int) -> None:
+        faults, ratio, least = self.faults, self.max_norm_ratio, self.min_clients
+        require(
+            faults is None or isinstance(faults, Faults), f"faults must be a ud.Faults, not {type(faults).__name__}."
+        )
+        if faults is not None:
+            faults.check(rounds)
+        fine = ratio is None or ((whole(ratio) or isinstance(ratio, float)) and 1 <= ratio < math.inf)
+        require(fine, f"max_norm_ratio must be a number from 1, or None, not {ratio!r}.")
+        number = least is None or whole(least) or isinstance(least, float)
+        require(number, f"min_clients must be a count (an int) or a fraction (a float), not {least!r}.")
+        if isinstance(least, float):
+            require(0 < least <= 1, f"min_clients as a fraction must be in (0, 1], not {least}.")
+        elif least is not None:
+            require(least >= 1, f"min_clients must be at least 1 client, not {least}.")
+            require(least <= cohort, f"min_clients is {least}, but only {cohort} clients are sampled in a round.")
+
+    def least(self, cohort: int) -> int:
+        """How many clients of a cohort must count for its round to count."""
+        if isinstance(self.min_clients, float):
+            return max(1, math.ceil(self.min_clients * cohort - 1e-9))
+        return int(self.min_clients or 1)
+
+    def program(self, program: Program, cohort: int) -> Program:
+        """The program of a client that may fail."""
+        if self.usual:
+            return program
+        given = {entry.name: getattr(program, entry.name) for entry in fields(program)}
+        return Unreliable(**given, norms=0 if self.max_norm_ratio is None else cohort)
+
+    def plan(self, plan: Plan, seed: int) -> Plan:
+        """The plan with its clients' fates."""
+        if self.usual:
+            return plan
+        fates = self.faults.draw(seed, plan.round, plan.clients, plan.steps) if self.faults else unharmed(plan.steps)
+        return replace(plan, steps=fates.steps, fates=fates)
+
+    def orders(self, orders: Orders) -> Orders:
+        """The orders with what `Unreliable` reads."""
+        if self.usual:
+            return orders
+        fates = orders.plan.fates or unharmed(orders.plan.steps)
+        return _with_factor(orders, fates.factor)
+
+
+def _with_factor(orders: Orders, factor: Array) -> Orders:
+    like = orders.lanes["weight"]
+    own = {"factor": torch.as_tensor(factor, dtype=like.dtype), "place": torch.arange(len(factor))}
+    return replace(orders, lanes={**orders.lanes, **{name: to_device(t, like.device) for name, t in own.items()}})
+
+
+@dataclass(frozen=True)
+class Unreliable(Program):
+    """A client's program whose weights may be spoiled as training ends, and which may also send its update's norm."""
+
+    norms: int = 0
+    """The size of a cohort, if norms are sent: as a vector with the client's at its place, so that they add up."""
+
+    def conclude(
+        self, state: Tree, lane: Tree, shared: Tree, statistics: Tree = (), skip: bool = False
+    ) -> tuple[Tree, Tree, Tree]:
+        factor = lane["factor"]
+
+        def spoiled(w: Tensor, start: Tensor) -> Tensor:  # bit for bit as it was, where nothing happens
+            return torch.where(factor == 1, w, (start + factor * (w - start)).to(w.dtype))
+
+        state = {**state, "params": tree_map(spoiled, state["params"], shared["start"])}
+        sent, kept, finite = super().conclude(state, lane, shared, statistics, skip)
+        if not self.norms:
+            return sent, kept, finite
+        update, sums, tracked = sent
+        places = torch.arange(self.norms, device=factor.device)
+        norms = torch.where(places == lane["place"], norm(update) / lane["weight"], 0.0)
+        return (update, [*sums, norms], tracked), kept, finite
+
+
+def norm(tree: Tree) -> Tensor:
+    """The Euclidean norm of all of the tree, whose squares may overflow where the norm does not."""
+    leaves = [t for t in tree_leaves(tree) if t.numel()]
+    largest = torch.stack([t.abs().amax() for t in leaves]).amax()
+    scale = torch.where(largest > 0, largest, 1)
+    return scale * torch.stack([(t / scale).square().sum() for t in leaves]).sum().sqrt()
+
+
+def outliers(norms: Array, counting: Array, ratio: float) -> Array:
+    """Who of the clients that count has an update longer than `ratio` times their median.
+
+    The median of an even number is the mean of the two in the middle. Where it is 0, nobody is an outlier.
+    """
+    if not counting.any():
+        return np.zeros(len(norms), bool)
+    median = np.median(norms[counting])
+    return counting & (norms > ratio * median) & (median > 0)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came back from a cohort."""
+
+    cohort: Outcome
+    clients: Array
+    """All that were sampled."""
+    plan: Plan
+    """The work of those that answered."""
+    samples: int
+    """On how many samples they trained."""
+    excused: Array
+    """By place in the cohort: whether the client is known not to count, as it dropped out or was left out."""
+    least: int = 0
+    """How many must count; 0 in a run without faults and rules."""
+    survivors: Tensor | None = None
+    """How many do."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What the history says of them."""
+
+
+def collect(run: Setup, orders: Orders, skip: bool) -> Answers:
+    """Train the round's cohort, and leave out what must not count."""
+    conditions, plan, counts = run.conditions, orders.plan, orders.batches.counts
+    if conditions.usual:
+        nobody = np.zeros(len(plan.clients), bool)
+        cohort = run.engine.run(orders, run.kept, skip=skip)
+        return Answers(cohort, plan.clients, plan, int(counts.sum()), nobody)
+    fates, ratio = plan.fates, conditions.max_norm_ratio
+    assert fates is not None
+    cohort = run.engine.run(orders, run.kept, skip=True)
+    columns: dict[str, Any] = {}
+    if conditions.faults:
+        columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
+    excused = fates.dropped
+    if ratio is not None:
+        assert cohort.finite is not None
+        far = outliers(cohort.sums[-1].cpu().numpy(), cohort.finite.cpu().numpy(), ratio)
+        if far.any():  # a round is a function of its orders, so it can be run once more without them
+            again = _with_factor(orders, np.where(far, np.nan, fates.factor))
+            cohort = run.engine.run(again, run.kept, skip=True)
+        cohort = replace(cohort, sums=cohort.sums[:-1])
+        excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
+    gone = set(plan.clients[excused].tolist())
+    kept = {i: {c: state for c, state in states.items() if c not in gone} for i, states in cohort.kept.items()}
+    cohort, survivors, least = replace(cohort, kept=kept), cohort.size, conditions.least(len(plan.clients))
+    if least > 1 and int(cohort.size) < least:  # a round without survivors is found on the device, without waiting
+        cohort = replace(cohort, size=torch.zeros_like(cohort.size), kept={})
+    answered = ~fates.dropped
+    work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
+    samples = int(counts[np.repeat(answered, plan.steps)].sum())
+    return Answers(cohort, plan.clients, work, samples, excused, least, survivors, columns)
