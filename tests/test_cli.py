@@ -109,7 +109,7 @@ def test_a_users_own_method_model_and_data(here, monkeypatch):
     Path("own.toml").write_text(toml(settings))
     undrift("run", "own.toml", "--import", "mine", "--out", "a")
     assert 'imports = ["mine"]' in Path("a/config.toml").read_text()
-    undrift("run", "a", "--out", "b")
+    undrift("run", "a", "--out", "b", "--trust")
     assert Path("a/model.safetensors").read_bytes() == Path("b/model.safetensors").read_bytes()
     assert "Half of every update." in undrift("list", "methods", "--import", "mine")
 

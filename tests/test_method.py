@@ -54,7 +54,7 @@ def test_plus_keeps_the_order_of_parts():
         (lambda: as_method(3), "must be a part such as FedAvg"),
         (lambda: as_method("FedProxx(mu=1)"), "no method called 'FedProxx'. Did you mean 'FedProx'"),
         (lambda: as_method("FedProx(mu=1) + Server"), "no method called 'Server'"),
-        (lambda: as_method("FedProx()"), "missing 1 required positional argument: 'mu'"),
+        (lambda: as_method("FedProx()"), "FedProx needs the argument 'mu'"),
         (lambda: as_method("FedProx(mu=__import__('os').getpid())"), "Cannot read"),
         (lambda: as_method("FedProx(mu=1"), "Cannot read the method"),
         (lambda: as_method("FedProx(mu=1) - FedAvg()"), "Cannot read"),

@@ -313,7 +313,12 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_drawn():
         ("gru", (3, 32, 32), {}, 'The model "gru" needs tokens of shape .time,., sequences .* or spectrograms'),
         ("lstm", (30,), {}, 'The model "lstm" reads samples of shape .* give models.get a vocabulary.'),
         ("lstm", (30,), {"vocabulary": 0}, "vocabulary must be a whole number from 1, not 0."),
-        ("vgg9", CIFAR, {"drop": 0.1}, "The model \"vgg9\" has no option 'drop'; its options are dropout."),
+        (
+            "vgg9",
+            CIFAR,
+            {"drop": 0.1},
+            r"The model \"vgg9\" has no option 'drop' \(did you mean 'dropout'\?\); its options are dropout.",
+        ),
         ("vgg9", CIFAR, {"dropout": 0.1}, 'The option dropout of the model "vgg9" must be True or False, not 0.1.'),
         ("cnn", MNIST, {"hidden": 3}, "The model \"cnn\" has no option 'hidden'; it has none."),
         ("gru", (9,), {"depth": 3}, "its options are embedding, hidden, layers."),

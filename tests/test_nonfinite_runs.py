@@ -49,14 +49,17 @@ def fails(*arguments: object) -> str:
 def test_a_run_that_stops_says_why_and_can_be_resumed(here):
     said = fails("run", "bad.toml", "--out", "bad")
     assert "stopped. Round 3: client 1 sent or kept non-finite values. Training may have diverged" in said
-    assert "2 rounds are in bad; to go on without such clients: undrift resume bad --on-nonfinite skip" in said
+    assert (
+        "2 rounds are in bad; to go on without such clients: undrift resume bad --import spoils --on-nonfinite skip"
+        in said
+    )
     assert not Path("bad/model.safetensors").exists() and len(Path("bad/metrics.jsonl").read_text().splitlines()) == 2
-    assert "stopped. Round 3" in fails("resume", "bad")
-    said = undrift("resume", "bad", "--on-nonfinite", "skip")
+    assert "stopped. Round 3" in fails("resume", "bad", "--trust")
+    said = undrift("resume", "bad", "--import", "spoils", "--on-nonfinite", "skip")
     assert "after 4 rounds, 2 client updates left out, in bad" in said
     assert Path("bad/model.safetensors").exists() and not Path("bad/stopped.json").exists()
     assert 'on_nonfinite = "skip"' in Path("bad/config.toml").read_text()
-    undrift("run", "bad", "--out", "again")
+    undrift("run", "bad", "--out", "again", "--trust")
     assert Path("again/model.safetensors").read_bytes() == Path("bad/model.safetensors").read_bytes()
 
 

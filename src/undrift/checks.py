@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line, quoted
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.models.functional import Model
 from undrift.random import Key
@@ -111,11 +111,13 @@ def find_device(device: Any) -> torch.device:
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UndriftError(
-            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); leave it out to choose by itself."
+            f"device {quoted(device)} cannot be used here ({first_line(error)}); leave it out to choose by itself."
         ) from error
+    require(found.type != "meta", "device 'meta' holds no values, so nothing can be trained there; leave it out.")
+    return found
 
 
 def whole(x: Any) -> bool:

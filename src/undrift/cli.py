@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrift import __version__
+from undrift.errors import DEBUG
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +35,10 @@ Import = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option(help="A folder in hub layout to read data from.")]
 Out = Annotated[Path | None, typer.Option(help="The folder to write to.  [default: a new one in runs/]")]
-Seeds = Annotated[int | None, typer.Option(min=1, help="So many seeds, from the experiment's own upwards.")]
+Seeds = Annotated[int | None, typer.Option(min=1, max=10_000, help="So many seeds, from the experiment's own upwards.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Import the modules that a run's config.toml names: they are code.")
+]
 
 
 def _version(asked: bool) -> None:
@@ -45,14 +52,23 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    pass
+    if debug:
+        os.environ[DEBUG] = "1"
 
 
 @app.command()
-def run(file: File, set: Set = None, out: Out = None, imports: Import = None, data_dir: DataDir = None) -> None:
+def run(
+    file: File,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    trust: Trust = False,
+    data_dir: DataDir = None,
+) -> None:
     """Run an experiment."""
-    experiment = _experiment(file, set, imports, data_dir)
+    experiment = _experiment(file, set, imports, data_dir, trust)
     from undrift.experiment import new_folder, title
 
     _run(experiment, out or new_folder(title(experiment)), file)
@@ -64,14 +80,18 @@ def resume(
     on_nonfinite: Annotated[
         str | None, typer.Option(help="If the run stopped on NaN: skip drops clients whose updates are not finite.")
     ] = None,
+    imports: Import = None,
+    trust: Trust = False,
 ) -> None:
     """Go on with a run from its last checkpoint, as if it had never stopped."""
+    from undrift.config import read
     from undrift.errors import UndriftError
     from undrift.record import repeats
     from undrift.result import finished
 
     if not (folder / "config.toml").exists():
         raise UndriftError(f"{folder} is no run: it has no config.toml.")
+    read(folder)  # a file that is no TOML is refused before anything else looks at it
     if not repeats(folder):
         raise UndriftError(
             f"{folder} was started from Python; go on there: ud.train(…, out={str(folder)!r}, resume=True)."
@@ -80,7 +100,7 @@ def resume(
         typer.echo(f"{folder} is finished.")
         return
     changed = [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else None
-    _run(_experiment(folder, changed, None, None), folder, folder, resume=True)
+    _run(_experiment(folder, changed, imports, None, trust), folder, folder, resume=True)
 
 
 @app.command()
@@ -105,8 +125,9 @@ def compare(
         settings.pop("sweep", None)
         own = _points(settings, {"seed": _seeds(settings, seeds)}, str(file))
         points += [type(point)(f"{file.stem},{point.name}", point.settings) for point in own]
-    runs = [compared.Run.read(folder) for folder in folders]
-    failed = 0
+    runs, problems = compared.read_runs(folders)
+    _warn(problems)
+    failed: dict[str, str] = {}
     if points:
         from undrift.experiment import new_folder
         from undrift.sweep import unique
@@ -130,6 +151,7 @@ def sweep(
     set: Set = None,
     out: Out = None,
     imports: Import = None,
+    trust: Trust = False,
     data_dir: DataDir = None,
 ) -> None:
     """Every combination of some keys' values; the best is chosen on validation data.
@@ -140,20 +162,24 @@ def sweep(
     from undrift import sweep as swept
     from undrift.experiment import new_folder
 
-    settings = _settings(file, set, imports, data_dir)
+    settings = _settings(file, set, imports, data_dir, trust)
     wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
     if seeds is not None or "seed" not in wanted:
         wanted["seed"] = _seeds(settings, seeds)
     folder = out or new_folder(file.stem)
-    runs, failed = _sweep(_points(settings, wanted, str(file)), folder, str(file), workers)
+    points = _points(settings, wanted, str(file))
+    runs, failed = _sweep(points, folder, str(file), workers)
+    from rich.text import Text
+
     console = _console()
-    if not runs:
-        raise typer.Exit(1)
-    found = swept.summary(runs, folder)
-    console.print(_sweep_table(found))
+    found = swept.summary(runs, folder, failed)
+    if runs:
+        console.print(_sweep_table(found))
     if found["best"] is not None and len(found["settings"]) > 1:
-        console.print(f"best by {found['chosen_by'].replace('_', ' ')}: [bold]{found['best']}[/]")
-    console.print(f"in {folder}")
+        console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
+    elif found["chosen_by"] and len(found["settings"]) > 1:
+        console.print("no setting is the best: in each, a run stopped or diverged")
+    console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -173,9 +199,11 @@ def report(
 
     found = folders(runs)
     told = gather(found)
+    _warn(told["left_out"])
     file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
     write(file, told)
-    typer.echo(f"{len(found)} run{'s' if len(found) > 1 else ''}, in {file}")
+    count = len(told["runs"])
+    typer.echo(f"{count} run{'s' if count > 1 else ''}, in {file}")
     if figures:
         from undrift.report.figures import draw
 
@@ -208,8 +236,9 @@ def list_(
 
     import_plugins(imports or ())
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
     for name, line in getattr(listing, kind.value)().items():
-        table.add_row(f"[bold]{name}[/]", line)
+        table.add_row(name, line)
     _console().print(table)
 
 
@@ -254,30 +283,54 @@ def show(
 
 
 def _console() -> Console:
+    """Where tables go. What users named is printed as it is: no markup, no emoji."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 160  # a file has no edge, and tables need not be squeezed
     return console
 
 
-def _settings(file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None) -> dict[str, Any]:
+def _warn(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"warning: {problem} It is left out.", err=True)
+
+
+def _settings(
+    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool = False
+) -> dict[str, Any]:
     from undrift import config
 
     settings = config.override(config.read(file), set or [])
     given = settings.get("imports", [])
-    if imports and isinstance(given, list):
-        settings["imports"] = [*given, *imports]
+    if isinstance(given, list):
+        _check_trust(file, given, imports or [], trust)
+        if imports:
+            settings["imports"] = list(dict.fromkeys([*given, *imports]))
     if data_dir and isinstance(settings.get("data"), dict):
         settings["data"]["data_dir"] = str(data_dir)
     return settings
 
 
-def _experiment(file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None) -> Experiment:
+def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
+    """A file that the user names may import code; the folder of a run may come from somebody else, so it must not."""
+    from undrift.errors import UndriftError, quoted
+
+    strange = [name for name in given if name not in imports]
+    if strange and not trust and file.is_dir():
+        raise UndriftError(
+            f"{file / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which runs that code. If you "
+            f"trust it, allow it with {' '.join(f'--import {name}' for name in strange)}, or with --trust."
+        )
+
+
+def _experiment(
+    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool
+) -> Experiment:
     from undrift import config
 
-    settings = _settings(file, set, imports, data_dir)
+    settings = _settings(file, set, imports, data_dir, trust)
     settings.pop("sweep", None)
     return config.checked(settings, str(file))
 
@@ -289,22 +342,23 @@ def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False
 
     console = _console()
     mute()  # this command says it itself, below its progress bar
-    with about(str(where)), stopping() as stop_if_asked, Live(console, experiment.rounds) as live:
+    allowed = "".join(f" --import {name}" for name in experiment.imports)
+    with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
 
         def on_round(row: dict[str, Any]) -> None:
             live(row)
-            stop_if_asked()
+            stop.check()
 
         try:
             result = run(experiment, folder, resume, on_round)
         except KeyboardInterrupt:
             live.__exit__()
             left = folder if (folder / "config.toml").exists() else None
-            typer.echo(f"stopped; go on with: undrift resume {left}" if left else "stopped", err=True)
+            typer.echo(f"stopped; go on with: undrift resume {left}{allowed}" if left else "stopped", err=True)
             raise typer.Exit(130) from None
     if result.stopped:
         some = 'on_nonfinite="skip"' in result.stopped
-        rest = f"; to go on without such clients: undrift resume {folder} --on-nonfinite skip" if some else ""
+        rest = f"; to go on without such clients: undrift resume {folder}{allowed} --on-nonfinite skip" if some else ""
         typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
         raise typer.Exit(1)
     found = score(result.history[-1])
@@ -325,8 +379,8 @@ def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) ->
     return points(settings, grid, where)
 
 
-def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], int]:
-    """The runs that finished or stopped, with a bar that counts them, and how many failed: what went wrong is said."""
+def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], dict[str, str]]:
+    """The runs that finished or stopped, with a bar that counts them, and by name what went wrong with the others."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from undrift.config import checked
@@ -335,7 +389,7 @@ def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[
 
     with about(where):  # what is wrong with the data is wrong with all runs: better said before the first
         arguments(checked(points[0].settings, where))
-    failed = []
+    failed: dict[str, str] = {}
     console = _console()
     columns = (TextColumn("runs"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -344,11 +398,11 @@ def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[
         def done(point: Any, message: str | None) -> None:
             progress.advance(task)
             if message:
-                failed.append(point)
+                failed[point.name] = message
                 print(f"error: {point.name}: {message}", file=sys.stderr)
 
         try:
-            return sweep(points, folder, where, workers, done), len(failed)
+            return sweep(points, folder, where, workers, done), failed
         except KeyboardInterrupt:
             progress.stop()
             typer.echo(f"stopped; the same command with --out {folder} goes on", err=True)
@@ -376,11 +430,42 @@ def _cell(figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """What the command `undrift` runs: bad input ends in one sentence, not in a traceback."""
-    from undrift.errors import UndriftError
+    """What the command `undrift` runs: an error ends in a sentence, not in a traceback.
 
+    Exit status 2 is for bad input, 1 for what went wrong otherwise (a full disk, no memory), 130 for Ctrl-C.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may hold what a terminal cannot show
     try:
-        app()
-    except UndriftError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except SystemExit as ended:
+        if ended.code:  # one more Ctrl-C must not show a traceback of what torch does at exit
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise
+    except BrokenPipeError:  # whoever read the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        status, message = _said(error)
+        if DEBUG in os.environ or message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(status)
+
+
+def _said(error: Exception) -> tuple[int, str | None]:
+    """The exit status and the message for an error; no message for one that is undrift's own fault."""
+    from undrift.errors import UndriftError, machine_trouble
+
+    if not isinstance(error, UndriftError):
+        return 1, machine_trouble(error)
+    cause: BaseException | None = error
+    while cause is not None and machine_trouble(cause) is None:
+        cause = cause.__cause__
+    return (2 if cause is None else 1), str(error)

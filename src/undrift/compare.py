@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from undrift.config import read
-from undrift.display import left_out, marks, score
-from undrift.errors import UndriftError
+from undrift.display import left_out, marks, number, score
+from undrift.errors import UndriftError, first_line, machine_trouble, quoted
 from undrift.record import repeats
 from undrift.registry import parse_method
 from undrift.result import finished, history, stopped
@@ -22,6 +24,10 @@ UNTOLD = set(
     personalize_every track imports""".split()  # noqa: SIM905
 )
 """Keys that say nothing about what is compared."""
+
+
+class DamagedError(UndriftError):
+    """A run's folder holds something that undrift did not write."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +43,119 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, unfinished: bool = False) -> Run:
-        """A run that has ended, or, where that is asked for, one as far as it is."""
+        """A run that has ended, or, where that is asked for, one as far as it is. Raises `DamagedError`."""
         needed = "config.toml" if unfinished else "metrics.jsonl"
         if not (folder / needed).exists():
             raise UndriftError(f"{folder} is no run: it has no {needed}.")
-        why = stopped(folder)
-        if not unfinished and not why and not finished(folder):
+        with damage(folder, "stopped.json"):
+            why = stopped(folder)
+        ended = finished(folder)
+        if not unfinished and not why and not ended:
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
-        settings = {"on_nonfinite": "stop"} | flat(read(folder))  # which older folders do not mention
-        if not repeats(folder):
-            settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
-        return cls(folder, settings, history(folder), why)
+        with damage(folder, "config.toml"):
+            settings = {"on_nonfinite": "stop"} | flat(read(folder))  # which older folders do not mention
+            _check_settings(settings)
+            if not repeats(folder):
+                settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
+        with damage(folder, "metrics.jsonl"):
+            rows = history(folder)
+            for t, row in enumerate(rows):
+                _check_row(row, t)
+            if ended and not rows:
+                raise ValueError("it has no rounds, although the run finished")
+        return cls(folder, settings, rows, why)
+
+    @property
+    def diverged(self) -> int | None:
+        """The first round whose loss is not a finite number."""
+        for t, row in enumerate(self.rows):
+            for key in ("loss", "validation_loss"):
+                if key in row and not (number(row[key]) and math.isfinite(row[key])):
+                    return t + 1
+        return None
+
+    @property
+    def lost(self) -> bool:
+        """Whether its last weights are worth nothing: NaN stopped it, it diverged, or no client was left at the end."""
+        last = self.rows[-1] if self.rows else {}
+        nobody = bool(last.get("skipped")) and set(last["skipped"]) >= set(last.get("clients", ()))
+        return bool(self.stopped) or self.diverged is not None or nobody
 
     def final(self, metric: str) -> float:
-        """The last round's figure; a run that stopped before its last round has none."""
-        found = self.rows[-1].get(metric) if self.rows and not self.stopped else None
-        return float(np.nan if found is None else found)
+        """The last round's figure; NaN if there is none, or if the run is `lost`."""
+        found = self.rows[-1].get(metric) if self.rows and not self.lost else None
+        return float(found if number(found) else np.nan)
 
     def best(self, metric: str) -> float:
-        values = [row[metric] for row in self.rows if row.get(metric) is not None and np.isfinite(row[metric])]
+        values = [row[metric] for row in self.rows if number(row.get(metric)) and np.isfinite(row[metric])]
         return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
 
     def until(self, metric: str, target: float) -> dict[str, Any] | None:
         """The first row that meets the target."""
         for row in self.rows:
             found = row.get(metric)
-            if found is not None and (found <= target if lower_is_better(metric) else found >= target):
+            if number(found) and (found <= target if lower_is_better(metric) else found >= target):
                 return row
         return None
+
+
+@contextmanager
+def damage(folder: Path, file: str) -> Iterator[None]:
+    """What goes wrong inside it says which file of which folder is damaged."""
+    try:
+        yield
+    except UndriftError as error:
+        raise DamagedError(str(error)) from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+        raise DamagedError(f"{folder}: {file} is damaged ({first_line(error)}).") from error
+    except OSError as error:
+        raise DamagedError(f"{folder}: {file} cannot be read ({error.strerror}).") from error
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Of the settings, those that something is computed or built from."""
+    kinds = {"rounds": int, "seed": int, "method": str, "model": str, "data.name": str, "data.partition": str}
+    for key, kind in kinds.items():
+        found = settings.get(key)
+        if found is not None and not isinstance(found, kind):
+            raise ValueError(f"{key} is {quoted(found)}")
+    listed = settings.get("metrics", [])
+    if not isinstance(listed, str) and not (isinstance(listed, list) and all(isinstance(x, str) for x in listed)):
+        raise ValueError(f"metrics is {quoted(listed)}")
+
+
+def _check_row(row: Any, t: int) -> None:
+    """A round's row has what every row has, and no number that a float cannot hold."""
+    if not isinstance(row, dict):
+        raise ValueError(f"line {t + 1} is {quoted(row)}, not a round")
+    for key in ("round", "total_steps", "total_bytes", "seconds"):
+        if not number(row.get(key)) or not math.isfinite(row[key]):
+            raise ValueError(f"line {t + 1} has no {key}")
+    for key, kind in {"clients": list, "skipped": list, "local_steps": dict, "class_accuracy": list}.items():
+        if not isinstance(row.get(key, kind()), kind):
+            raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
+    for key, value in row.items():
+        for x in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(x, int) and abs(x) >= 2**63:
+                raise ValueError(f"in line {t + 1}, {key} is too large a number")
+
+
+def read_runs(folders: Sequence[Path], unfinished: bool = False) -> tuple[list[Run], list[str]]:
+    """The runs that can be read, and what is wrong with the others. Raises if none can."""
+    runs, problems = [], []
+    for folder in folders:
+        try:
+            runs.append(Run.read(folder, unfinished))
+        except UndriftError as error:
+            if not unfinished and not isinstance(error, DamagedError):
+                raise
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(str(machine_trouble(error)))
+    if problems and not runs:
+        more = f" The other {len(problems) - 1} cannot be read either." if len(problems) > 1 else ""
+        raise UndriftError(f"{problems[0]}{more}")
+    return runs, problems
 
 
 def leading_metric(runs: Sequence[Run]) -> str:
@@ -113,7 +204,8 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _same(value: Any) -> str:
     """One text for values that are one: 1 and 1.0."""
-    return json.dumps(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+    plain = float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else value
+    return json.dumps(plain, default=str)
 
 
 def brief(method: str) -> str:

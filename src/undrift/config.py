@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line, nearest, quoted
 
 Number = StrictInt | StrictFloat | StrictStr
 """A value, or a schedule in a string: "decay(0.1, 0.99)"."""
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -27,7 +27,7 @@ class Data(Section):
     name: StrictStr
     partition: StrictStr = "IID()"
     clients: Count | None = None
-    seed: Annotated[int, Field(strict=True, ge=0)] | None = None
+    seed: Seed | None = None
     """The run's own, if not set."""
     server_fraction: Fraction = 0.0
     validation_fraction: Fraction = 0.0
@@ -73,7 +73,7 @@ class Experiment(Section):
     rounds: Count
     method: StrictStr = "FedAvg()"
     participation: StrictInt | StrictFloat = 1.0
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    seed: Seed = 0
     loss: StrictStr | None = None
     metrics: StrictStr | list[StrictStr] | None = None
     device: StrictStr = "auto"
@@ -82,7 +82,7 @@ class Experiment(Section):
     lanes: Count | None = None
     compile: StrictBool | None = None
     deterministic: StrictBool = False
-    threads: Count | None = None
+    threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
     evaluate_every: Count = 1
     personalize_every: Count | None = None
     checkpoint_every: Count | StrictStr = "30s"
@@ -98,39 +98,61 @@ Settings = dict[str, Any]
 SECTIONS: dict[str, type[Section]] = {"data": Data, "local": Work, "faults": Failures}
 
 
+LARGEST = 2**24
+"""How many bytes an experiment file may have."""
+
+
 def read(file: str | Path) -> Settings:
     """A file's settings, as they stand there. A folder is a run's, whose `config.toml` is meant."""
     path = Path(file)
     path = path / "config.toml" if path.is_dir() else path
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as opened:
+            content = opened.read(LARGEST + 1)
     except FileNotFoundError:
         raise UndriftError(f"There is no experiment file {path}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UndriftError(f"{path} is not TOML: {error}. Mend that line; strings stand in quotes.") from None
     except OSError as error:
-        raise UndriftError(f"{path} cannot be read ({error.strerror}).") from None
+        raise UndriftError(f"{path} cannot be read ({error.strerror}).") from error
+    if len(content) > LARGEST:
+        raise UndriftError(f"{path} is larger than 16 MiB, so it is no experiment file.")
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UndriftError(f"{path} is UTF-16; save it as UTF-8.")
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors put a mark at the beginning
+    except UnicodeDecodeError as error:
+        raise UndriftError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}).") from None
+    except RecursionError:
+        raise UndriftError(f"{path} has values that are nested too deeply.") from None
+    except ValueError as error:
+        raise UndriftError(f"{path} is not TOML: {first_line(error)}. Fix that line; strings need quotes.") from None
 
 
 def override(settings: Settings, assignments: list[str]) -> Settings:
-    """The settings with `key=value` put in, each value as TOML would read it, or else as a string."""
-    changed = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
+    """The settings with each `key=value` put in, the value as TOML would read it, or else as a string."""
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
-            raise UndriftError(f"--set {assignment}: write it as key=value, such as local.lr=0.05.")
-        section, _, name = key.strip().rpartition(".")
-        into = changed.setdefault(section, {}) if section else changed
-        if not isinstance(into, dict):
-            raise UndriftError(f"--set {assignment}: {section!r} is no section; {_hint(section, list(SECTIONS))}")
-        into[name] = toml_value(text.strip())
-    return changed
+            raise UndriftError(f"--set {quoted(assignment)}: write it as key=value, such as local.lr=0.05.")
+        settings = put(settings, key.strip(), toml_value(text.strip()), f"--set {quoted(assignment)}")
+    return settings
+
+
+def put(settings: Settings, key: str, value: Any, where: str) -> Settings:
+    """A copy of the settings with `value` under a dotted key."""
+    section, _, name = key.rpartition(".")
+    inside = settings.get(section, {}) if section else settings
+    if not isinstance(inside, dict):
+        raise UndriftError(f"{where}: {quoted(section)} is not a section; {_hint(section, list(SECTIONS))}")
+    changed = {**inside, name: value}
+    return {**settings, section: changed} if section else changed
 
 
 def toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise UndriftError(f"The value {quoted(text)} is nested too deeply.") from None
+    except ValueError:
         pass
     try:
         return float(text)  # .05, which TOML does not know
@@ -161,11 +183,11 @@ def _sentence(key: str, errors: list[Any]) -> str:
     kind, given = errors[0]["type"], errors[0].get("input")
     section, _, name = key.rpartition(".")
     if kind == "extra_forbidden":
-        return f"There is no key {key!r}. {_hint(name, _fields(section))}"
+        return f"There is no key {quoted(key)}. {_place(section, name)}"
     if kind == "missing":
         return f"The key {key!r} is missing; add it."
     wanted = list(dict.fromkeys(_wanted(error) for error in errors))
-    return f"The key {key!r} must be {' or '.join(wanted)}, not {given!r}."
+    return f"The key {key!r} must be {' or '.join(wanted)}, not {quoted(given)}."
 
 
 def _wanted(error: Any) -> str:
@@ -180,14 +202,30 @@ def _wanted(error: Any) -> str:
         "float_parsing": "a number",
         "greater_than_equal": f"{context.get('ge')} or more",
         "less_than": f"below {context.get('lt')}",
+        "less_than_equal": f"{context.get('le')} or less",
         "list_type": "a list",
     }.get(error["type"], error["msg"])
+
+
+SYNONYMS = {"learning_rate": "lr", "batch": "batch_size", "algorithm": "method"}
+"""What else people call a key."""
 
 
 def _fields(section: str) -> list[str]:
     return list(SECTIONS.get(section, Experiment).model_fields)
 
 
+def _place(section: str, name: str) -> str:
+    """Where a key of that name, or one like it, belongs."""
+    wanted = SYNONYMS.get(name.lower(), name)
+    here = _fields(section)
+    if wanted not in here:
+        for other in ("", *SECTIONS):
+            if wanted in _fields(other):
+                return f"Did you mean {f'{other}.{wanted}'!r}?" if other else f"{wanted!r} belongs above all sections."
+    return _hint(wanted, here)
+
+
 def _hint(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(known)}."
+    close = nearest(name, known, cutoff=0.6)
+    return f"Did you mean {close!r}?" if close else f"Known here: {', '.join(known)}."

@@ -8,16 +8,20 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def score(row: dict[str, Any]) -> tuple[str, float] | None:
     """What a row tells of the model's quality: a metric, else the loss, on the test set or else on validation data."""
     for name in (f"{prefix}{name}" for prefix in ("", "validation_") for name in ("accuracy", "recall_at_5", "loss")):
-        if row.get(name) is not None:
+        if number(row.get(name)):
             return name, row[name]
     return None
 
@@ -66,27 +70,30 @@ class Live:
         self.progress.update(self.task, completed=row["round"], figures=f"{self.quality}  {speed:,.0f} samples/s")
 
 
-@contextmanager
-def stopping() -> Iterator[Any]:
-    """Inside it, Ctrl-C and SIGTERM let the round finish: the function it gives then raises KeyboardInterrupt.
+class Stop:
+    """Whether a stop was asked for, by Ctrl-C or SIGTERM."""
 
-    A second Ctrl-C does not wait.
-    """
-    asked: list[int] = []
+    asked = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if it was."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """Inside it, Ctrl-C and SIGTERM only ask for a stop, so that a round can finish. The second one does not wait."""
+    stop = Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
+        stop.check()
+        stop.asked = True
         print("stopping after this round; once more stops at once", file=sys.stderr)
-
-    def check() -> None:
-        if asked:
-            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield check
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,35 +1,61 @@
-"""The one exception users meet: a sentence that says what to change."""
+"""The exception that users see, and the wording of errors."""
 
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Iterable
+
+DEBUG = "UNDRIFT_DEBUG"
+"""An environment variable: `undrift --debug` sets it, so that a sweep's processes show tracebacks too."""
 
 
 class UndriftError(ValueError):
     """Bad input, refused before anything runs. The message says what to change."""
 
 
+def quoted(x: object, most: int = 80) -> str:
+    """`repr(x)`, cut to `most` characters: a message must not repeat a whole file."""
+    try:
+        text = repr(x)
+    except Exception:  # nested too deeply, or a number of too many digits
+        text = f"<{type(x).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that is most like `name`, whatever its case, if there is one."""
+    by_lower = {n.lower(): n for n in sorted(known, reverse=True)}
+    close = difflib.get_close_matches(name[:100].lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[close[0]] if close else None
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
     """The error for a name that nobody registered, with the nearest one that somebody did."""
     names = sorted(known)
-    close = difflib.get_close_matches(name.lower()[:100], [n.lower() for n in names], n=1, cutoff=0.5)
-    nearest = [n for n in names if n.lower() in close]
-    hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Known: {', '.join(names)}."
+    close = nearest(name, names)
+    hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(names)}."
     return UndriftError(f"There is no {kind} called {quoted(name)}. {hint}")
 
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 120
+def machine_trouble(error: BaseException) -> str | None:
+    """A sentence about a file or memory that the machine refused, with the path if known; None for any other error."""
+    reason = first_line(error)
+    if isinstance(error, OSError):
+        where = f"{quoted(str(error.filename), 200)}: " if error.filename is not None else ""
+        return f"{where}{error.strerror or reason}."
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in reason:
+        said = f" ({reason})" if reason != kind else ""
+        return f"Out of memory{said}; use a smaller model, batch size, cohort or data set."
+    if kind == "SafetensorError":
+        return f"A safetensors file cannot be read or written ({reason})."
+    return None
 
 
-def quoted(given: object) -> str:
-    """What a user gave, as `repr` writes it, without its middle if it is long."""
-    try:
-        return _short.repr(given)
-    except ValueError:  # an integer of more digits than Python writes
-        return f"a {type(given).__name__}"
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line if len(line) <= 300 else f"{line[:299]}…"
 
 
 def shortened(text: str, most: int = 300) -> str:

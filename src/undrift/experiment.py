@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
 from undrift import models, nonfinite
 from undrift.checkpoint import parse_interval
 from undrift.config import Experiment, Section
 from undrift.data.load import load
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line
 from undrift.faults import Faults
 from undrift.local import Local
 from undrift.method import Method
@@ -37,7 +38,15 @@ def run(
     """Load, train, and leave a folder behind."""
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
-    return train(**arguments(experiment), out=out, resume=resume, on_round=on_round)
+    given = arguments(experiment)
+    try:
+        return train(**given, out=out, resume=resume, on_round=on_round)
+    except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
+        if error.filename is None and out is not None:
+            error.filename = str(out)
+        raise
+    except SafetensorError as error:
+        raise OSError(None, f"a file of the run cannot be read or written ({first_line(error)})", str(out)) from error
 
 
 def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
@@ -92,7 +101,7 @@ def about(key: str) -> Iterator[None]:
 def title(experiment: Experiment) -> str:
     """What a run's folder is called: after its data and its method."""
     words = f"{Path(experiment.data.name).stem} {re.sub(r'[(][^)]*[)]', '', experiment.method)}"
-    return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
+    return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")[:100]
 
 
 def new_folder(name: str) -> Path:

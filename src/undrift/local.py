@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 from undrift.random import derive, philox
 from undrift.schedule import Number, check_number, value, whole_steps
 
 Array = np.ndarray
+
+MOST_STEPS = 10_000_000
+"""How many steps a client may take in a round: their batches are drawn up in memory before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +40,10 @@ class Local:
         if (self.steps is None) == (self.epochs is None):
             raise UndriftError("Local needs either steps or epochs, and not both.")
         size = self.batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if size is not None and not (whole and 1 <= size < 2**31):
             raise UndriftError(
-                f"Local(batch_size) must be a whole number from 1, or None for all samples, not {size!r}."
+                f"Local(batch_size) must be a whole number from 1, or None for all samples, not {quoted(size)}."
             )
 
     def check(self, data: FederatedDataset, rounds: int) -> None:
@@ -48,15 +52,19 @@ class Local:
         check_number(self.weight_decay, rounds, "Local(weight_decay)")
         if self.per_client:
             given = np.array(self.steps, dtype=object)
-            given = given.astype(np.int64) if all(isinstance(k, int | np.integer) for k in given.flat) else given
+            whole = all(isinstance(k, int | np.integer) and k < 2**63 for k in given.flat)
+            given = given.astype(np.int64) if whole else given
             if given.shape != (len(data),) or given.dtype.kind not in "iu" or given.min() < 1:
                 raise UndriftError(
                     f"Local(steps) as a list needs one whole number from 1 for each of the {len(data)} clients."
                 )
+            if given.max() > MOST_STEPS:
+                raise UndriftError(f"Local(steps) has {given.max():,}; a client takes at most {MOST_STEPS:,} a round.")
         elif self.steps is not None:
-            check_number(self.steps, rounds, "Local(steps)", "(0, inf)")
+            check_number(self.steps, rounds, "Local(steps)", f"(0, {MOST_STEPS}]")
         else:
-            check_number(self.epochs, rounds, "Local(epochs)", "(0, inf)")
+            longest = int(steps_per_epoch(data.sizes, self.batch_size).max(initial=1))
+            check_number(self.epochs, rounds, "Local(epochs)", f"(0, {max(1, MOST_STEPS // longest)}]")
 
     @property
     def per_client(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from undrift.checkpoint import Progress
 from undrift.engine.cohort import Orders, Outcome
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 from undrift.models.functional import Params
 from undrift.setup import Setup
 from undrift.survivors import Answers
@@ -166,7 +166,7 @@ def mute() -> None:
 
 def check(on_nonfinite: Any) -> None:
     if on_nonfinite not in ("stop", SKIP):
-        raise UndriftError(f'on_nonfinite must be "stop" or "skip", not {on_nonfinite!r}.')
+        raise UndriftError(f'on_nonfinite must be "stop" or "skip", not {quoted(on_nonfinite)}.')
 
 
 def check_start(params: Params) -> None:

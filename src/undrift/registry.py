@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
 import undrift
 from undrift import models
 from undrift.data.augment import CropFlip
-from undrift.errors import UndriftError, unknown
+from undrift.errors import UndriftError, first_line, nearest, quoted, unknown
 from undrift.method import Method, Part, as_method
 from undrift.methods.temporal import TemporalEnsemble
 from undrift.schedule import decay, inverse
+
+log = logging.getLogger("undrift")
 
 INNER: dict[str, Callable[..., Any]] = {"decay": decay, "inverse": inverse, "TemporalEnsemble": TemporalEnsemble}
 """What may stand in a part's arguments."""
@@ -37,20 +41,35 @@ def known_parts() -> dict[str, Callable[..., Any]]:
 
 
 def import_plugins(modules: Iterable[str] = ()) -> None:
-    """Import a user's own methods, models and data: these modules, and those of installed packages that ask for it.
+    """Import a user's own methods, models and data: installed packages that ask for it, then these modules.
 
-    A package asks with an entry point in the group "undrift".
+    A package asks with an entry point in the group "undrift". Modules may also lie in the working directory, which is
+    searched last: nothing there can take the place of an installed package.
     """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # a module beside the experiment file needs no installing
+    _load_entry_points()
+    modules = list(modules)
+    if modules and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever a user's module may raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UndriftError(f"imports: the module {module!r} cannot be imported ({reason}).") from error
+        except (Exception, SystemExit) as error:  # whatever a user's module may raise
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UndriftError(f"imports: the module {quoted(module)} cannot be imported ({reason}).") from error
+
+
+@cache
+def _load_entry_points() -> None:
+    """Once per process; a package that fails costs a warning, not the command."""
     for point in entry_points(group="undrift"):
-        point.load()
+        try:
+            point.load()
+        except (Exception, SystemExit) as error:
+            package = point.dist.name if point.dist else point.value
+            log.warning(
+                "the package %s cannot be used with undrift: its module %s does not import (%s: %s); update or "
+                "uninstall it", package, point.module, type(error).__name__, first_line(error),
+            )  # fmt: skip
 
 
 def register_model(name: str, function: Callable[..., Any]) -> None:
@@ -80,17 +99,24 @@ def parse_model(text: str) -> tuple[str, dict[str, Any]]:
     """`vgg9` or `vgg9(dropout=False)`: a model's name and its options."""
     if "(" not in text:
         return text, {}
-    names = {name: partial(_named, name) for name in models.MODELS}
-    return parse(text, "model", names)
+    name, options = parse(text, "model", {name: partial(_named, name) for name in models.MODELS})
+    models.check_options(name, options)
+    return name, options
 
 
-def _named(name: str, **options: Any) -> tuple[str, dict[str, Any]]:
+def _named(name: str, /, *values: Any, **options: Any) -> tuple[str, dict[str, Any]]:
+    if values:
+        raise UndriftError(f"Options of the model {name} need their names, such as vgg9(dropout=False).")
     return name, options
 
 
 def parse_number(text: str) -> Any:
     """A schedule in a string, `decay(0.1, 0.99)`."""
-    return parse(text, "schedule", {"decay": decay, "inverse": inverse})
+    try:
+        float(text)
+    except ValueError:
+        return parse(text, "schedule", {"decay": decay, "inverse": inverse})
+    raise UndriftError(f"{quoted(text)} is a string; write the number without quotes.")
 
 
 def parse_augmentation(text: str) -> Any:
@@ -108,33 +134,39 @@ def parse(
 
     def refuse(node: ast.AST) -> UndriftError:
         return UndriftError(
-            f"Cannot read {ast.unparse(node)!r} in the {kind} {text!r}; write a {kind} such as {_example(names)}."
+            f"Cannot read {_source(node)} in the {kind} {quoted(text)}; write a {kind} such as {_example(names)}."
         )
 
     def call(node: ast.Call, allowed: Mapping[str, Callable[..., Any]]) -> Any:
         if not isinstance(node.func, ast.Name) or any(k.arg is None for k in node.keywords):
             raise refuse(node)
-        if node.func.id not in allowed:
-            raise unknown(kind, node.func.id, allowed)
+        name = node.func.id
+        if name not in allowed:
+            raise unknown(kind, name, allowed)
         args = [argument(a) for a in node.args]
-        keywords = {str(k.arg): argument(k.value) for k in node.keywords}
+        keywords = [(str(k.arg), argument(k.value)) for k in node.keywords]
+        _check_arguments(name, allowed[name], len(args), [key for key, _ in keywords])
         try:
-            return allowed[node.func.id](*args, **keywords)
-        except TypeError as error:
-            raise UndriftError(f"{ast.unparse(node)}: {str(error).split('() ')[-1].split('__ ')[-1]}.") from error
+            return allowed[name](*args, **dict(keywords))
+        except UndriftError:
+            raise
+        except Exception as error:  # whatever a user's own class may raise
+            raise UndriftError(f"{name}(…): {first_line(error)}.") from error
 
     def argument(node: ast.expr) -> Any:
         if isinstance(node, ast.Call):
             return call(node, {**names, **(inner or {})})
         if isinstance(node, ast.Name) and node.id == "inf":
             return math.inf
-        if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
-            return {argument(key): argument(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
-        if isinstance(node, ast.List | ast.Tuple):
-            return [argument(item) for item in node.elts]
         try:
+            if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
+                return {argument(key): argument(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
+            if isinstance(node, ast.List | ast.Tuple):
+                return [argument(item) for item in node.elts]
             return ast.literal_eval(node)
-        except ValueError:
+        except UndriftError:
+            raise
+        except (ValueError, TypeError):  # no literal, or a key that cannot be one
             raise refuse(node) from None
 
     def build(node: ast.expr) -> Any:
@@ -146,11 +178,68 @@ def parse(
             raise unknown(kind, node.id, names)
         raise refuse(node)
 
+    return build(_tree(text, kind, names))
+
+
+LONGEST = 10_000
+"""How many characters an expression may have."""
+DEEPEST = 100
+"""How many levels it may nest; each `+` is one."""
+
+
+def _tree(text: str, kind: str, names: Mapping[str, Any]) -> ast.expr:
+    """The expression's syntax tree, refused if it is too large to handle."""
+    if len(text) > LONGEST:
+        raise UndriftError(f"The {kind} has {len(text):,} characters; at most {LONGEST:,} are read.")
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except SyntaxError:
-        raise UndriftError(f"Cannot read the {kind} {text!r}; write a {kind} such as {_example(names)}.") from None
-    return build(tree.body)
+        # As the argument of a call it may span several lines, and have comments.
+        tree = ast.parse(f"_(\n{text}\n)", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two if it nests deeper than Python reads
+        tree = None
+    one = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and len(tree.args) == 1 and not tree.keywords
+    if not one:
+        raise UndriftError(f"Cannot read the {kind} {quoted(text)}; write a {kind} such as {_example(names)}.")
+    assert isinstance(tree, ast.Call)
+    level: list[ast.AST] = [tree]
+    for _ in range(DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if any(isinstance(n, ast.Constant) and isinstance(n.value, int) and n.value.bit_length() > 64 for n in level):
+            raise UndriftError(f"The {kind} {quoted(text)} has a number of more than 64 bits.")
+    if level:
+        raise UndriftError(f"The {kind} {quoted(text)} nests deeper than {DEEPEST} levels; simplify it.")
+    return tree.args[0]
+
+
+def _source(node: ast.AST) -> str:
+    try:
+        return quoted(ast.unparse(node))
+    except Exception:  # f-strings, which Python cannot always write out again
+        return "an expression"
+
+
+def _check_arguments(name: str, function: Callable[..., Any], given: int, keywords: list[str]) -> None:
+    """Refuse arguments that `function` does not have, with those that it has."""
+    known = inspect.signature(function).parameters
+    free = {p.kind for p in known.values()} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if free:
+        return
+    listed = f"its arguments are {', '.join(known)}" if known else "it has none"
+    for key in keywords:
+        if key not in known:
+            close = nearest(key, known)
+            raise UndriftError(
+                f"{name} has no argument {quoted(key)}{f' (did you mean {close!r}?)' if close else ''}; {listed}."
+            )
+    by_position = [n for n, p in known.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    if given > len(by_position):
+        raise UndriftError(f"{name} is given {given} arguments; {listed}.")
+    filled = by_position[:given] + keywords
+    twice = next((key for key in filled if filled.count(key) > 1), None)
+    if twice:
+        raise UndriftError(f"{name} is given {twice!r} twice; keep one.")
+    missing = [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in filled]
+    if missing:
+        raise UndriftError(f"{name} needs the argument {missing[0]!r}; {listed}.")
 
 
 def _example(names: Mapping[str, Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line, quoted
 
 if TYPE_CHECKING:
     # Inside a hook a number is that round's tensor, outside a float or a callable: nothing narrower is true of both.
@@ -62,10 +63,11 @@ def whole_steps(x: float) -> int:
 
 
 def number_fields(owner: Any) -> Iterator[str]:
-    """The names of a dataclass's fields that are annotated `Number` (or `Number | None`) and are set."""
+    """The names of a dataclass's fields that are annotated `Number`; those that may be None only where they are set."""
     for field in dataclasses.fields(owner):
         annotation = field.type if isinstance(field.type, str) else str(field.type)
-        if "Number" in annotation and getattr(owner, field.name) is not None:
+        may_be_none = field.default is None or "None" in annotation or "Optional" in annotation
+        if "Number" in annotation and (getattr(owner, field.name) is not None or not may_be_none):
             yield field.name
 
 
@@ -85,14 +87,27 @@ def inside(interval: str, x: float) -> bool:
     return above and below
 
 
+CHECKED = 1000
+"""At most so many rounds at either end of a run are checked one by one, and about as many in between."""
+
+
+def sampled_rounds(rounds: int) -> Iterable[int]:
+    """The rounds in which a schedule is checked: all of them, or of a very long run the ends and an even sample."""
+    if rounds <= 3 * CHECKED:
+        return range(rounds)
+    middle = range(CHECKED, rounds - CHECKED, rounds // CHECKED)
+    return itertools.chain(range(CHECKED), middle, range(rounds - CHECKED, rounds))
+
+
 def check_number(number: Any, rounds: int, where: str, interval: str = "[0, inf)") -> None:
-    """Refuse a number that is, in any round of the run, not a number or outside its range."""
-    for t in range(rounds if callable(number) else 1):
+    """Refuse a number that is, in a round of the run, not a number or outside its range (see `sampled_rounds`)."""
+    for t in sampled_rounds(rounds) if callable(number) else (0,):
         try:
             x = value(number, t)
         except Exception as error:  # whatever a user's function may raise
+            why = f" (in round {t}: {first_line(error)})" if callable(number) else ""
             raise UndriftError(
-                f"{where} must be a number or a function of the round that gives one, not {number!r} ({error})."
+                f"{where} must be a number or a function of the round that gives one, not {quoted(number)}{why}."
             ) from error
         if not inside(interval, x):
             when = f" in round {t}" if callable(number) else ""

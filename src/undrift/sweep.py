@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import numpy as np
 import torch
 
 from undrift.compare import Run, counted, flat, groups, leading_metric, lower_is_better
-from undrift.config import Settings, checked, override, toml_value
-from undrift.display import stopping
-from undrift.errors import UndriftError
+from undrift.config import Settings, checked, put, toml_value
+from undrift.display import score, stopping
+from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.experiment import about, run, understood
 from undrift.files import write_text
 from undrift.nonfinite import mute
 from undrift.result import finished, stopped
+from undrift.workers import each
 
 Grid = dict[str, list[Any]]
 
@@ -51,17 +53,30 @@ def parse_grid(assignments: list[str]) -> Grid:
         key, _, text = assignment.partition("=")
         values = toml_value(text.strip()) if text.strip() else None
         if not isinstance(values, list) or not values:
-            raise UndriftError(f"--grid {assignment}: write it as key=[value, …], such as 'local.lr=[0.01, 0.1]'.")
+            raise UndriftError(
+                f"--grid {quoted(assignment)}: write it as key=[value, …], such as 'local.lr=[0.01, 0.1]'."
+            )
         grid[key.strip()] = values
     return grid
 
 
+MOST = 10_000
+"""How many runs a sweep may have."""
+LONGEST = 200
+"""How many bytes a run's folder name may have."""
+
+
 def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
     """Every combination, each checked before the first one runs."""
+    count = math.prod(len(values) for values in grid.values())
+    if count > MOST:
+        raise UndriftError(f"{where}: the grid has {count:,} combinations; a sweep runs at most {MOST:,}.")
     found = []
     for values in itertools.product(*grid.values()):
         pairs = dict(zip(grid, values, strict=True))
-        changed = override(settings, [f"{key}={json.dumps(value)}" for key, value in pairs.items()])
+        changed = settings
+        for key, value in pairs.items():
+            changed = put(changed, key, value, where)
         name = ",".join(f"{key}={_word(value)}" for key, value in pairs.items()) or "run"
         with about(f"{where}, {name}"):
             understood(checked(changed, where))
@@ -78,13 +93,15 @@ def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
 
 
 def unique(found: list[Point]) -> list[Point]:
-    """The points with names that no two share: a name is a folder's."""
+    """The points with names that no two share and that every file system takes: a name is a folder's."""
     seen: dict[str, int] = {}
     named = []
     for point in found:
-        seen[point.name] = seen.get(point.name, 0) + 1
-        number = seen[point.name]
-        named.append(point if number == 1 else Point(f"{point.name}-{number}", point.settings))
+        name = point.name
+        if len(raw := os.fsencode(name)) > LONGEST:
+            name = f"{raw[: LONGEST - 9].decode(errors='ignore')}-{hashlib.sha256(raw).hexdigest()[:8]}"
+        seen[name] = seen.get(name, 0) + 1
+        named.append(Point(name if seen[name] == 1 else f"{name}-{seen[name]}", point.settings))
     return named
 
 
@@ -100,7 +117,7 @@ def sweep(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UndriftError(f"The folder {out} cannot be made ({error.strerror}); choose another.") from error
+        raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be made ({error.strerror}).") from error
     for point in found:
         _claim(point, out)
     waiting = [point for point in found if not finished(out / point.name)]
@@ -109,15 +126,22 @@ def sweep(
     tasks = {point: (point.settings, str(out / point.name), where, threads) for point in waiting}
     for point, message in _finished(tasks, workers):
         done(point, message)
-    ended = [out / point.name for point in found]
-    return [Run.read(folder) for folder in ended if finished(folder) or stopped(folder)]
+    ended = {point: out / point.name for point in found}
+    runs = []
+    for point, folder in ended.items():
+        try:
+            if finished(folder) or stopped(folder):
+                runs.append(Run.read(folder))
+        except UndriftError as error:  # damaged: the others are still worth their table
+            done(point, str(error))
+    return runs
 
 
 def _claim(point: Point, out: Path) -> None:
     """Note whose folder it is, and refuse one that is another's: a sweep goes on only where it left off."""
     file = out / f"{point.name}.json"
     mine = json.dumps(point.settings, sort_keys=True)
-    if file.exists() and file.read_text(encoding="utf-8") != mine:
+    if file.exists() and file.read_bytes() != mine.encode():
         raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this sweep.")
     write_text(file, mine)
 
@@ -130,69 +154,60 @@ def _workers(point: Point, where: str) -> int:
 
 
 def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, str | None]]:
-    """Points as they finish, with what went wrong, if anything."""
-    if workers <= 1:
-        for point, task in tasks.items():
-            yield point, _one(*task)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_one, *task): point for point, task in tasks.items()}
-        try:
-            for future in as_completed(futures):
-                error = future.exception()
-                yield futures[future], str(error) if error else future.result()
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)  # the workers, interrupted too, finish their rounds and stop
-            raise
+    """Points as they finish, with what went wrong, if anything. Raises KeyboardInterrupt after a stop."""
+    with stopping() as stop:
+        if workers > 1:
+            yield from each(_one, tasks, workers, stop)
+            return
+        for point, (settings, folder, where, threads) in tasks.items():
+            stop.check()
+            yield point, _one(settings, folder, where, threads, stop.check)
 
 
-_stopped: list[bool] = []
-
-
-def _one(settings: Settings, folder: str, where: str, threads: int) -> str | None:
-    """One run, in this process; gives the sentence if it is refused or stopped."""
-    if _stopped:  # a worker that was asked to stop takes up nothing new
-        return "stopped"
+def _one(settings: Settings, folder: str, where: str, threads: int, check: Callable[[], None]) -> str | None:
+    """One run, in this process. Returns why it did not finish; whatever it raises must not end the sweep."""
     torch.set_num_threads(threads)
     mute()  # what stops a run is returned
     try:
-        with stopping() as stop_if_asked:
-            resume = (Path(folder) / "config.toml").exists()
-            result = run(checked(settings, where), folder, resume, on_round=lambda row: stop_if_asked())
-            return f"stopped. {result.stopped}" if result.stopped else None
+        resume = (Path(folder) / "config.toml").exists()
+        result = run(checked(settings, where), folder, resume, on_round=lambda row: check())
     except UndriftError as error:
         return str(error)
-    except KeyboardInterrupt:
-        if get_context().parent_process() is None:  # no worker: the whole sweep stops
-            raise
-        _stopped.append(True)
-        return "stopped"
+    except (Exception, SystemExit) as error:
+        if DEBUG in os.environ:
+            traceback.print_exc()
+        return machine_trouble(error) or f"{type(error).__name__}: {first_line(error)}"
+    return f"stopped. {result.stopped}" if result.stopped else None
 
 
-def _number(x: Any) -> float | None:
-    """A number as JSON knows it."""
-    return float(x) if np.isfinite(x) else None
+def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation.
 
-
-def summary(runs: list[Run], out: Path) -> dict[str, Any]:
-    """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation."""
-    metric = leading_metric(runs)
-    held = metric if metric.startswith("validation_") else f"validation_{metric}"
+    A setting of which some run diverged, or stopped before its last round, has no mean and is never the best.
+    """
+    metric = leading_metric(runs) if any(score(row) for run in runs for row in run.rows) else None
+    held = metric if metric is None or metric.startswith("validation_") else f"validation_{metric}"
     chosen_by = held if any(held in row for run in runs for row in run.rows) else None
     rows = []
     for name, own in groups(runs).items():
         row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own], "counted": counted(own)}
         row["stopped"] = [run.folder.name for run in own if run.stopped]
-        for key in {metric, chosen_by or metric}:
-            values = [run.final(key) for run in own]
-            deviation = _number(np.std(values, ddof=1)) if len(values) > 1 else None
-            row[key] = {"mean": _number(np.mean(values)), "std": deviation}
+        row["diverged"] = [run.folder.name for run in own if run.diverged]
+        for key in dict.fromkeys(key for key in (chosen_by, metric) if key):
+            row[key] = _figures([run.final(key) for run in own])
         rows.append(row)
     best = None
-    if chosen_by:
+    if chosen_by and metric:
         sign = 1 if lower_is_better(metric) else -1
-        known = [row for row in rows if row[chosen_by]["mean"] is not None]  # what diverged is not the best
+        known = [row for row in rows if row[chosen_by]["mean"] is not None]
         best = min(known, key=lambda row: sign * row[chosen_by]["mean"])["name"] if known else None
-    found = {"metric": metric, "chosen_by": chosen_by, "best": best, "settings": rows}
+    found = {"metric": metric, "chosen_by": chosen_by, "best": best, "settings": rows, "failed": dict(failed or {})}
     write_text(out / "sweep.json", json.dumps(found, indent=2))
     return found
+
+
+def _figures(values: list[float]) -> dict[str, float | None]:
+    """Mean and deviation as JSON has numbers; none where a value is not finite."""
+    if not np.isfinite(values).all():
+        return {"mean": None, "std": None}
+    return {"mean": float(np.mean(values)), "std": float(np.std(values, ddof=1)) if len(values) > 1 else None}

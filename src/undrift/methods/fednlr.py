@@ -24,7 +24,7 @@ from undrift.method import Part
 from undrift.models.functional import Model
 from undrift.models.layers import Layer
 from undrift.roles import Batch, Client, Totals
-from undrift.schedule import Number, value
+from undrift.schedule import Number, sampled_rounds, value
 from undrift.tree import Tree, tree_map
 
 log = logging.getLogger("undrift")
@@ -61,7 +61,8 @@ class FedNLR(Part):
         _say_what_is_left_out(model)
         if isinstance(self.ratio, dict) and (strange := self.ratio.keys() - {layer.name for layer in model.layers}):
             raise unknown("layer", min(strange), [layer.name for layer in model.layers])
-        for t in range(rounds if any(callable(n) for n in (self.base, self.depth, self.width)) else 1):
+        scheduled = any(callable(n) for n in (self.base, self.depth, self.width))
+        for t in sampled_rounds(rounds) if scheduled else (0,):
             numbers = {n: value(getattr(self, n), t) for n in ("base", "depth", "width")}
             for name, mu in FedNLR(**numbers).ratios(model.layers).items() if self.ratio is None else ():
                 if mu < 1:

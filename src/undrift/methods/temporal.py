@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from undrift.errors import UndriftError, quoted
 from undrift.method import Part
 from undrift.roles import Client, Server
 from undrift.schedule import Number
@@ -45,6 +46,12 @@ class Targeted(Part):
     """
 
     target: TemporalEnsemble | None
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not all(hasattr(self.target, name) for name in ("start", "after", "target")):
+            raise UndriftError(
+                f"{type(self).__name__}(target) must be a TemporalEnsemble(beta), or None, not {quoted(self.target)}."
+            )
 
     def start(self, params: Tree) -> Tree:
         return self.target.start(params) if self.target else ()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,19 @@ from undrift.random import Key, keep_mask, normal, uniform
 Params = dict[str, Tensor]
 
 
+def _check_values(module: nn.Module) -> None:
+    """Refuse parameters and buffers that have no values yet."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise UndriftError(
+                f"The model's {name!r} has no shape yet (a lazy layer); call the model once on a batch before training."
+            )
+        if tensor.is_meta:
+            raise UndriftError(
+                f"The model's {name!r} is on the meta device and has no values; make the model on the CPU instead."
+            )
+
+
 class Model:
     """`model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
 
@@ -33,6 +47,7 @@ class Model:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, precision: str = "auto") -> None:
+        _check_values(module)
         # The caller's module keeps its weights. What is frozen nobody writes, so that is not copied, unless it must
         # move: `to` would move the caller's own.
         shared = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device}

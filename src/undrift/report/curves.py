@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from undrift.compare import Run
-from undrift.report.thin import number, plain, telling
+from undrift.display import number
+from undrift.report.thin import plain, telling
 
 Numbers = np.ndarray
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from undrift import __version__
-from undrift.compare import Run, groups
+from undrift.compare import Run, damage, groups, read_runs
+from undrift.display import number
 from undrift.errors import UndriftError
 from undrift.report import words
 from undrift.report.curves import AXES, POINTS, SHORT, SOURCES, curves
-from undrift.report.thin import even, number, plain
+from undrift.report.thin import even, plain
 from undrift.result import finished
 from undrift.track import BY_CLIENT
 
@@ -47,11 +48,21 @@ def folders(paths: Iterable[Path]) -> list[Path]:
 
 
 def gather(paths: Sequence[Path]) -> dict[str, Any]:
-    """All that is shown of the runs in these folders."""
-    runs = [Run.read(folder, unfinished=True) for folder in paths]
+    """All that is shown of the runs in these folders. `left_out` says what is wrong with those that cannot be read."""
+    runs, problems = read_runs(paths, unfinished=True)
+    partitions: list[Any] = []
+    shown: dict[Path, dict[str, Any]] = {}
+    for run in runs:
+        try:
+            with damage(run.folder, "its history or partition.json"):
+                shown[run.folder] = details(run, partitions)
+        except UndriftError as error:
+            problems.append(str(error))
+    runs = [run for run in runs if run.folder in shown]
+    if not runs:
+        raise UndriftError(problems[0])
     grouped = groups(runs)
     metrics = sorted({name for run in runs for name in measured(run)}, key=lambda name: (name == "loss", name))
-    partitions: list[Any] = []
     told: dict[str, Any] = {
         "version": __version__,
         "made": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
@@ -62,6 +73,7 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
         "runs": [],
         "shared": words.shared(runs),
         "partitions": partitions,
+        "left_out": problems,
     }
     for name, own in grouped.items():
         members = range(len(told["runs"]), len(told["runs"]) + len(own))
@@ -69,7 +81,7 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
             {"name": name, "runs": list(members), "cells": words.cells(own, metrics), **curves(own, metrics)}
             | {"settings": words.differing(own[0], told["shared"])}
         )
-        told["runs"] += [details(run, partitions) for run in own]
+        told["runs"] += [shown[run.folder] for run in own]
     told["thinned"] = max(len(run.rows) for run in runs) > POINTS
     return told
 
@@ -94,7 +106,7 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         "finished": finished(run.folder),
         "rounds": len(run.rows),
         "planned": run.settings.get("rounds"),
-        "diverged": words.diverged(run),
+        "diverged": run.diverged,
         "stopped": run.stopped,
         "config": (run.folder / "config.toml").read_text(encoding="utf-8"),
     }
@@ -111,11 +123,30 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         found["clients"] = by_client(clients)
     file = run.folder / "partition.json"
     if file.exists():
-        partition = json.loads(file.read_text(encoding="utf-8"))
+        partition = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
+        if not isinstance(partition, dict) or missing(partition):
+            raise ValueError("partition.json does not say who holds what")
         if partition not in partitions:
             partitions.append(partition)
         found["partition"] = partitions.index(partition)
     return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"partition.json has {name}")
+
+
+def missing(partition: dict[str, Any]) -> bool:
+    """Whether a partition lacks something that is shown of it."""
+    counts = ("clients", "empty", "samples", "smallest", "median", "largest")
+    lists = ("listed", "sizes", *(("classes", "counts") if "counts" in partition else ()))
+    return not (
+        all(number(partition.get(key)) for key in counts)
+        and all(isinstance(partition.get(key), list) for key in lists)
+        and len(partition["listed"]) == len(partition["sizes"])
+        and np.isfinite(np.array(partition["sizes"], float)).all()
+        and ("counts" not in partition or np.array(partition["counts"], float).ndim == 2)
+    )
 
 
 def by_client(row: dict[str, list[Any]]) -> dict[str, Any]:

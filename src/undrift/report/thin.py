@@ -9,10 +9,6 @@ from typing import Any
 import numpy as np
 
 
-def number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def plain(values: Iterable[Any], digits: int = 5) -> list[float | int | None]:
     """Numbers with so many digits, the whole ones without a point; None for what is no finite number."""
     found: list[float | int | None] = []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line
 from undrift.report.gather import gather
 from undrift.report.page import numbers, page, write
 
@@ -30,6 +31,10 @@ class Server(ThreadingHTTPServer):
     def __init__(self, port: int, told: dict[str, Any]) -> None:
         super().__init__((HOST, port), Handler)
         self.show(told)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a browser that went away in the middle of a page
+            super().handle_error(request, client_address)
 
     def show(self, told: dict[str, Any]) -> None:
         text = numbers({**told, "live": True}).encode()
@@ -79,19 +84,32 @@ def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], N
     threading.Thread(target=server.serve_forever, daemon=True).start()
     say(f"watching at http://{HOST}:{server.server_port}/ until Ctrl-C")
     written, stale, pause = time.monotonic(), False, PAUSE
+    said = set(told["left_out"])
+
+    def warn(problems: Iterable[str]) -> None:
+        for problem in problems:
+            if problem not in said:
+                said.add(problem)
+                say(f"warning: {problem}")
+
     try:
         while True:
             time.sleep(pause)
             if (now := stamps(folders)) != seen:
-                began = time.monotonic()
+                seen, began = now, time.monotonic()
                 try:
                     told = gather(folders)
-                except (UndriftError, OSError):  # a folder that is being made anew
+                    server.show(told)
+                except Exception as error:  # all folders are damaged, or being made anew: the page stays as it is
+                    warn([first_line(error)])
                     continue
-                server.show(told)
-                seen, stale, pause = now, True, max(PAUSE, 4 * (time.monotonic() - began))
+                warn(told["left_out"])
+                stale, pause = True, max(PAUSE, 4 * (time.monotonic() - began))
             if stale and time.monotonic() - written > REWRITE:
-                write(file, told)
+                try:
+                    write(file, told)
+                except UndriftError as error:  # a full disk, say; browsers still see it
+                    warn([str(error)])
                 written, stale = time.monotonic(), False
     except KeyboardInterrupt:
         write(file, told)

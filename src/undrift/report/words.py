@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from undrift.compare import UNTOLD, Run, brief, spread
-from undrift.display import left_out, marks
-from undrift.report.thin import number
+from undrift.display import left_out, marks, number
 from undrift.result import finished
 
 
@@ -44,7 +43,7 @@ def last(run: Run, key: str) -> float:
 def state(runs: list[Run]) -> str:
     """How the runs ended, or how far they are."""
     said_of = marks(0, sum(left_out(run.rows) for run in runs))
-    ended = {"stopped": [run for run in runs if run.stopped], "diverged": [run for run in runs if diverged(run)]}
+    ended = {"stopped": [run for run in runs if run.stopped], "diverged": [run for run in runs if run.diverged]}
     open_ = [run for run in runs if not finished(run.folder)]
     if open_:
         done, planned = sum(len(run.rows) for run in runs), sum(run.settings.get("rounds", 0) for run in runs)
@@ -55,15 +54,6 @@ def state(runs: list[Run]) -> str:
         if lost:
             said_of.append(how if len(runs) == 1 else f"{len(lost)} of {len(runs)} {how}")
     return ", ".join([said, *said_of])
-
-
-def diverged(run: Run) -> int | None:
-    """The first round whose loss is no finite number."""
-    for row in run.rows:
-        for key in ("loss", "validation_loss"):
-            if key in row and not (number(row[key]) and math.isfinite(row[key])):
-                return int(row["round"])
-    return None
 
 
 def shared(runs: list[Run]) -> dict[str, str]:
@@ -78,7 +68,7 @@ def differing(run: Run, same: dict[str, str]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
@@ -111,6 +101,8 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "–"
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)

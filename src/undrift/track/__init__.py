@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from undrift.errors import UndriftError, unknown
+from undrift.errors import UndriftError, quoted, unknown
 
 log = logging.getLogger("undrift")
 
@@ -64,7 +64,7 @@ def find(track: str | Sequence[str] | None) -> dict[str, type[Tracker]]:
     """The trackers of these names, or a sentence about the first that cannot be had."""
     names = [track] if isinstance(track, str) else track or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise UndriftError(f"track must be {' or '.join(map(repr, KNOWN))}, or a list of them, not {track!r}.")
+        raise UndriftError(f"track must be {' or '.join(map(repr, KNOWN))}, or a list of them, not {quoted(track)}.")
     found: dict[str, type[Tracker]] = {}
     for name in names:
         if name not in KNOWN:

@@ -1,0 +1,157 @@
+"""What files may make undrift do, and what they may not."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.test_config import GOOD, toml
+from undrift.cli import app
+from undrift.errors import UndriftError
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib", "code", "pty"}
+"""What turns data into code or objects, or runs a shell."""
+NAMES = {"eval", "exec", "__import__", "execfile", "breakpoint"}
+METHODS = {
+    "torch.load", "torch.save", "torch.hub.load", "torch.jit.load", "torch.package", "os.system", "os.popen",
+    "numpy.load", "np.load", "pd.read_pickle", "pandas.read_pickle", "subprocess.getoutput", "runpy.run_path",
+}  # fmt: skip
+KEYWORDS = {"shell", "trust_remote_code", "allow_pickle", "weights_only"}
+
+
+def forbidden(tree: ast.AST) -> list[tuple[int, str]]:
+    """The places in a module that could run what a file says."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, name.name) for name in node.names if name.name.split(".")[0] in MODULES]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            found.append((node.lineno, str(node.module)))
+        if isinstance(node, ast.Name) and node.id in NAMES:
+            found.append((node.lineno, node.id))
+        if isinstance(node, ast.Attribute) and (ast.unparse(node) in METHODS or node.attr in MODULES - {"code", "pty"}):
+            found.append((node.lineno, ast.unparse(node)))
+        if isinstance(node, ast.Call):
+            found += [(node.lineno, "compile")] if ast.unparse(node.func) == "compile" else []
+            found += [(node.lineno, f"{k.arg}=") for k in node.keywords if k.arg in KEYWORDS]
+    return found
+
+
+def test_nothing_in_the_source_runs_what_a_file_says():
+    assert len(SOURCES) > 80
+    found = {f"{file.name}: {place}" for file in SOURCES for place in forbidden(ast.parse(file.read_text("utf-8")))}
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "from pickle import loads", "import yaml.nodes", "eval(x)", "f = exec", "compile(x)",
+        "torch.load(f)",        "subprocess.run(x, shell=True)", "os.system(x)", "__import__(x)", "load(name, trust_remote_code=True)",
+        "torch.serialization.pickle.loads(x)", "np.load(f, allow_pickle=True)",
+    ],
+)  # fmt: skip
+def test_the_check_of_the_source_finds_what_it_looks_for(line):
+    assert forbidden(ast.parse(line))
+
+
+def test_the_security_policy_is_there():
+    text = (ROOT / "SECURITY.md").read_text("utf-8")
+    for word in ("Supported versions", "Reporting", "imports", "--trust", "safetensors"):
+        assert word in text
+
+
+# ---- the working directory ---------------------------------------------------------------------------------------
+
+MARK = "import pathlib; pathlib.Path({mark!r}).touch()\n"
+
+
+def distribution(folder: Path, name: str, code: str) -> None:
+    """A package as pip leaves it, with an entry point of undrift's group."""
+    (folder / f"{name}-1.0.dist-info").mkdir(parents=True)
+    (folder / f"{name}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (folder / f"{name}-1.0.dist-info" / "entry_points.txt").write_text(f"[undrift]\nx = {name}_module\n")
+    (folder / f"{name}_module.py").write_text(code)
+
+
+def test_the_working_directory_is_no_code_and_a_broken_package_one_warning(tmp_path):
+    """A package in the working directory is not asked; one that is installed, and broken, is named."""
+    here, installed, mark = tmp_path / "here", tmp_path / "installed", tmp_path / "executed"
+    for name in ("datasets", "queue", "selectors", "typer", "rich", "random"):
+        here.mkdir(exist_ok=True)
+        (here / f"{name}.py").write_text(MARK.format(mark=str(mark)))
+    distribution(here, "evil", MARK.format(mark=str(mark)))
+    distribution(installed, "broken", "raise RuntimeError('it is broken')")
+    distribution(installed, "fine", MARK.format(mark=str(tmp_path / "fine")))
+    (here / "own.py").write_text(MARK.format(mark=str(tmp_path / "own")))
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "undrift", "list", "losses", "--import", "own"]
+    done = subprocess.run(
+        command, cwd=here, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "cross_entropy" in done.stdout, done.stderr
+    assert not mark.exists(), "code of the working directory ran"
+    assert (tmp_path / "fine").exists() and (tmp_path / "own").exists()
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert "the package broken cannot be used with undrift" in done.stderr and "it is broken" in done.stderr
+
+
+def test_only_imports_put_the_working_directory_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    before = list(sys.path)
+    assert CliRunner().invoke(app, ["list", "losses"], catch_exceptions=False).exit_code == 0
+    assert sys.path == before
+    Path("own_module_of_a_test.py").write_text("")
+    done = CliRunner().invoke(app, ["list", "losses", "--import", "own_module_of_a_test"], catch_exceptions=False)
+    assert done.exit_code == 0 and sys.path == [*before, str(tmp_path)]
+
+
+# ---- a run's folder from somebody else ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """A run's folder whose config.toml names code, which lies beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    Path("evil").mkdir()
+    Path("evil/config.toml").write_text(toml(GOOD | {"imports": ["evil.payload"]}))
+    Path("evil/payload.py").write_text("import pathlib; pathlib.Path('executed').touch()")
+    Path("evil/metrics.jsonl").write_text("")
+    yield tmp_path
+    for name in ("evil", "evil.payload"):
+        sys.modules.pop(name, None)
+
+
+def test_code_that_a_runs_folder_names_is_not_imported(foreign):
+    for arguments in (["resume", "evil"], ["run", "evil"], ["sweep", "evil"], ["resume", "evil", "--import", "json"]):
+        done = CliRunner().invoke(app, arguments)
+        assert isinstance(done.exception, UndriftError)
+        assert "config.toml asks to import 'evil.payload', which runs that code." in str(done.exception)
+        assert "--import evil.payload, or with --trust." in str(done.exception)
+    for arguments in (["report", "evil"], ["compare", "evil"], ["data", "show", "digits"], ["list", "losses"]):
+        CliRunner().invoke(app, arguments)
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("allowed", [["--trust"], ["--import", "evil.payload"]])
+def test_it_is_imported_where_that_is_asked_for(foreign, allowed):
+    done = CliRunner().invoke(app, ["run", "evil", "--out", "again", *allowed])
+    assert Path("executed").exists() and done.exit_code == 0
+    assert Path("again/config.toml").read_text().count("evil.payload") == 1
+    Path("executed").unlink()
+
+
+def test_a_file_that_the_user_names_may_import(foreign):
+    done = CliRunner().invoke(app, ["run", "evil/config.toml", "--out", "again"])
+    assert done.exit_code == 0 and Path("executed").exists()

@@ -1,0 +1,255 @@
+"""Sweeps whose runs fail, diverge or are killed: the others go on, and only what is sound is the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.test_config import GOOD, changed, toml
+from undrift.cli import app
+from undrift.compare import Run
+from undrift.sweep import Point, summary, unique
+
+FAILS = '''
+import os, signal
+from dataclasses import dataclass
+import undrift as ud
+
+@dataclass(frozen=True)
+class Fails(ud.Part):
+    """Raises, or ends its process, in its first round."""
+
+    how: str
+
+    def broadcast(self, params, state, server):
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "disk":
+            raise OSError(28, "No space left on device")
+        raise {"memory": MemoryError, "exit": SystemExit, "bug": ZeroDivisionError}[self.how]("of this test")
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2)))
+    Path("fails.py").write_text(FAILS)
+    return tmp_path
+
+
+def sweep(*arguments: object, status: int = 0) -> str:
+    done = CliRunner().invoke(app, ["sweep", "e.toml", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+# ---- what is the best --------------------------------------------------------------------------------------------
+
+
+def row(accuracy: float, loss: float | None = 1.0, t: int = 0, **more: object) -> dict:
+    return {
+        "round": t + 1,
+        "clients": [0, 1],
+        "validation_accuracy": accuracy,
+        "accuracy": accuracy,
+        "loss": loss,
+        **more,
+    }
+
+
+def run(lr: float, *rows: dict, seed: int = 0, stopped: str | None = None) -> Run:
+    return Run(Path(f"lr{lr}-{seed}"), {"method": "FedAvg()", "local.lr": lr, "seed": seed}, list(rows), stopped)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        [run(9.0, row(0.9, None))],  # null is how metrics.jsonl writes NaN
+        [run(9.0, row(0.9, math.nan))],
+        [run(9.0, row(0.9, math.inf))],
+        [run(9.0, row(0.9) | {"validation_loss": None})],
+        [run(9.0, row(0.9), stopped="Round 2: …")],
+        [run(9.0, row(0.9, skipped=[1, 0]))],  # every client of the last round was left out
+        [run(9.0, row(0.9, seed=0)), run(9.0, row(0.9, math.nan), seed=1)],  # one seed of two
+        [run(9.0, row(0.9, seed=0)), run(9.0, row(0.9), seed=1, stopped="Round 2: …")],
+        [run(9.0, row(math.inf))],
+        [run(9.0, {"round": 1, "loss": 1.0})],  # never evaluated on validation data
+    ],
+)
+def test_a_run_that_diverged_is_never_the_best(tmp_path, lost):
+    found = summary([*lost, run(0.1, row(0.2)), run(0.1, row(0.3), seed=1)], tmp_path)
+    assert found["best"] == "local.lr=0.1"
+    assert summary(lost, tmp_path)["best"] is None
+
+
+def test_all_clients_left_out_is_no_result(here):
+    """With "skip" the weights stay as they were at the start, whose accuracy must not count."""
+    Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2) | {"on_nonfinite": "skip"}))
+    said = sweep("--grid", "local.lr=[1e38, 1e-9]", "--workers", 1, "--out", "s")
+    assert "best by validation accuracy: local.lr=1e-09" in said
+    said = sweep("--grid", "local.lr=[1e38, 2e38]", "--workers", 1, "--out", "t")
+    assert "no setting is the best: in each, a run stopped or diverged" in said
+
+
+def test_the_keys_of_the_summary_have_one_order(tmp_path):
+    """A set of strings has another order in each process."""
+    script = """
+import json, sys
+from pathlib import Path
+from tests.test_sweep_faults import row, run
+from undrift.sweep import summary
+print([list(r) for r in summary([run(0.1, row(0.2))], Path(sys.argv[1]))["settings"]])
+"""
+    orders = set()
+    for seed in (0, 1, 2, 3):
+        env = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        orders.add(subprocess.check_output([sys.executable, "-c", script, str(tmp_path)], env=env, text=True))
+    assert len(orders) == 1
+
+
+# ---- what fails --------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_one_run_does_not_end_the_sweep(here):
+    kinds = ["bug", "memory", "disk", "exit"]
+    methods = [f"Fails('{kind}')" for kind in kinds] + ["FedAvg()"]
+    said = sweep(
+        "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--workers", 1, "--out", "s", status=1
+    )  # fmt: skip
+    assert "error: method=Fails_bug,seed=0: ZeroDivisionError: of this test" in said
+    assert "error: method=Fails_memory,seed=0: Out of memory (of this test); use a smaller model" in said
+    assert "error: method=Fails_disk,seed=0: 's/method=Fails_disk,seed=0': No space left on device." in said
+    assert "error: method=Fails_exit,seed=0: SystemExit: of this test" in said
+    assert "4 of 5 runs failed" in said and "Traceback" not in said
+    found = json.loads(Path("s/sweep.json").read_text())
+    assert [row["name"] for row in found["settings"]] == ["FedAvg()"]
+    assert list(found["failed"]) == [f"method=Fails_{kind},seed=0" for kind in kinds]
+
+
+def test_a_sweep_of_which_nothing_is_left_says_so(here):
+    sweep("--grid", "method=[\"Fails('bug')\"]", "--import", "fails", "--workers", 1, "--out", "s", status=1)
+    found = json.loads(Path("s/sweep.json").read_text())
+    assert (found["metric"], found["best"], found["settings"]) == (None, None, []) and len(found["failed"]) == 1
+
+
+def test_a_worker_that_is_killed_costs_its_run_alone(here):
+    methods = ["Fails('killed')", "Fails('bug')", "FedAvg()", "FedProx(mu=0.1)"]
+    said = sweep(
+        "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--workers", 2, "--out", "s", status=1
+    )  # fmt: skip
+    assert "error: method=Fails_killed,seed=0: its process was killed by SIGKILL, perhaps for lack of memory" in said
+    assert "error: method=Fails_bug,seed=0: ZeroDivisionError: of this test" in said
+    found = json.loads(Path("s/sweep.json").read_text())
+    assert {row["name"] for row in found["settings"]} == {"FedAvg()", "FedProx(mu=0.1)"} and len(found["failed"]) == 2
+
+
+# ---- signals -----------------------------------------------------------------------------------------------------
+
+
+def start(where: Path) -> subprocess.Popen:
+    """A sweep of two runs in two processes, with so many rounds that it does not end by itself."""
+    settings = GOOD | {"rounds": 10**6, "participation": 1.0, "checkpoint_every": "9999s", "evaluate_every": 10**6}
+    (where / "e.toml").write_text(toml(settings))
+    command = [sys.executable, "-m", "undrift", "sweep", "e.toml", "--seeds", "2", "--workers", "2", "--out", "s"]
+    return subprocess.Popen(
+        command, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not: whoever adopted it may not have looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(happened, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def rounds(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_parent(tmp_path, number):
+    parent = start(tmp_path)
+    folders = [tmp_path / "s" / f"seed={seed}" for seed in (0, 1)]
+    try:
+        until(lambda: all(rounds(folder) > 2 for folder in folders))
+        workers = children(parent.pid)
+        assert len(workers) >= 2
+        parent.send_signal(number)  # to the parent alone, as a scheduler does
+        _, said = parent.communicate(timeout=120)
+        until(lambda: not any(map(alive, workers)), 60)
+        for folder in folders:  # they finished their round and left a checkpoint of it
+            (newest,) = (folder / "checkpoint").glob("round-*.json")
+            assert int(newest.stem.removeprefix("round-")) == rounds(folder)
+        if number == signal.SIGTERM:
+            assert parent.returncode == 130 and said.count("stopping after this round") == 1, said
+            assert said.endswith("stopped; the same command with --out s goes on\n") and "Traceback" not in said
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+
+
+@linux
+def test_ctrl_c_five_times_while_workers_start_shows_no_traceback(tmp_path):
+    parent = start(tmp_path)
+    try:
+        until(lambda: len(children(parent.pid)) >= 2)  # the first of them and multiprocessing's own
+        for _ in range(5):
+            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+            time.sleep(0.02)
+        _, said = parent.communicate(timeout=120)
+        assert parent.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
+    finally:
+        if parent.poll() is None:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+# ---- sizes and names ---------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_of_too_many_runs_is_refused(here):
+    done = CliRunner().invoke(app, ["sweep", "e.toml", "--seeds", "1000000000"])
+    assert done.exit_code == 2 and "1<=x<=10000" in done.output
+    grid = [f"{key}=[{', '.join(['0.1'] * 200)}]" for key in ("local.lr", "local.momentum", "local.weight_decay")]
+    done = CliRunner().invoke(app, ["sweep", "e.toml", *(word for one in grid for word in ("--grid", one))])
+    assert "the grid has 8,000,000 combinations; a sweep runs at most 10,000." in str(done.exception)
+
+
+def test_names_of_folders_are_not_too_long():
+    long = [Point(f"a=1,{'é' * 300},seed={seed}", {}) for seed in (0, 1)]
+    names = [point.name for point in unique(long)]
+    assert all(len(os.fsencode(name)) <= 200 for name in names) and len(set(names)) == 2
+
+
+def test_values_that_json_does_not_have(here):
+    done = CliRunner().invoke(app, ["sweep", "e.toml", "--grid", "local.lr=[2020-01-01]"])
+    assert "The key 'local.lr' must be" in str(done.exception)
+    done = CliRunner().invoke(app, ["sweep", "e.toml", "--grid", "local.lr=[nan, 0.1]", "--out", "s"])
+    assert "Local(lr) is nan" in str(done.exception) or "Local(lr) is nan" in done.output
