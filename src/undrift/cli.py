@@ -82,25 +82,34 @@ def resume(
     ] = None,
     imports: Import = None,
     trust: Trust = False,
+    allow_version_change: Annotated[
+        bool,
+        typer.Option(
+            "--allow-version-change", help="Go on with other versions or another device; last digits may differ."
+        ),
+    ] = False,
 ) -> None:
     """Go on with a run from its last checkpoint, as if it had never stopped."""
-    from undrift.config import read
+    from undrift import config
     from undrift.errors import UndriftError
+    from undrift.experiment import resumable
     from undrift.record import repeats
-    from undrift.result import finished
+    from undrift.result import RUN, finished, intact, recorded
 
-    if not (folder / "config.toml").exists():
+    if not any((folder / name).exists() for name in ("config.toml", RUN)):
         raise UndriftError(f"{folder} is no run: it has no config.toml.")
-    read(folder)  # a file that is no TOML is refused before anything else looks at it
-    if not repeats(folder):
+    settings, text = resumable(folder, allow_version_change)
+    if not repeats(text):
         raise UndriftError(
             f"{folder} was started from Python; go on there: ud.train(…, out={str(folder)!r}, resume=True)."
         )
-    if finished(folder):
+    known = recorded(folder) if finished(folder) else None
+    if known and intact(folder, known):
         typer.echo(f"{folder} is finished.")
         return
-    changed = [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else None
-    _run(_experiment(folder, changed, imports, None, trust), folder, folder, resume=True)
+    changed = config.override(settings, [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else [])
+    experiment = config.checked(_allowed(changed, folder, imports, None, trust), str(folder))
+    _run(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
 
 
 @app.command()
@@ -302,7 +311,13 @@ def _settings(
 ) -> dict[str, Any]:
     from undrift import config
 
-    settings = config.override(config.read(file), set or [])
+    return _allowed(config.override(config.read(file), set or []), file, imports, data_dir, trust)
+
+
+def _allowed(
+    settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool
+) -> dict[str, Any]:
+    """The settings with what the command line adds to them. Refuses imports that nobody has allowed."""
     given = settings.get("imports", [])
     if isinstance(given, list):
         _check_trust(file, given, imports or [], trust)
@@ -335,7 +350,9 @@ def _experiment(
     return config.checked(settings, str(file))
 
 
-def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False) -> None:
+def _run(
+    experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
+) -> None:
     from undrift.display import Live, left_out, marks, score, stopping
     from undrift.experiment import about, run
     from undrift.nonfinite import mute
@@ -350,7 +367,7 @@ def _run(experiment: Experiment, folder: Path, where: Path, resume: bool = False
             stop.check()
 
         try:
-            result = run(experiment, folder, resume, on_round)
+            result = run(experiment, folder, resume, on_round, allow_version_change)
         except KeyboardInterrupt:
             live.__exit__()
             left = folder if (folder / "config.toml").exists() else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from undrift.config import read
+from undrift.config import flat, read
 from undrift.display import left_out, marks, number, score
 from undrift.errors import UndriftError, first_line, machine_trouble, quoted
 from undrift.record import repeats
@@ -55,7 +55,7 @@ class Run:
         with damage(folder, "config.toml"):
             settings = {"on_nonfinite": "stop"} | flat(read(folder))  # which older folders do not mention
             _check_settings(settings)
-            if not repeats(folder):
+            if not repeats((folder / "config.toml").read_text(encoding="utf-8-sig")):
                 settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
         with damage(folder, "metrics.jsonl"):
             rows = history(folder)
@@ -176,14 +176,6 @@ def counted(runs: Sequence[Run]) -> str:
 
 def lower_is_better(metric: str) -> bool:
     return metric.endswith("loss")
-
-
-def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,18 +17,19 @@ from safetensors import SafetensorError
 
 from undrift import models, nonfinite
 from undrift.checkpoint import parse_interval
-from undrift.config import Experiment, Section
+from undrift.config import Experiment, Section, Settings, flat, read
 from undrift.data.load import load
-from undrift.errors import UndriftError, first_line
+from undrift.errors import UndriftError, first_line, quoted
 from undrift.faults import Faults
 from undrift.local import Local
 from undrift.method import Method
 from undrift.registry import import_plugins, parse_method, parse_model, parse_number, parse_partition
-from undrift.result import Result
+from undrift.result import RUN, Result, recorded
 from undrift.track import find
 from undrift.train import train
 
 T = TypeVar("T")
+log = logging.getLogger("undrift")
 
 
 def run(
@@ -34,13 +37,14 @@ def run(
     out: str | Path | None,
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], None] | None = None,
+    allow_version_change: bool = False,
 ) -> Result:
     """Load, train, and leave a folder behind."""
     if experiment.threads:
         torch.set_num_threads(experiment.threads)
     given = arguments(experiment)
     try:
-        return train(**given, out=out, resume=resume, on_round=on_round)
+        return train(**given, out=out, resume=resume, on_round=on_round, allow_version_change=allow_version_change)
     except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
         if error.filename is None and out is not None:
             error.filename = str(out)
@@ -87,6 +91,38 @@ def arguments(experiment: Experiment) -> dict[str, Any]:
     made = {"data": data, "local": local, "method": method, "faults": faults}
     rest = {name: value for name, value in experiment if name not in (*made, "threads", "imports")}
     return {**rest, **made, "notes": {"imports": experiment.imports}}
+
+
+FREE = {"checkpoint_every", "track", "on_nonfinite", "imports", "device", "data.data_dir"}
+"""What may be changed in the `config.toml` of a run that is to be resumed."""
+DIGITS = {"engine", "lanes", "compile", "deterministic", "threads"}
+"""What may change a run's last digits, and nothing more."""
+
+
+def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Settings, str]:
+    """The settings to resume a run with, and its `config.toml`, of which `run.json` has a copy.
+
+    Raises `UndriftError` if a setting that decides the result has been changed in the file.
+    """
+    file, known = folder / "config.toml", recorded(folder) if (folder / RUN).exists() else None
+    copy = str(known["config"]) if known else None
+    try:
+        given = read(file)
+    except UndriftError as error:
+        if copy is None:
+            raise
+        log.warning("%s Its copy in %s is used instead.", error, RUN)
+        return tomllib.loads(copy), copy
+    if copy is None:
+        return given, file.read_text(encoding="utf-8-sig")
+    before, now = flat(tomllib.loads(copy)), flat(given)
+    for key in before | now:
+        if before.get(key) != now.get(key) and key not in FREE | (DIGITS if allow_version_change else set()):
+            raise UndriftError(
+                f"{file}: {key} was {quoted(before.get(key))} when the run started, and is {quoted(now.get(key))} now; "
+                "change it back, or start another run."
+            )
+    return given, copy
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,14 @@ from undrift.setup import Setup
 OF_PYTHON = "of Python, so this file alone does not repeat the run"
 
 
-def repeats(folder: Path) -> bool:
-    """Whether the run in this folder can be repeated from its file alone."""
-    return OF_PYTHON not in (folder / "config.toml").read_text(encoding="utf-8")
+def repeats(config: str) -> bool:
+    """Whether a run can be repeated from its `config.toml` alone."""
+    return OF_PYTHON not in config
+
+
+def same_settings(one: str, other: str) -> bool:
+    """Whether two files differ in nothing but what they say above their settings."""
+    return one.partition("\nmodel")[2] == other.partition("\nmodel")[2]
 
 
 ORDER = (

@@ -112,6 +112,34 @@ OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\
 """The files of a run's folder; all others are somebody else's, and are left alone."""
 
 
+def recorded(folder: Path) -> dict[str, Any] | None:
+    """What `run.json` says of the run in this folder; None, with a warning, if it cannot be read."""
+    try:
+        found: dict[str, Any] = unseal(folder / RUN)
+        return found
+    except DamagedError as error:
+        log.warning("%s", error)
+        return None
+
+
+def intact(folder: Path, known: dict[str, Any]) -> bool:
+    """Whether the results of a finished run are what `run.json` says; warns if they are not."""
+    try:
+        for name in RESULTS:
+            verify(folder / name, known.get("results", {}).get(name, "unknown"))
+    except DamagedError as error:
+        log.warning("%s", error)
+        return False
+    return True
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
 class Folder:
     """A run's folder: settings, who holds what, `metrics.jsonl` that grows with the rounds, the model at the end.
 
@@ -130,7 +158,7 @@ class Folder:
         """What `run.json` says of this run."""
         if resume and not self.path:
             raise UndriftError("resume needs the folder of the run to go on with: out=….")
-        if resume and self.path and not (self.path / "config.toml").exists():
+        if resume and self.path and not any((self.path / name).exists() for name in (RUN, "config.toml")):
             raise UndriftError(f"{self.path} has no run to go on with; leave resume out to start one there.")
 
     def __enter__(self) -> Folder:
@@ -182,32 +210,12 @@ class Folder:
     def recorded(self) -> dict[str, Any] | None:
         """What `run.json` says of the run in this folder; None if it cannot be read."""
         assert self.path
-        try:
-            found: dict[str, Any] = unseal(self.path / RUN)
-            return found
-        except DamagedError as error:
-            log.warning("%s", error)
-            return None
+        return recorded(self.path)
 
-    def intact(self, recorded: dict[str, Any]) -> bool:
-        """Whether the results of a finished run are what it wrote; says so if they are not."""
-        assert self.path
-        try:
-            for name in RESULTS:
-                verify(self.path / name, recorded.get("results", {}).get(name, "unknown"))
-        except DamagedError as error:
-            log.warning("%s", error)
-            return False
-        return True
-
-    def config(self, text: str) -> None:
-        """The file that repeats the run."""
-        if self.path:
-            write_text(self.path / "config.toml", text)
-
-    def says(self, name: str, value: str) -> bool:
-        """Whether that file has this setting; without a folder there is nothing to say."""
-        return not self.path or f'{name} = "{value}"' in (self.path / "config.toml").read_text(encoding="utf-8")
+    def config(self) -> None:
+        """The file that repeats the run, unless it is there."""
+        if self.path and _text(self.path / "config.toml") != self.record["config"]:
+            write_text(self.path / "config.toml", self.record["config"])
 
     def partition(self, found: dict[str, Any]) -> None:
         """Who holds what."""

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.compare import Run, counted, flat, groups, leading_metric, lower_is_better
-from undrift.config import Settings, checked, put, toml_value
+from undrift.compare import Run, counted, groups, leading_metric, lower_is_better
+from undrift.config import Settings, checked, flat, put, toml_value
 from undrift.display import score, stopping
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.experiment import about, run, understood
-from undrift.files import write_text
+from undrift.files import regular, write_text
 from undrift.nonfinite import mute
 from undrift.result import finished, stopped
 from undrift.workers import each
@@ -118,6 +118,7 @@ def sweep(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be made ({error.strerror}).") from error
+    _refuse_others(out)
     for point in found:
         _claim(point, out)
     waiting = [point for point in found if not finished(out / point.name)]
@@ -135,6 +136,19 @@ def sweep(
         except UndriftError as error:  # damaged: the others are still worth their table
             done(point, str(error))
     return runs
+
+
+def _refuse_others(out: Path) -> None:
+    """Refuse a folder whose `sweep.json`, which will be replaced, is not a sweep's."""
+    file = out / "sweep.json"
+    if not os.path.lexists(file):
+        return
+    try:
+        ours = regular(file) and {"chosen_by", "settings"} <= json.loads(file.read_bytes()).keys()
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise UndriftError(f"{file} was not written by a sweep; choose another --out, or move that file away.")
 
 
 def _claim(point: Point, out: Path) -> None:

@@ -29,8 +29,8 @@ from undrift.losses import reserved
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.personal import Personal
-from undrift.record import record
-from undrift.result import Folder, Result
+from undrift.record import record, same_settings
+from undrift.result import Folder, Result, intact
 from undrift.roles import Totals
 from undrift.setup import Setup, prepare, selected
 from undrift.survivors import Conditions, collect
@@ -113,19 +113,19 @@ def train(
     with files as folder, selected(run.resident.device), switches, trackers:
         start = tree_to(bound(run, 0).start(run.model.start), run.resident.device)
         now = Progress(run.model.start, start)
+        config = record(run, given) if folder.path or trackers else ""
         if folder.path:
             evaluations = {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)}
-            checkpoints.record = {"identity": run.identity | evaluations, "versions": versions(run.resident.device)}
+            known = {"identity": run.identity | evaluations, "versions": versions(run.resident.device)}
+            checkpoints.record = known | {"config": config}
         if resume:
             done = resumed(run, folder, checkpoints, allow_version_change)
             if isinstance(done, Result):
                 return done
             now = done or now
         folder.note(checkpoints.record)
-        config = record(run, given) if folder.path or trackers else ""
         trackers.begin(config, now.history)
-        if not (now.round and folder.says("on_nonfinite", on_nonfinite)):
-            folder.config(config)
+        folder.config()
         if folder.path and not now.round:
             folder.partition(holdings(data))
         folder.begin(now.history)
@@ -246,7 +246,9 @@ def resumed(
     compare(known["identity"], checkpoints.record["identity"], folder.path)
     if not allow_version_change:
         compare_versions(known["versions"], checkpoints.record["versions"], folder.path)
-    if folder.finished and folder.intact(known):
+    if same_settings(known["config"], checkpoints.record["config"]):  # its comments say why what was chosen
+        checkpoints.record["config"] = known["config"]
+    if folder.path and folder.finished and intact(folder.path, known):
         folder.load(run.model.module)
         weights = dict(run.model.module.named_parameters())
         params = {name: weights[name].detach().clone() for name in run.model.start}

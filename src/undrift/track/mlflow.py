@@ -82,7 +82,7 @@ class Tracker:
         return run, metrics.get("round", 0.0)
 
     def _created(self, config: str) -> str:
-        from undrift.compare import flat
+        from undrift.config import flat
 
         name = self.folder.resolve().name if self.folder else None
         run = str(self.client.create_run(self._experiment(), run_name=name).info.run_id)
