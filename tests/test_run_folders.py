@@ -17,6 +17,7 @@ import torch
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
 from tests.test_runs import StopError, stop_after
+from undrift import config, experiment
 from undrift.files import digest, seal, unseal, write_text
 
 LOCAL = ud.Local(steps=1, batch_size=4, lr=0.1)
@@ -378,3 +379,61 @@ def test_a_checkpoint_cannot_name_files_elsewhere(tmp_path, caplog):
     seal(file, {**whole, "files": {**whole["files"], "../../secret": "0"}})
     train(tmp_path / "r", resume=True)
     assert "names the file '../../secret'" in caplog.text
+
+
+# ---- undrift resume ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_file(tmp_path_factory):
+    """A run of an experiment file that was stopped, and the same run whole."""
+    where = tmp_path_factory.mktemp("by-file")
+    asked = {
+        "model": "logistic", "rounds": 4, "checkpoint_every": 1, "engine": "lanes",
+        "data": {"name": "digits", "clients": 4}, "local": {"steps": 1, "batch_size": 8, "lr": 0.1},
+    }  # fmt: skip
+    made = config.checked(asked, "here")
+    whole = experiment.run(made, where / "whole")
+    with pytest.raises(StopError):
+        experiment.run(made, where / "r", on_round=stop_after(2))
+    return where / "r", whole
+
+
+def resume(folder: Path) -> ud.Result:
+    """What `undrift resume` does."""
+    settings, _ = experiment.resumable(folder)
+    return experiment.run(config.checked(settings, "here"), folder, resume=True)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "missing"])
+def test_a_damaged_config_is_replaced_by_its_copy(tmp_path, by_file, how, caplog):
+    folder, whole = by_file
+    shutil.copytree(folder, tmp_path / "r")
+    text = (folder / "config.toml").read_text()
+    damage(tmp_path / "r" / "config.toml", how)
+    if how == "flip":
+        (tmp_path / "r" / "config.toml").write_bytes(text.encode().replace(b"lr = 0.1", b"lr = \xff.1"))
+    assert same_bits(resume(tmp_path / "r").params, whole.params)
+    assert "config.toml" in caplog.text and (tmp_path / "r" / "config.toml").read_text() == text
+
+
+@pytest.mark.parametrize(("key", "now"), [("local.lr", "lr = 0.3"), ("seed", "seed = 4"), ("lanes", "lanes = 3")])
+def test_a_changed_config_is_refused(tmp_path, by_file, key, now):
+    folder, _ = by_file
+    shutil.copytree(folder, tmp_path / "r")
+    file, name = tmp_path / "r" / "config.toml", now.partition(" ")[0]
+    lines = [now if line.startswith(f"{name} =") else line for line in file.read_text().splitlines()]
+    file.write_text("\n".join(lines))
+    before = contents(tmp_path / "r")
+    with pytest.raises(ud.UndriftError, match=rf"config.toml: {key} was .* when the run started, and is"):
+        resume(tmp_path / "r")
+    assert contents(tmp_path / "r") == before
+
+
+def test_what_decides_no_result_may_be_changed(tmp_path, by_file):
+    folder, whole = by_file
+    shutil.copytree(folder, tmp_path / "r")
+    file = tmp_path / "r" / "config.toml"
+    file.write_text(file.read_text().replace("checkpoint_every = 1", 'checkpoint_every = "10s"'))
+    assert same_bits(resume(tmp_path / "r").params, whole.params)
+    assert 'checkpoint_every = "10s"' in file.read_text()

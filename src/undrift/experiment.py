@@ -106,16 +106,17 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Setting
     """
     file, known = folder / "config.toml", recorded(folder) if (folder / RUN).exists() else None
     copy = str(known["config"]) if known else None
+    if copy is None:
+        return read(file), file.read_text(encoding="utf-8-sig")
+    before = flat(tomllib.loads(copy))
     try:
         given = read(file)
+        if missing := before.keys() - flat(given).keys():
+            raise UndriftError(f"{file} has lost the key {min(missing)!r}.")
     except UndriftError as error:
-        if copy is None:
-            raise
         log.warning("%s Its copy in %s is used instead.", error, RUN)
         return tomllib.loads(copy), copy
-    if copy is None:
-        return given, file.read_text(encoding="utf-8-sig")
-    before, now = flat(tomllib.loads(copy)), flat(given)
+    now = flat(given)
     for key in before | now:
         if before.get(key) != now.get(key) and key not in FREE | (DIGITS if allow_version_change else set()):
             raise UndriftError(
