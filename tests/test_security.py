@@ -56,8 +56,8 @@ def test_nothing_in_the_source_runs_what_a_file_says():
     "line",
     [
         "import pickle", "from pickle import loads", "import yaml.nodes", "eval(x)", "f = exec", "compile(x)",
-        "torch.load(f)", "subprocess.run(x, shell=True)", "os.system(x)", "__import__(x)", "load(name, trust_remote_code=True)",
-        "torch.serialization.pickle.loads(x)", "np.load(f, allow_pickle=True)",
+        "subprocess.run(x, shell=True)", "os.system(x)", "__import__(x)", "load(name, trust_remote_code=True)",
+        "torch.load(f)", "torch.serialization.pickle.loads(x)", "np.load(f, allow_pickle=True)",
     ],
 )  # fmt: skip
 def test_the_check_of_the_source_finds_what_it_looks_for(line):
