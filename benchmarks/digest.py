@@ -70,13 +70,10 @@ def main() -> None:
         for which, runs in starts.items():
             for rows in zip(*runs, strict=True):
                 seconds = {k: statistics.median(row[k] for row in rows) for k in ("load", "digests", "checks", "torch")}
-                costs = [
-                    f"{1000 * seconds[k]:.1f} ms ({seconds[k] / seconds['load']:.1%})" for k in ("digests", "checks")
-                ]
-                print(
-                    f"{name:<12} {which:<6} {rows[0]['clock']:<5} {seconds['load']:7.3f} s {costs[0]:>18} {costs[1]:>18}"
-                    f"   ({seconds['torch']:.1f} s)"
-                )
+                load = seconds["load"]
+                costs = [f"{1000 * t:.1f} ms ({t / load:.1%})" for t in (seconds["digests"], seconds["checks"])]
+                label = f"{name:<12} {which:<6} {rows[0]['clock']:<5}"
+                print(f"{label} {load:7.3f} s {costs[0]:>18} {costs[1]:>18}   ({seconds['torch']:.1f} s)")
 
 
 if __name__ == "__main__":
