@@ -196,6 +196,13 @@ def test_numbers_to_predict_stay_numbers(tmp_path, caplog, labels, warning):
     assert warning in (text := said(caplog)) and bool(warning) == bool(text)
 
 
+def test_a_test_split_whose_labels_are_of_another_kind(tmp_path):
+    for train, test in (([0.0, 1.0], ["a", "b"]), ([0, 1], [0.0, 0.5]), (["a", "b"], [0, 1]), ([0.5, 1.5], ["a", "b"])):
+        hub.write(tmp_path, "x/y", "train", {"a": [1, 2], "label": train})
+        hub.write(tmp_path, "x/y", "test", {"a": [1, 2], "label": test})
+        sentence(lambda: ud.load("x/y", ud.IID(), 1, data_dir=tmp_path))
+
+
 def test_labels_with_huge_gaps_are_refused_in_a_table(tmp_path):
     pd.DataFrame({"a": [1, 2, 3], "label": [0, 99_999, 0]}).to_csv(tmp_path / "t.csv", index=False)
     message = sentence(lambda: ud.load(tmp_path / "t.csv", ud.IID(), 1))

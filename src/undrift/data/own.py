@@ -136,7 +136,7 @@ class Table:
         seen: set[float] = set()
         for table in (table for split in splits for table in place.rows(split, [self.label])):
             y = table[self.label].to_numpy()
-            if not (y == np.floor(y)).all() or len(seen) > MOST:
+            if y.dtype.kind not in "fiu" or not (y == np.floor(y)).all() or len(seen) > MOST:
                 return True, None
             seen.update(np.unique(y).tolist())
         counted = len(seen) > 1 and seen == set(range(len(seen)))
