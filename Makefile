@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs docs-serve install test soak bench gpu gpu-full clean
+.PHONY: demo docs docs-serve install test soak bench gpu gpu-full sbom audit clean
 
 install: .venv/ready
 
@@ -22,7 +22,7 @@ docs: .venv/ready
 docs-serve: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Longer trials: ten kills of five methods, memory, and the tests that take long.
+# Longer trials: ten kills of five methods, memory, ten thousand made-up files, and the tests that take long.
 soak: .venv/ready
 	$(BIN)/pytest soak -s
 	$(BIN)/pytest -m long
@@ -37,6 +37,28 @@ gpu:
 
 gpu-full:
 	PYTHONPATH=src $(PYTHON) -m gpu --full $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
+
+# What undrift is tested with, as a software bill of materials (CycloneDX): dist/sbom.json.
+sbom: .venv/ready .venv/tools/ready
+	mkdir -p dist
+	.venv/tools/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-format JSON --output-file dist/sbom.json
+	@echo "written: dist/sbom.json"
+
+# The pins against the advisory database, which needs the network. Without --strict, pip-audit finds "no known
+# vulnerabilities" in packages that it could not look up.
+audit: .venv/tools/ready
+	@mkdir -p dist
+	@.venv/tools/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r requirements.txt > dist/audit.txt 2>&1; \
+	status=$$?; tail -n 20 dist/audit.txt; \
+	if grep -qE "could not be audited|ConnectionError|Max retries|Timeout" dist/audit.txt; then \
+		echo "make audit: NOT AUDITED: the advisory database cannot be reached from here, or lacks a package named above."; exit 1; \
+	fi; exit $$status
+
+# Apart from .venv, so that they are not themselves listed.
+.venv/tools/ready:
+	$(PYTHON) -m venv .venv/tools
+	.venv/tools/bin/pip install --disable-pip-version-check -q cyclonedx-bom pip-audit
+	touch $@
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).
 .venv/ready: pyproject.toml requirements.txt
