@@ -1,4 +1,4 @@
-"""30% dropout, 10% NaN and 20% stragglers at once, 200 rounds on digits: close to the clean run, everybody accounted for.
+"""30% dropout, 10% NaN and 20% stragglers at once, 200 rounds on digits: near the clean run, and all accounted for.
 
 make soak
 """
