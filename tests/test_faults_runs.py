@@ -33,7 +33,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_faults(tmp_path):
         with pytest.raises(StopError):
             train(ud.Scaffold(), out=tmp_path / "r", resume=resume, on_round=stop_after(rounds), **settings)
     for other in ({"faults": None}, {"faults": ud.Faults(dropout=0.1)}, {"max_norm_ratio": 10}, {"min_clients": 2}):
-        with pytest.raises(ud.UndriftError, match=r"is of a run with faults Conditions\("):
+        with pytest.raises(ud.UndriftError, match=r"is of a run with faults"):
             train(ud.Scaffold(), out=tmp_path / "r", resume=True, **{**settings, **other})
     resumed = train(ud.Scaffold(), out=tmp_path / "r", resume=True, **settings)
     assert same_bits(resumed.params, whole.params)

@@ -144,7 +144,7 @@ def test_tails_leave_a_gap():
         (ud.LabelSplit(), 11, "serves at most 10 clients"),
         (ud.ByKey(), None, "needs data with a client column"),
         ("Dirichlett(0.1)", 20, "no partition called 'Dirichlett'. Did you mean 'Dirichlet'"),
-        ("Dirichlet(alfa=0.1)", 20, "unexpected keyword argument 'alfa'"),
+        ("Dirichlet(alfa=0.1)", 20, "Dirichlet has no argument 'alfa'"),
         (0.1, 20, "partition must be one such as"),
         (ud.Dirichlet, 20, "partition must be one such as"),
         (lambda labels, clients, rng, keys: labels + 15, 20, "must give every one of the 1438 rows an owner"),

@@ -139,22 +139,22 @@ def test_modes_follow_the_umask(tmp_path):
 
 
 @dataclass(frozen=True)
-class Halve(ud.Part):
+class Divided(ud.Part):
     by: ud.Number = 2.0
 
     def update(self, delta, client):
         return ud.tree_map(lambda d: d / self.by, delta)
 
 
-def halve_by_three():
+def divided_by_three():
     @dataclass(frozen=True)
-    class Halve(ud.Part):
+    class Divided(ud.Part):
         by: ud.Number = 2.0
 
         def update(self, delta, client):
             return ud.tree_map(lambda d: d / self.by / 1.5, delta)
 
-    return Halve()
+    return Divided()
 
 
 def other_rows(split: str):
@@ -220,7 +220,7 @@ OTHERS = {
         "local",
     ),
     "loss": ({"loss": scaled(1.0)}, {"loss": scaled(2.0)}, "loss"),
-    "part's code": ({"method": Halve()}, {"method": halve_by_three()}, "method"),
+    "part's code": ({"method": Divided()}, {"method": divided_by_three()}, "method"),
     "steps": (
         {"on": make_clients([4] * 2000), "local": ud.Local(steps=many, batch_size=4, lr=0.1), "participation": 2},
         {"on": make_clients([4] * 2000), "local": ud.Local(steps=other_many, batch_size=4, lr=0.1), "participation": 2},
@@ -254,7 +254,7 @@ def test_the_same_run_built_anew_is_the_same_run(tmp_path):
     def settings():
         steps = np.array([1, 2, 1, 3])
         local = ud.Local(steps=steps, batch_size=4, lr=lambda t: 0.1 / (1 + t))
-        return {"method": halve_by_three(), "local": local, "loss": scaled(1.0), "model": Frozen(3).double()}
+        return {"method": divided_by_three(), "local": local, "loss": scaled(1.0), "model": Frozen(3).double()}
 
     stop(tmp_path / "r", **settings())
     assert same_bits(train(tmp_path / "r", resume=True, **settings()).params, train(**settings()).params)
