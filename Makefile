@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs docs-serve install test soak bench gpu gpu-full clean
+.PHONY: demo docs docs-serve install test soak mutants bench gpu gpu-full clean
 
 install: .venv/ready
 
@@ -26,6 +26,12 @@ docs-serve: .venv/ready
 soak: .venv/ready
 	$(BIN)/pytest soak -s
 	$(BIN)/pytest -m long
+	$(MAKE) mutants
+
+# A random sample of mutants, and the share that the tests notice; it goes on where it stopped. AGAIN=1 tries survivors again.
+mutants: .venv/ready
+	$(BIN)/pip install --disable-pip-version-check -q -e '.[mutation]'
+	nice $(BIN)/python -m soak.mutation --count $(or $(COUNT),200) --seed $(or $(SEED),0) $(if $(AGAIN),--again)
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu

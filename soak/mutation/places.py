@@ -109,16 +109,19 @@ def _for_type_checkers(tree: ast.Module) -> Iterator[Span]:
 def _for_gpus(tree: ast.Module) -> Iterator[Span]:
     """What runs on a GPU alone. That is, by rule and not by looking at survivors:
 
-    - statements that use `torch.cuda`, and what a condition on `is_cuda` chooses;
+    - statements that use `torch.cuda`, or the branch that does so of a conditional expression, and what a conditional
+      expression on `is_cuda` chooses;
     - what follows `if ….type == "cpu": return`;
     - constants of the module that are read nowhere else than there.
     """
     found: list[Span] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.Return | ast.Expr) and _mentions(node, "cuda"):
-            found.append(_span(node))
-        elif isinstance(node, ast.IfExp) and _mentions(node.test, "is_cuda"):
-            found.append(_span(node.body))
+        if isinstance(node, ast.IfExp):
+            branches = [node.body, *([] if _mentions(node.test, "is_cuda") else [node.orelse])]
+            found += [_span(b) for b in branches if _mentions(node.test, "is_cuda") or _uses_cuda(b)]
+        elif isinstance(node, ast.Assign | ast.Return | ast.Expr) and _uses_cuda(node):
+            choices = [n for n in ast.walk(node) if isinstance(n, ast.IfExp) and _uses_cuda(n)]
+            found += [] if choices else [_span(node)]
         elif isinstance(node, ast.FunctionDef):
             for i, statement in enumerate(node.body):
                 if (
@@ -150,6 +153,10 @@ def _read_within(tree: ast.Module, name: str, spans: list[Span]) -> bool:
 
 def _on_cpu(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and _mentions(test, "cpu")
+
+
+def _uses_cuda(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Attribute) and inner.attr == "cuda" for inner in ast.walk(node))
 
 
 def _mentions(node: ast.AST, word: str) -> bool:

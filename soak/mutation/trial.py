@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,7 @@ def run(root: Path, files: list[str], tests: dict[str, float] | None = None, *, 
         os.environ["PYTHONPATH"] = f"{root / 'src'}{os.pathsep}{root}"
         selection = Selection(tests)
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is there before pytest starts
         options += ["-x"] if tests is not None else []
 
         def main(*plugins: Any) -> int:
@@ -102,6 +104,8 @@ def _forked(function: Callable[[], dict[str, Any]], log: Path, limit: float) -> 
             os.dup2(output, stream)
         try:
             answer.write_text(json.dumps(function()))
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     status, end = None, time.monotonic() + limit
