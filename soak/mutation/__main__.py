@@ -23,8 +23,6 @@ from soak.mutation.places import Mutant, sample
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = Path("src", "undrift")
-FIRST = 40
-"""How many tests a mutant meets first, quick and specific ones; only a survivor meets the others."""
 
 
 def main() -> None:
@@ -32,6 +30,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="how many mutants (200)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
     parser.add_argument("--workers", type=int, default=1, help="how many mutants at a time (1)")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="how long the tests of a mutant may take by themselves (60)"
+    )
     parser.add_argument("--again", action="store_true", help="try the survivors again")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants", help="folder for results")
     asked = parser.parse_args()
@@ -46,11 +47,11 @@ def main() -> None:
     for share in range(1, asked.workers):
         if not (child := os.fork()):
             try:
-                work(todo[share :: asked.workers], checkout(out / str(share)), cover, results)
+                work(todo[share :: asked.workers], checkout(out / str(share)), cover, asked.seconds, results)
             finally:
                 os._exit(0)
         children.append(child)
-    work(todo[:: asked.workers], out / "0" / "checkout", cover, results)
+    work(todo[:: asked.workers], out / "0" / "checkout", cover, asked.seconds, results)
     for child in children:
         os.waitpid(child, 0)
     print(report(mutants, read(results)))
@@ -67,16 +68,16 @@ def checkout(folder: Path) -> Path:
     return root
 
 
-def work(mutants: list[Mutant], root: Path, cover: Cover, results: Path) -> None:
+def work(mutants: list[Mutant], root: Path, cover: Cover, seconds: float, results: Path) -> None:
     for mutant in mutants:
         begin = time.monotonic()
-        row = attempt(mutant, root, cover) | {"took": round(time.monotonic() - begin, 1)}
+        row = attempt(mutant, root, cover, seconds) | {"took": round(time.monotonic() - begin, 1)}
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         print(f"{row['status']:8} {row['took']:5.0f} s  {mutant.name}  {row['by']}", flush=True)
 
 
-def attempt(mutant: Mutant, root: Path, cover: Cover) -> dict[str, Any]:
+def attempt(mutant: Mutant, root: Path, cover: Cover, seconds: float) -> dict[str, Any]:
     """Put the mutant in place, and run the tests that might notice it until one does."""
     original = (ROOT / PACKAGE / mutant.file).read_text(encoding="utf-8")
     mutated = mutant.source(ROOT / PACKAGE)
@@ -85,17 +86,24 @@ def attempt(mutant: Mutant, root: Path, cover: Cover) -> dict[str, Any]:
     place = root / PACKAGE / mutant.file
     place.write_text(mutated, encoding="utf-8")
     try:
-        names = cover.tests(mutant.file, mutant.line)
-        for tests in (names[:FIRST], names[FIRST:]):
-            if tests:
-                files = sorted({name.partition("::")[0] for name in tests})
-                found = trial.run(root, files, {name: cover.seconds[name] for name in tests})
-                row["tests"] += len(found.get("seconds", ()))
-                if by := found.get("signal") or (found["code"] and (found["failed"] or ["collecting tests"])[0]):
-                    return row | {"status": "killed", "by": by}
+        tests = within(cover, cover.tests(mutant.file, mutant.line), seconds)
+        if tests:
+            found = trial.run(root, sorted({name.partition("::")[0] for name in tests}), tests)
+            row["tests"] = len(found.get("seconds", ()))
+            if by := found.get("signal") or (found["code"] and (found["failed"] or ["collecting tests"])[0]):
+                return row | {"status": "killed", "by": by}
     finally:
         place.write_text(original, encoding="utf-8")
     return row
+
+
+def within(cover: Cover, names: list[str], seconds: float) -> dict[str, float]:
+    """As many of the tests as take no longer than that together, and the first in any case."""
+    chosen: dict[str, float] = {}
+    for name in names:
+        if not chosen or sum(chosen.values()) + cover.seconds[name] <= seconds:
+            chosen[name] = cover.seconds[name]
+    return chosen
 
 
 def read(results: Path) -> dict[str, list[dict[str, Any]]]:

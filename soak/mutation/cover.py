@@ -61,14 +61,23 @@ class Cover:
     def tests(self, file: str, line: int) -> list[str]:
         """The tests that run this line, or where it runs at import: the rest of its class, else of its file.
 
-        The quick and specific ones first.
+        Quick and specific ones first, and one case of each function before the second of any.
         """
         tree = ast.parse((self.package / file).read_text(encoding="utf-8"))
         own = self.lines.get(file, {})
         for lines in _around(tree, line):
             if found := {name for at in lines for name in own.get(at, ()) if name in self.seconds}:
-                return sorted(found, key=lambda name: (self.seconds[name] * self.breadth[name], name))
+                return _mixed(sorted(found, key=lambda name: (self.seconds[name] * self.breadth[name], name)))
         return []
+
+
+def _mixed(tests: list[str]) -> list[str]:
+    seen: Counter[str] = Counter()
+    turns = []
+    for name in tests:
+        seen[name.partition("[")[0]] += 1
+        turns.append(seen[name.partition("[")[0]])
+    return [name for _, name in sorted(zip(turns, tests, strict=True), key=lambda pair: pair[0])]
 
 
 def _around(tree: ast.Module, line: int) -> Iterator[list[int]]:
@@ -117,9 +126,7 @@ def _measure(root: Path, test: str, package: Path) -> dict[str, Any]:
         file: {line: names for line, all_ in by.items() if (names := [name for name in all_ if name in seconds])}
         for file, by in found["lines"].items()
     }
-    print(
-        f"{test}: {len(seconds)} tests, {sum(seconds.values()):.0f} s",
-        f"left out: {sorted(bad)}" if bad else "",
-        flush=True,
-    )
+    skipped = f", {len(plain['skipped'])} skipped" if plain["skipped"] else ""
+    failed = f", left out: {sorted({*plain['failed'], *found['failed']})}" if plain["failed"] or found["failed"] else ""
+    print(f"{test}: {len(seconds)} tests, {sum(seconds.values()):.0f} s{skipped}{failed}", flush=True)
     return {"seconds": seconds, "lines": lines}

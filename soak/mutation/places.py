@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
 
 FILES = [
@@ -23,6 +24,14 @@ FILES = [
 ]  # fmt: skip
 STANDS_IN = "engine/graph.py"
 """The tests run it without a GPU (tests/cuda_graphs.py)."""
+
+KINDS = [
+    {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"},
+    {"BitOr", "BitAnd", "BitXor", "LShift", "RShift"},
+    {"Eq", "NotEq", "Lt", "LtE", "Gt", "GtE"},
+    {"Is", "IsNot"},
+]
+"""A float has no `<<`, and whether numbers are the same object means nothing: such mutants would show little."""
 
 Position = tuple[int, int]
 Span = tuple[Position, Position]
@@ -78,10 +87,16 @@ def _places(package: Path) -> dict[tuple[str, Span], list[Mutant]]:
     return places
 
 
-def _operators() -> dict:
-    """All of Cosmic Ray's but the two that want to be told names of variables."""
+def _operators() -> dict[str, Operator]:
+    """Cosmic Ray's that replace an operator by one of its kind, and all others but two that must be given names."""
     provider = OperatorProvider()
-    return {name: provider[name]() for name in provider if not name.startswith("Variable")}
+    found = {}
+    for name in provider:
+        family, *words = name.split("_")
+        alike = not family.startswith("ReplaceBinary") and not family.startswith("ReplaceComparison")
+        if not name.startswith("Variable") and (alike or any(set(words) <= kind for kind in KINDS)):
+            found[name] = provider[name]()
+    return found
 
 
 def _compiles(code: str) -> bool:
