@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs docs-serve install test soak bench gpu gpu-full sbom audit clean
+.PHONY: demo docs docs-serve install test soak mutants bench gpu gpu-full sbom audit clean
 
 install: .venv/ready
 
@@ -22,10 +22,16 @@ docs: .venv/ready
 docs-serve: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Longer trials: ten kills of five methods, memory, ten thousand made-up files, and the tests that take long.
+# Longer trials: twenty kills of five methods, damage at 200 places of run folders, memory, ten thousand made-up files, and the tests that take long.
 soak: .venv/ready
 	$(BIN)/pytest soak -s
 	$(BIN)/pytest -m long
+	$(MAKE) mutants
+
+# A random sample of mutants, and the share that the tests notice; it goes on where it stopped. AGAIN=1 tries survivors again.
+mutants: .venv/ready
+	$(BIN)/pip install --disable-pip-version-check -q -e '.[mutation]'
+	nice $(BIN)/python -m soak.mutation --count $(or $(COUNT),200) --seed $(or $(SEED),0) $(if $(AGAIN),--again)
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu

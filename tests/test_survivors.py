@@ -1,0 +1,206 @@
+"""Behaviour that a mutant once changed without any test failing (`make mutants`, docs/testing.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+import undrift as ud
+from tests.problems import Point, net, quadratics
+from undrift import method, random
+from undrift.engine import choose, compiler
+from undrift.engine.convolution import LaneConvolutions
+from undrift.engine.graph import captures
+from undrift.engine.threads import at_once
+from undrift.method import as_method, part_stream
+from undrift.random import MASK, Key, derive, philox, uniform
+from undrift.roles import Server
+
+KEY = Key(torch.tensor([1, 2]), torch.tensor(0))
+
+
+# ---- the contract --------------------------------------------------------------------------------------------------
+def dataclasses_of(*packages: str) -> list[type]:
+    found = set()
+    for package in packages:
+        module = importlib.import_module(package)
+        names = [package, *(f"{package}.{m.name}" for m in pkgutil.iter_modules(getattr(module, "__path__", [])))]
+        for name in names:
+            for item in vars(importlib.import_module(name)).values():
+                if isinstance(item, type) and dataclasses.is_dataclass(item) and item.__module__ == name:
+                    found.add(item)
+    return sorted(found, key=lambda cls: cls.__qualname__)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    dataclasses_of(
+        "undrift.engine", "undrift.methods", "undrift.roles", "undrift.local", "undrift.random", "undrift.schedule"
+    ),
+    ids=lambda cls: cls.__name__,
+)
+def test_what_hooks_and_engines_are_given_is_immutable(cls):
+    assert cls.__dataclass_params__.frozen
+
+
+DEFAULTS = [
+    (ud.FedAvg(), "FedAvg(weighting=None)"),
+    (ud.ServerSGD(), "ServerSGD(lr=1.0, momentum=0.0)"),
+    (ud.ServerAdam(0.1), "ServerAdam(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
+    (ud.ServerYogi(0.1), "ServerYogi(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
+    (ud.ServerAdagrad(0.1), "ServerAdagrad(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
+    (ud.ServerTraining(0.1), "ServerTraining(lr=0.1, epochs=1, batch_size=64, weight_decay=0.0)"),
+    (ud.CCVR(), "CCVR(samples_per_class=200, lr=0.01, epochs=10, batch_size=64)"),
+    (ud.FedNLR(), "FedNLR(base=1.0, depth=1.0, width=1.0, ratio=None)"),
+    (ud.TwoDLRD(3), "TwoDLRD(window=3, C=0.2)"),
+    (ud.AllDecreasing(3), "AllDecreasing(window=3, factor=0.8)"),
+    (ud.AdditiveTuning(3), "AdditiveTuning(window=3, C=0.2)"),
+]
+
+
+@pytest.mark.parametrize(("part", "text"), DEFAULTS, ids=[text.partition("(")[0] for _, text in DEFAULTS])
+def test_defaults_are_the_documented_ones(part, text):
+    assert repr(part) == text
+
+
+def test_no_two_hooks_and_no_two_parts_share_their_draws():
+    """Local steps count from 0, so hooks outside of them have steps far above; all are words of 32 bits."""
+    steps = [method.BROADCAST, method.REFINE, method.FINISH]
+    assert len(set(steps)) == 3 and all(2**31 <= step < 2**32 for step in steps)
+    for name in ud.METHODS:
+        part = getattr(ud, name)
+        first = part_stream(part.__new__(part))
+        assert (
+            first % 2**16 == 0 and 2**16 <= first <= 2**32 - 2**16
+        )  # 2¹⁶ streams of its own, none of them the model's
+
+
+# ---- local work ----------------------------------------------------------------------------------------------------
+def test_batches_look_at_schedules_up_to_the_round_asked_for(uneven):
+    local = ud.Local(steps=1, lr=lambda t: 2.0 - t)  # negative from round 3 on
+    assert len(ud.batches(uneven, local, client=0, round=2, seed=0)) == 1
+    with pytest.raises(ud.UndriftError, match=r"Local\(lr\) is -1 in round 3"):
+        ud.batches(uneven, local, client=0, round=3, seed=0)
+    with pytest.raises(ud.UndriftError, match="no client 0, round -1"):
+        ud.batches(uneven, local, client=0, round=-1, seed=0)
+
+
+# ---- draws ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 + 5, 2**63 - 1])
+def test_a_seed_is_two_words_of_philox(seed):
+    purpose = 0xE8B7BE43  # crc32 of "a"
+    assert derive(seed, "a") == philox((purpose, 0, 0, 0), (seed & MASK, seed >> 32))[:2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_draws_are_never_0_nor_1(dtype, monkeypatch):
+    monkeypatch.setattr(random, "bits", lambda key, count: torch.tensor([0, MASK]))
+    low, high = uniform(KEY, (2,), dtype)
+    bits = 32 if dtype == torch.float64 else 23
+    assert (low, high) == (0.5 * 2.0**-bits, 1 - 0.5 * 2.0**-bits)
+
+
+# ---- methods -------------------------------------------------------------------------------------------------------
+def test_a_ratio_of_exactly_one_is_allowed(uneven):
+    as_method(ud.FedNLR(base=1, depth=0, width=0)).check(None, uneven, rounds=1)
+    run = ud.train(net(), uneven, ud.FedNLR(base=1, depth=0, width=0), rounds=1, local=ud.Local(steps=1, lr=0.1))
+    assert run.history[0]["ratio"] == {"0": 1.0, "3": 1.0}
+
+
+@pytest.mark.parametrize(("total", "decays"), [(-1e-3, 1), (0.0, 0), (1e-3, 0)])
+def test_any_negative_diagnostic_is_a_stall(total, decays):
+    """S < 0 counts a decay, however small it is, and S = 0 does not."""
+    part = ud.AllDecreasing(window=torch.tensor(0.0))
+    w = {"w": torch.tensor([1.0], dtype=torch.float64)}
+    state = part.start(w) | {"S": torch.tensor(total, dtype=torch.float64)}
+    after = part.after(w, w, state)  # no update, so S stays
+    assert int(after["decays"]) == decays and float(after["S"]) == (0.0 if decays else total)
+
+
+def test_rates_in_the_history_are_of_steps_that_were_taken():
+    data = quadratics([(1.0, 1.0), (1.0, 3.0)])
+    run = ud.train(Point(), data, ud.AllDecreasing(window=3), rounds=1, local=ud.Local(steps=2, lr=0.5))
+    assert run.history[0]["rates"] == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_additive_tuning_never_steps_backwards():
+    """`γ·max(1 − C·d, 0)` with C·d = 1.2."""
+    part = ud.AdditiveTuning(window=1, C=torch.tensor(0.2, dtype=torch.float64))
+    client = dataclasses.replace(_client(), received=torch.tensor(6))
+    assert [float(part.rate(torch.tensor(k), client)) for k in (0, 1)] == [1.0, 0.0]
+
+
+def _client():
+    from undrift.roles import Client
+
+    fields = {f.name: None for f in dataclasses.fields(Client)}
+    return Client(**fields)
+
+
+def test_a_class_of_one_sample_has_no_spread(uneven):
+    """CCVR's virtual features of it are the sample itself."""
+    features = torch.tensor([[1.0, 2.0], [3.0, 5.0], [4.0, 1.0]], dtype=torch.float64)
+    member = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    outer = torch.einsum("bc,bd,be->cde", member, features, features)
+    sums = {"n": member.sum(0), "sum": member.T @ features, "outer": outer}
+
+    class Double:
+        dtype = torch.float64
+
+    drawn, classes = ud.CCVR(samples_per_class=3).virtual(sums, Server(Double(), None, None, 0, KEY))
+    assert torch.allclose(drawn[classes == 0], features[0].expand(3, 2)) and drawn.isfinite().all()
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------
+def test_plain_is_one_lane(uneven):
+    run = ud.train(net(), uneven, rounds=1, local=ud.Local(steps=1, lr=0.1), engine="plain")
+    assert run.choices["engine"] == "plain" and run.choices["lanes"] == 1
+
+
+def test_graphs_are_for_gpus():
+    assert captures(torch.device("cuda:0")) and not captures(torch.device("cpu"))
+
+
+def test_compiling_pays_from_so_many_steps_on():
+    lanes, gpu = choose.Choice("lanes", 10, ""), torch.device("cuda")
+    steps = choose.COMPILE_STEPS
+    assert choose.compiles(None, lanes, gpu, rounds=steps, steps=10.0)
+    assert not choose.compiles(None, lanes, gpu, rounds=steps - 1, steps=10.0)
+    assert not choose.compiles(False, lanes, gpu, rounds=steps, steps=10.0)
+    assert choose.compiles(True, lanes, gpu, rounds=1, steps=1.0)
+
+
+def test_the_compiler_chooses_by_rule_and_for_static_shapes(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: seen.update(options) or function)
+    compiler.compiled(torch.sin, fullgraph=True)
+    assert seen["dynamic"] is False and seen["fullgraph"] is True
+    assert seen["options"] is None or seen["options"]["deterministic"] is True
+
+
+def test_more_items_than_threads():
+    assert torch.get_num_threads() == 1
+    assert at_once(lambda item: (item, torch.get_num_threads()), [1, 2, 3]) == [(1, 1), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), ((2, 1), 0)])
+def test_our_convolutions_without_lanes(stride, padding):
+    """One lane on a GPU is not mapped: the functions' own forward and backward passes, not their rules for vmap."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 3, 7, 7).double(), torch.randn(4, 3, 3, 3).double(), torch.randn(4).double()
+
+    def loss(x, w, b):
+        return F.conv2d(x, w, b, stride, padding).tanh().sum()
+
+    def ours(x, w, b):
+        with LaneConvolutions():
+            return loss(x, w, b)
+
+    found, wanted = (grad(function, (0, 1, 2))(x, w, b) for function in (ours, loss))
+    assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(found, wanted, strict=True))
