@@ -230,11 +230,10 @@ def test_paths_that_cannot_be(here, capsys, monkeypatch, arguments):
 
 
 def test_debug_shows_the_traceback(here, monkeypatch):
-    monkeypatch.delenv("UNDRIFT_DEBUG", raising=False)
+    monkeypatch.setattr("os.environ", dict(os.environ))  # the option sets a variable, for processes of a sweep
     monkeypatch.setattr("sys.argv", ["undrift", "--debug", "run", "nothing.toml"])
     with pytest.raises(UndriftError, match=r"There is no experiment file nothing.toml."):
         cli.main()
-    monkeypatch.delenv("UNDRIFT_DEBUG")
 
 
 def test_what_the_machine_refuses_is_a_sentence():
