@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -158,6 +159,13 @@ def start(where: Path) -> subprocess.Popen:
     )
 
 
+def end(parent: subprocess.Popen) -> None:
+    """The parent and all that it started, whatever became of the test."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(parent.pid, signal.SIGKILL)
+    parent.communicate()
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -170,7 +178,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(happened, seconds: float = 120) -> None:
+def until(happened, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end
@@ -195,7 +203,7 @@ def test_workers_end_with_their_parent(tmp_path, number):
         workers = children(parent.pid)
         assert len(workers) >= 2
         parent.send_signal(number)  # to the parent alone, as a scheduler does
-        _, said = parent.communicate(timeout=120)
+        _, said = parent.communicate(timeout=300)
         until(lambda: not any(map(alive, workers)), 60)
         for folder in folders:  # they finished their round and left a checkpoint of it
             (newest,) = (folder / "checkpoint").glob("round-*.json")
@@ -204,7 +212,7 @@ def test_workers_end_with_their_parent(tmp_path, number):
             assert parent.returncode == 130 and said.count("stopping after this round") == 1, said
             assert said.endswith("stopped; the same command with --out s goes on\n") and "Traceback" not in said
     finally:
-        os.killpg(parent.pid, signal.SIGKILL)
+        end(parent)
 
 
 @linux
@@ -215,11 +223,10 @@ def test_ctrl_c_five_times_while_workers_start_shows_no_traceback(tmp_path):
         for _ in range(5):
             os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
             time.sleep(0.02)
-        _, said = parent.communicate(timeout=120)
+        _, said = parent.communicate(timeout=300)
         assert parent.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
     finally:
-        if parent.poll() is None:
-            os.killpg(parent.pid, signal.SIGKILL)
+        end(parent)
 
 
 # ---- sizes and names ---------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def run(
     try:
         return train(**given, out=out, resume=resume, on_round=on_round, allow_version_change=allow_version_change)
     except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
-        if error.filename is None and out is not None:
+        if error.errno is not None and error.filename is None and out is not None:
             error.filename = str(out)
         raise
     except SafetensorError as error:

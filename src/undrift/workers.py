@@ -50,10 +50,11 @@ class Worker:
             self.pipe.send(None)
 
     def died(self) -> str:
-        """How it ended."""
+        """Wait for its end. Returns how it ended."""
         self.process.join()
+        self.pipe.close()
         code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early, with status {code}"
         return f"its process {how}{', perhaps for lack of memory' if code == -signal.SIGKILL else ''}"
 
 
@@ -102,10 +103,10 @@ def _end(crew: list[Worker], seconds: float) -> None:
     end = time.monotonic() + seconds
     for worker in crew:
         worker.process.join(max(0.0, end - time.monotonic()))
+    for worker in crew:
         worker.process.kill()
-        worker.process.join()
-        worker.pipe.close()
-    crew.clear()
+    for worker in crew:
+        worker.died()
 
 
 @contextlib.contextmanager
