@@ -7,6 +7,7 @@ make soak
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ ROUNDS = 30
 
 # Many resumes in one process, since torch takes seconds to import: a folder a line in, an exit code and a message out.
 SERVE = """
-import contextlib, io, sys
+import contextlib, io, json, sys
 import torch
 from undrift.cli import main
 for line in sys.stdin:
@@ -37,7 +38,7 @@ for line in sys.stdin:
             code = error.code or 0
         except BaseException as error:
             code = f"{type(error).__name__}: {error}"
-    print(repr((code, said.getvalue())), flush=True)
+    print(json.dumps([code, said.getvalue()]), flush=True)
 """
 
 
@@ -73,30 +74,27 @@ def test_damage_at_random_places(tmp_path, method, ended):
         process.kill()
         process.communicate()
         assert count(broken) < ROUNDS, "it was too fast to be killed"
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    assert server.stdin and server.stdout
+    command = [sys.executable, "-c", SERVE]
     chance, fates = random.Random(len(method) + ended), Counter()
-    for i in range(PLACES // 2):
-        folder = tmp_path / f"copy-{i}"
-        shutil.copytree(broken, folder)
-        name, how = damage(folder, chance)
-        server.stdin.write(f"{folder}\n")
-        server.stdin.flush()
-        code, said = eval(server.stdout.readline())
-        case = f"{name}, {how}: {code} {said}"
-        if code == 0 and "is finished" not in said:
-            assert what_it_left(folder) == expected, case
-            fates["same bits"] += 1
-        elif code == 0:  # nothing to do; what is damaged is not the result
-            fates["already finished"] += 1
-            if (folder / "metrics.jsonl").exists() and Path(name).name not in ("metrics.jsonl",):
-                assert what_it_left(folder) == expected, case
-        else:
-            assert code == 2 and Path(name).name in said, case
-            fates["refused"] += 1
-        shutil.rmtree(folder)
-    server.stdin.close()
-    server.wait(60)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+        assert server.stdin and server.stdout
+        for i in range(PLACES // 2):
+            folder = tmp_path / f"copy-{i}"
+            shutil.copytree(broken, folder)
+            name, how = damage(folder, chance)
+            server.stdin.write(f"{folder}\n")
+            server.stdin.flush()
+            code, said = json.loads(server.stdout.readline())
+            fates[fate(folder, expected, Path(name).name, code, said, f"{name}, {how}: {code} {said}")] += 1
+            shutil.rmtree(folder)
+        server.stdin.close()
     print(f"{method}, {'finished' if ended else 'stopped'}: {dict(fates)}")
+
+
+def fate(folder: Path, expected: object, name: str, code: int, said: str, case: str) -> str:
+    """What became of the run; fails if it is neither the same bits nor an error that names the file."""
+    if code == 0:
+        assert what_it_left(folder) == expected, case
+        return "same bits"
+    assert code == 2 and name in said, case
+    return "refused"
