@@ -78,7 +78,7 @@ class Setup:
             "loss": plainly(self.loss),
             "clients a round": str(self.cohort_size),
             "precision": str(self.choices["precision"]),
-            "faults": plainly(self.conditions),
+            **{name: plainly(value) for name, value in vars(self.conditions).items()},
             "augmentation": plainly(self.data.augment),
             "data": digest(pieces),
             "model": digest([plainly(self.model.module).encode(), repr(shapes).encode()]),
