@@ -32,9 +32,9 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_faults(tmp_path):
     for resume, rounds in ((False, 2), (True, 4)):
         with pytest.raises(StopError):
             train(ud.Scaffold(), out=tmp_path / "r", resume=resume, on_round=stop_after(rounds), **settings)
-    for other in ({"faults": None}, {"faults": ud.Faults(dropout=0.1)}, {"max_norm_ratio": 10}, {"min_clients": 2}):
-        with pytest.raises(ud.UndriftError, match=r"is of a run with faults"):
-            train(ud.Scaffold(), out=tmp_path / "r", resume=True, **{**settings, **other})
+    for name, other in {"faults": None, "max_norm_ratio": 10, "min_clients": 2}.items():
+        with pytest.raises(ud.UndriftError, match=rf"is of a run with {name} .*, not {other}"):
+            train(ud.Scaffold(), out=tmp_path / "r", resume=True, **{**settings, name: other})
     resumed = train(ud.Scaffold(), out=tmp_path / "r", resume=True, **settings)
     assert same_bits(resumed.params, whole.params)
     assert without_seconds(resumed.history) == without_seconds(whole.history)

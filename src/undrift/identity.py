@@ -43,7 +43,7 @@ def identity(run: Setup) -> dict[str, str]:
         "metrics": describe(run.metrics),
         "clients a round": str(run.cohort_size),
         "precision": str(run.choices["precision"]),
-        "faults": describe(run.conditions),
+        **{name: describe(value) for name, value in vars(run.conditions).items()},
         "augmentation": describe(run.data.augment),
         "samples": describe(run.data.take),
         **run.data.digests,
