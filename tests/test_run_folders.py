@@ -18,7 +18,7 @@ import undrift as ud
 from tests.problems import make_clients, net, same_bits
 from tests.test_runs import StopError, stop_after
 from undrift import config, experiment
-from undrift.files import digest, seal, unseal, write_text
+from undrift.files import digest, replacing, seal, unseal, write_text
 
 LOCAL = ud.Local(steps=1, batch_size=4, lr=0.1)
 
@@ -122,6 +122,13 @@ def test_writing_follows_no_link(tmp_path):
         (tmp_path / name).symlink_to(tmp_path / "bashrc")
     write_text(tmp_path / "page.html", "ours")
     assert (tmp_path / "bashrc").read_text() == "mine" and (tmp_path / "page.html").read_text() == "ours"
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
+    """A full disk is noticed when the file is open, and Python then no longer says which it was."""
+    with pytest.raises(OSError, match="full") as caught, replacing(tmp_path / "page.html"):
+        raise OSError(28, "the disk is full")
+    assert caught.value.filename == str(tmp_path / "page.html") and not list(tmp_path.iterdir())
 
 
 def test_modes_follow_the_umask(tmp_path):

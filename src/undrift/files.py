@@ -42,8 +42,10 @@ def replacing(file: Path) -> Iterator[Path]:
         yield partial
         partial.chmod(mode)
         settle(partial, file)
-    except Exception:  # a disk that is full, say; what ends the process leaves its partial file to `sweep_up`
+    except Exception as error:  # a disk that is full, say; what ends the process leaves its partial file to `sweep_up`
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(partial)):
+            error.filename = str(file)
         raise
 
 
