@@ -259,7 +259,7 @@ def test_watching_a_run_that_goes_on(browser, runs, tmp_path):
             refused.value.close()
             before = reader.see("told.runs[0].rounds")
             watching.send_signal(signal.SIGINT)
-            out, err = watching.communicate(timeout=20)
+            out, err = watching.communicate(timeout=120)
             assert watching.returncode == 0 and out == "stopped; the page is in r.html\n" and err == ""
             reader.until("document.getElementById('live').textContent == 'no longer live'")
         with Reader(browser, (tmp_path / "r.html").as_uri()) as reader:
