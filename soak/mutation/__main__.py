@@ -83,10 +83,10 @@ def attempt(mutant: Mutant, root: Path, cover: Cover, seconds: float) -> dict[st
     mutated = mutant.source(ROOT / PACKAGE)
     changed = [line for line in difflib.ndiff(original.splitlines(), mutated.splitlines()) if line[0] in "-+"]
     row = {"mutant": mutant.name, "diff": changed, "status": "survived", "by": "", "tests": 0}
+    tests = within(cover, cover.tests(mutant.file, mutant.line), seconds)
     place = root / PACKAGE / mutant.file
     place.write_text(mutated, encoding="utf-8")
     try:
-        tests = within(cover, cover.tests(mutant.file, mutant.line), seconds)
         if tests:
             found = trial.run(root, sorted({name.partition("::")[0] for name in tests}), tests)
             row["tests"] = len(found.get("seconds", ()))

@@ -59,7 +59,7 @@ class Cover:
         self.breadth = Counter(name for lines in self.lines.values() for names in lines.values() for name in names)
 
     def tests(self, file: str, line: int) -> list[str]:
-        """The tests that run this line, or where it runs at import: the rest of its class, else of its file.
+        """The tests that run this line, or where it runs at import: the functions of its class, else of its file.
 
         Quick and specific ones first, and one case of each function before the second of any.
         """
@@ -80,17 +80,27 @@ def _mixed(tests: list[str]) -> list[str]:
     return [name for _, name in sorted(zip(turns, tests, strict=True), key=lambda pair: pair[0])]
 
 
-def _around(tree: ast.Module, line: int) -> Iterator[list[int]]:
-    """The lines of the statement that has this line, of its class, and of the file."""
-    holding = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)]
-    if holding:
+def _around(tree: ast.Module, line: int) -> Iterator[set[int]]:
+    """Lines whose tests might notice a change of this one: its statement's if that is in a function and tests run it.
+
+    What runs at import, by whichever test imports first, has its effect in the functions of its class or its file.
+    """
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    if any(line in _body(function) for function in functions):
+        holding = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)]
         inner = max(holding, key=lambda n: (n.lineno, -(n.end_lineno or 0)))
         below = [child.lineno for child in getattr(inner, "body", [])]
-        yield list(range(inner.lineno, min([(inner.end_lineno or 0) + 1, *below])))
-    for node in holding:
+        yield set(range(inner.lineno, min([(inner.end_lineno or 0) + 1, *below])))
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            yield list(range(node.lineno, (node.end_lineno or 0) + 1))
-    yield list(range(1, 1 + max(n.end_lineno or 0 for n in tree.body)))
+            begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if begin <= line <= (node.end_lineno or 0):
+                yield {at for f in ast.walk(node) if isinstance(f, ast.FunctionDef) for at in _body(f)}
+    yield {at for function in functions for at in _body(function)}
+
+
+def _body(function: ast.FunctionDef) -> range:
+    return range(function.body[0].lineno, (function.end_lineno or 0) + 1)
 
 
 def _tests(root: Path) -> list[Path]:
