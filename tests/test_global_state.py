@@ -11,6 +11,7 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
+from undrift import config, experiment, sweep
 from undrift.arithmetic import CUBLAS, Switches, arithmetic
 
 CPU = torch.device("cpu")
@@ -113,3 +114,19 @@ def test_autocast_around_a_run_changes_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = ud.train(net().float(), data, **options)
     assert same_bits(plain.params, inside.params)
+
+
+@pytest.mark.parametrize("start", ["a run", "a sweep"])
+def test_threads_are_put_back(start, tmp_path):
+    local, data = {"steps": 1, "lr": 0.1}, {"name": "digits", "clients": 3}
+    settings = {"data": data, "model": "logistic", "rounds": 1, "threads": 3, "local": local}
+    before, seen = torch.get_num_threads(), []
+
+    def look(*_):
+        seen.append(torch.get_num_threads())
+
+    if start == "a run":
+        experiment.run(config.checked(settings, "e"), tmp_path / "run", on_round=look)
+    else:
+        assert sweep._one(settings, str(tmp_path / "run"), "e", 2, look) is None
+    assert seen == [3] and torch.get_num_threads() == before

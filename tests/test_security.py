@@ -93,7 +93,7 @@ def test_the_working_directory_is_no_code_and_a_broken_package_one_warning(tmp_p
     distribution(installed, "broken", "raise RuntimeError('it is broken')")
     distribution(installed, "fine", MARK.format(mark=str(tmp_path / "fine")))
     (here / "own.py").write_text(MARK.format(mark=str(tmp_path / "own")))
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))  # an empty entry is `here`
     command = [sys.executable, "-m", "undrift", "list", "losses", "--import", "own"]
     done = subprocess.run(
         command, cwd=here, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False

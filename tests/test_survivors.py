@@ -18,6 +18,7 @@ from torch.func import grad
 import undrift as ud
 from tests.problems import Point, net, quadratics
 from undrift import method, random
+from undrift.arithmetic import threads
 from undrift.engine import choose, compiler
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import captures
@@ -189,8 +190,8 @@ def test_the_compiler_chooses_by_rule_and_for_static_shapes(monkeypatch):
 
 
 def test_more_items_than_threads():
-    assert torch.get_num_threads() == 1
-    assert at_once(lambda item: (item, torch.get_num_threads()), [1, 2, 3]) == [(1, 1), (2, 1), (3, 1)]
+    with threads(1):
+        assert at_once(lambda item: (item, torch.get_num_threads()), [1, 2, 3]) == [(1, 1), (2, 1), (3, 1)]
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), ((2, 1), 0)])

@@ -83,3 +83,14 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
         with LOCK:
             _holders.remove(holder)
             (_holders[-1][1] if _holders else _before.pop()).set()
+
+
+@contextlib.contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """So many of torch's threads on the CPU, as many as before afterwards; `None` changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

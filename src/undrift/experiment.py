@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors import SafetensorError
 
 from undrift import models, nonfinite
+from undrift.arithmetic import threads
 from undrift.checkpoint import parse_interval
 from undrift.config import Experiment, Section, Settings, flat, read
 from undrift.data.load import load
@@ -40,17 +40,18 @@ def run(
     allow_version_change: bool = False,
 ) -> Result:
     """Load, train, and leave a folder behind."""
-    if experiment.threads:
-        torch.set_num_threads(experiment.threads)
-    given = arguments(experiment)
-    try:
-        return train(**given, out=out, resume=resume, on_round=on_round, allow_version_change=allow_version_change)
-    except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
-        if error.errno is not None and error.filename is None and out is not None:
-            error.filename = str(out)
-        raise
-    except SafetensorError as error:
-        raise OSError(None, f"a file of the run cannot be read or written ({first_line(error)})", str(out)) from error
+    with threads(experiment.threads):
+        given = arguments(experiment)
+        try:
+            return train(**given, out=out, resume=resume, on_round=on_round, allow_version_change=allow_version_change)
+        except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
+            if error.errno is not None and error.filename is None and out is not None:
+                error.filename = str(out)
+            raise
+        except SafetensorError as error:
+            raise OSError(
+                None, f"a file of the run cannot be read or written ({first_line(error)})", str(out)
+            ) from error
 
 
 def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:

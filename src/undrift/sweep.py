@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from undrift import arithmetic
 from undrift.compare import Run, counted, groups, leading_metric, lower_is_better
 from undrift.config import Settings, checked, flat, put, toml_value
 from undrift.display import score, stopping
@@ -180,11 +181,11 @@ def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, st
 
 def _one(settings: Settings, folder: str, where: str, threads: int, check: Callable[[], None]) -> str | None:
     """One run, in this process. Returns why it did not finish; whatever it raises must not end the sweep."""
-    torch.set_num_threads(threads)
     mute()  # what stops a run is returned
     try:
         resume = (Path(folder) / "config.toml").exists()
-        result = run(checked(settings, where), folder, resume, on_round=lambda row: check())
+        with arithmetic.threads(threads):
+            result = run(checked(settings, where), folder, resume, on_round=lambda row: check())
     except UndriftError as error:
         return str(error)
     except (Exception, SystemExit) as error:
