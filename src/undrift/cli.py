@@ -232,6 +232,16 @@ class Kind(StrEnum):
     metrics = "metrics"
 
 
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)  # fmt: skip
+def reproduce(context: typer.Context) -> None:
+    """Run the papers' experiments again, and print their numbers beside ours. See undrift reproduce --help."""
+    from undrift.reproduce.__main__ import main  # a parser of its own, which needs nothing installed
+
+    raise typer.Exit(main(context.args))
+
+
 @app.command("list")
 def list_(
     kind: Annotated[Kind, typer.Argument(help="Of what.")],

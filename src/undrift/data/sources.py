@@ -84,23 +84,32 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
 
 def named(name: str, data_dir: str | Path | None = None) -> Source:
     """A data set by name, from a folder in hub layout or from the hub, decoded the first time it is asked for."""
-    recipe = RECIPES[name]
+    return opened(name, RECIPES[name], places_of(RECIPES[name], data_dir))
+
+
+def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[tables.Place]:
+    """Where a recipe's tables lie."""
     few = getattr(recipe, "limit", None) is not None
     places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir, stream=few)]
     if beside := getattr(recipe, "beside", None):
         other = tables.hub(beside[0], None, data_dir)
         places += [other] if other.kind != "hub" else []  # it is no data set of the hub
-    return opened(name, recipe, places)
+    return places
 
 
 def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
-    """What a recipe makes of these places, from the cache if it has been made before."""
-    settings = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
-    identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
-    arrays, notes = cached(name, identity, lambda write: recipe.decode(places, write))
+    """What a recipe makes of these places."""
+    arrays, notes = decoded(name, recipe, places)
     if assumed := notes.get("assumed"):  # said at every start, since every run assumes it
         log.warning("%s", assumed)
     return recipe.open(arrays, notes)
+
+
+def decoded(name: str, recipe: Recipe, places: list[tables.Place]) -> tuple[dict[str, Tensor], Notes]:
+    """The arrays and notes that a recipe makes of these places, from the cache if it has made them before."""
+    settings = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
+    return cached(name, identity, lambda write: recipe.decode(places, write))
 
 
 def names() -> list[str]:

@@ -1,0 +1,224 @@
+"""The command: `undrift reproduce`, or `python -m undrift.reproduce` where only torch, numpy and safetensors are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from undrift.errors import DEBUG, UndriftError
+from undrift.reproduce import catalogue
+from undrift.reproduce.catalogue import Cell, Table
+from undrift.reproduce.results import DEFAULT, Results, pack, unpack
+
+PARTS = Path("papers", "parts")
+QUICK = Path("runs", "reproduce-quick")
+
+DESCRIPTION = """Run the experiments of the papers again, and print their numbers beside ours.
+
+  undrift reproduce fednlr --table table-1          one table, as many cells as are left
+  undrift reproduce --budget 9m                     the most valuable cells of all papers, for nine minutes
+  undrift reproduce --list                          what is done, what remains, and what it takes
+  undrift reproduce all --quick                     everything, scaled down to a minute on a CPU
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        "undrift reproduce", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = found.add_argument
+    add("paper", nargs="?", default="all", help="a paper's name or number, or all (the default)")
+    add("--table", help="one of its tables: table-1")
+    add("--figure", help="one of its figures: figure-2, or just 2")
+    add("--budget", type=duration, help="start only what fits into this time: 9m, 30s, 2h")
+    add("--quick", action="store_true", help="scaled-down versions on a CPU; not the papers' experiments")
+    add("--list", action="store_true", help="show what is done and what remains, and run nothing")
+    add("--cells", action="store_true", help="with --list: every cell")
+    add("--show", metavar="CELL", help="print a cell's experiment file, and run nothing")
+    add("--cell", help="run this cell only")
+    add("--prepare", type=Path, metavar="DIR", help="write the data as arrays, in files of at most 60 MiB")
+    add("--data", type=Path, metavar="DIR", help="read data that --prepare wrote")
+    add("--out", type=Path, help=f"the folder of results ({DEFAULT})")
+    add("--parts", type=Path, help=f"the folder of unfinished cells ({PARTS})")
+    add("--archive", type=Path, metavar="FILE", help="write this session's results and checkpoints into one .tar.gz")
+    add("--unpack", type=Path, metavar="FILE", help="take in such an archive")
+    add("--page", type=Path, metavar="FILE", help="write the page that shows all results: docs/papers.md")
+    add("--device", default="auto", help="cpu, cuda, cuda:1; by default a GPU if there is one")
+    add("--processes", type=int, help="cells at a time (4 on a GPU, where each takes its share of it; else 1)")
+    return found
+
+
+def duration(text: str) -> float:
+    """`9m` as seconds."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"write {text!r} as 9m, 30s or 2h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 if a cell failed, 2 for bad input, 3 if `--cell` ran out of time."""
+    asked = parser().parse_args(arguments)
+    try:
+        return command(asked)
+    except UndriftError as error:
+        if DEBUG in os.environ:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def command(asked: argparse.Namespace) -> int:
+    began = time.monotonic()
+    out = asked.out or (QUICK / "results" if asked.quick else DEFAULT)
+    parts = asked.parts or (QUICK / "parts" if asked.quick else PARTS)
+    if asked.show:
+        print(experiment_file(catalogue.cell(asked.show, asked.quick)), end="")
+        return 0
+    if asked.unpack:
+        taken = unpack(asked.unpack, out, parts)
+        print(f"{len(taken)} results taken from {asked.unpack}")
+        return 0
+    if asked.page:
+        from undrift.reproduce import page
+
+        page.write(out, asked.page, asked.quick)
+        print(f"written: {asked.page}")
+        return 0
+    which = asked.table or (asked.figure and (asked.figure if "-" in asked.figure else f"figure-{asked.figure}"))
+    tables = catalogue.select(asked.paper, which, asked.quick)
+    if asked.prepare:
+        return prepare(tables, asked.prepare)
+    results = Results(out)
+    if asked.list:
+        print(listing(tables, results, parts, asked.cells, asked.device))
+        return 0
+    if asked.data:
+        from undrift.reproduce.arrays import use
+
+        use(asked.data)
+    return run(asked, tables, results, parts, began)
+
+
+def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts: Path, began: float) -> int:
+    import torch
+
+    from undrift.arithmetic import threads
+    from undrift.reproduce import page
+    from undrift.reproduce.runner import PAUSED, Runner
+
+    device = "cpu" if asked.quick and asked.device == "auto" else asked.device
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    processes = asked.processes if asked.processes is not None else (4 if on_gpu else 0)
+    if asked.cell:
+        tables, processes = [_only(catalogue.cell(asked.cell, asked.quick))], 0
+    before = set(results.by_digest)
+    runner = Runner(results, parts, began, device, asked.budget, processes, asked.data, asked.quick, _say)
+    try:
+        with threads(1 if asked.quick else None):  # such small models gain nothing from more
+            runner.run(tables)
+    finally:
+        results = Results(results.folder)
+        if asked.archive:
+            new = [results.folder / result["file"] for key, result in results.by_digest.items() if key not in before]
+            files = [(f"results/{file.relative_to(results.folder).as_posix()}", file) for file in new]
+            kept = [file for file in parts.rglob("*") if file.is_file()] if parts.exists() else []
+            files += [(f"parts/{file.relative_to(parts).as_posix()}", file) for file in kept]
+            print(f"{pack(files, asked.archive)} files in {asked.archive}")
+    if asked.cell:
+        return PAUSED if runner.paused else int(bool(runner.failed))
+    if asked.quick:
+        print(page.QUICK)
+    for table in tables:
+        if any(results.get(cell) for cell in table.cells):
+            print(f"\n{page.text_table(table, results)}")
+    print(
+        f"\n{len(runner.finished)} cells finished, {len(runner.paused)} paused, {len(runner.failed)} failed "
+        f"in {time.monotonic() - began:.0f} s"
+    )
+    return 1 if runner.failed else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _only(cell: Cell) -> Table:
+    """A table of one cell."""
+    return Table(cell.paper, cell.table, "", [cell.column], [cell.row], [cell.seed], [], [cell], {})
+
+
+def prepare(tables: list[Table], folder: Path) -> int:
+    from undrift.data import sources
+    from undrift.reproduce.arrays import prepare as write
+
+    asked = {
+        cell.settings["data"]["name"] for cell in catalogue.cells(tables) if "name" in cell.settings.get("data", {})
+    }
+    names = sorted(asked & set(sources.RECIPES))
+    files = write(names, folder)
+    for file in files:
+        print(f"{file.stat().st_size / 2**20:6.1f} MiB  {file}")
+    print(f"{', '.join(names)}: {sum(file.stat().st_size for file in files) / 2**20:.0f} MiB in {len(files)} files")
+    return 0
+
+
+def listing(tables: list[Table], results: Results, parts: Path, cells: bool, device: str) -> str:
+    """Per table, what is done, what remains and what that takes; then what comes next."""
+    from undrift.reproduce import work
+    from undrift.reproduce.queue import Costs, ordered
+
+    costs = Costs(results, work.hardware(device))
+    lines = [f"{'':34}{'done':>6}{'all':>6}{'to run':>8}   time left on {costs.hardware}"]
+    for table in tables:
+        done = sum(results.get(cell) is not None for cell in table.cells)
+        waiting = list(ordered([table], results))
+        seconds = costs.total(waiting)
+        left = "unknown" if seconds is None else f"{seconds / 60:.0f} min"
+        name = f"{table.paper}/{table.name}"
+        lines.append(f"{name:34}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else '-'}")
+        if cells:
+            lines += [f"    {_state(cell, results, parts):8} {cell.key}" for cell in table.cells]
+    waiting = list(ordered(tables, results))
+    total = costs.total(waiting)
+    lines.append(f"{len(waiting)} cells to run" + ("" if total is None else f", {total / 3600:.1f} hours one by one"))
+    if waiting:
+        lines += ["", "next:", *(f"    {cell.key}" for cell in waiting[:5])]
+    return "\n".join(lines)
+
+
+def _state(cell: Cell, results: Results, parts: Path) -> str:
+    if results.get(cell) is not None:
+        return "done"
+    from undrift.reproduce import work
+
+    share = work.share_done(parts / cell.digest, cell)
+    return f"{100 * share:.0f} %" if share else "-"
+
+
+def experiment_file(cell: Cell) -> str:
+    """The cell as a file for `undrift run`; what only the runner does stands in comments."""
+    lines = [f"# {cell.key}"]
+    lines += [f"# beyond an experiment file: {name} = {value!r}" for name, value in cell.options.items()]
+    plain = {name: value for name, value in cell.settings.items() if not isinstance(value, dict)}
+    lines += [f"{name} = {_toml(value)}" for name, value in plain.items()]
+    for name, section in cell.settings.items():
+        if isinstance(section, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What cells record beside a run's own history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from undrift.method import Part
+from undrift.roles import Batch, Client, Totals
+from undrift.tree import Tree, tree_map
+
+
+@dataclass(frozen=True)
+class TrainingLoss(Part):
+    """The cohort's mean loss over all its samples, at the weights that it received."""
+
+    measures: ClassVar[str | None] = "before"
+    reads_rates: ClassVar[bool] = False
+
+    def start(self, params: Tree) -> Tree:
+        return {"loss": torch.zeros((), dtype=torch.float64), "samples": torch.ones((), dtype=torch.float64)}
+
+    def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
+        losses = client.loss(client.model(params, batch.x), batch.y).double()
+        mask = batch.mask.double()
+        return {"loss": (losses * mask).sum(), "samples": mask.sum()}
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        return client.measured, client.kept
+
+    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+        return update, totals.sums
+
+    def history(self, state: Tree) -> dict[str, Any]:
+        return {"training_loss": float(state["loss"] / state["samples"])}
+
+
+@dataclass(frozen=True)
+class Coordinates(Part):
+    """Two coordinates of each round's update, and how many of all coordinates turn round from one update to the next.
+
+    The two are those that the first round moves most in the first tensor.
+    """
+
+    def start(self, params: Tree) -> Tree:
+        first = next(iter(params.values()))
+        return {
+            "places": torch.zeros(2, dtype=torch.int64),
+            "two": first.new_zeros(2),
+            "update": tree_map(torch.zeros_like, params),
+            "opposite": torch.zeros((), dtype=torch.float64),
+        }
+
+    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
+        update = {name: params[name] - previous[name] for name in params}
+        first = next(iter(update.values())).flatten()
+        chosen = (state["places"] == 0).all()
+        places = torch.where(chosen, torch.topk(first.abs(), 2).indices, state["places"])
+        turns = [torch.sign(update[name]) * torch.sign(state["update"][name]) for name in update]
+        turned, moved = torch.stack([torch.stack([(t < 0).sum(), (t != 0).sum()]) for t in turns]).sum(0).double()
+        return {"places": places, "two": first[places], "update": update, "opposite": turned / moved.clamp(min=1)}
+
+    def history(self, state: Tree) -> dict[str, Any]:
+        first, second = state["two"].tolist()
+        return {"first": first, "second": second, "opposite": float(state["opposite"])}
+
+
+@dataclass(frozen=True)
+class Weights(Part):
+    """The model's only weight, for problems of one dimension."""
+
+    def start(self, params: Tree) -> Tree:
+        return next(iter(params.values()))
+
+    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
+        return next(iter(params.values()))
+
+    def history(self, state: Tree) -> dict[str, Any]:
+        return {"x": float(state)}

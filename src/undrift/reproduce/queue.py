@@ -1,0 +1,90 @@
+"""Which cells to run, in which order, and what each is expected to take."""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from undrift.reproduce.catalogue import FOLDER, Cell, Table, cells, papers
+from undrift.reproduce.results import Results
+from undrift.reproduce.verdict import chosen_variant
+
+REFERENCE = "H200"
+"""The GPU for which the files give minutes."""
+
+
+def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
+    """The tables' cells that are still to be run, the most valuable first.
+
+    `papers/queue.toml` says which those are; all others follow in the order of the files. Seed by seed, so that every
+    row has its first seed before any has its second. Of a table with variants, only the calibrating row is run until
+    one of them is chosen, and then only that one.
+    """
+    waiting = [cell for table in tables for cell in _open(table, results) if results.get(cell) is None]
+    seen: set[str] = set()
+    for wanted in [*_first(), {}]:
+        chosen = [cell for cell in waiting if _fits(cell, wanted)]
+        rows = wanted.get("rows", [])
+        for cell in sorted(chosen, key=lambda cell: (cell.seed, rows.index(cell.row) if rows else 0)):
+            if cell.digest not in seen:
+                seen.add(cell.digest)
+                yield cell
+
+
+def _first() -> list[dict[str, Any]]:
+    with (FOLDER / "queue.toml").open("rb") as opened:
+        return list(tomllib.load(opened)["first"])
+
+
+def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
+    """Whether an entry of `queue.toml` means this cell; what it does not name may be anything."""
+    return (
+        cell.paper == wanted.get("paper", cell.paper)
+        and cell.table == wanted.get("table", cell.table)
+        and cell.column in wanted.get("columns", [cell.column])
+        and cell.row in wanted.get("rows", [cell.row])
+    )
+
+
+def _open(table: Table, results: Results) -> list[Cell]:
+    """The cells that may be run now."""
+    if not table.variants or table.calibration is None:
+        return table.cells
+    variant = chosen_variant(table, results)
+    if variant is not None:
+        return [cell for cell in table.cells if cell.variant == variant]
+    calibrating = [cell for cell in table.cells if cell.row == table.calibration["row"]]
+    first = next(
+        (v for v in table.variants if any(results.get(c) is None for c in calibrating if c.variant == v)), None
+    )
+    return [cell for cell in calibrating if cell.variant == first]
+
+
+class Costs:
+    """Seconds per cell, from cells that were run on the same hardware, or from the files' estimates."""
+
+    def __init__(self, results: Results, hardware: str) -> None:
+        self.hardware = hardware
+        found = ((c, results.get(c)) for paper in papers().values() for c in cells(paper.tables.values()))
+        self.measured: list[tuple[Cell, float]] = [
+            (cell, result["seconds"]) for cell, result in found if result and result["hardware"] == hardware
+        ]
+
+    def seconds(self, cell: Cell) -> float | None:
+        """What the cell is expected to take here, by the cells most like it; None where nothing is known."""
+        for alike in (("paper", "table", "column", "row"), ("paper", "table", "row"), ("paper", "table")):
+            same = [
+                seconds / float(other.settings["rounds"])
+                for other, seconds in self.measured
+                if all(getattr(other, name) == getattr(cell, name) for name in alike)
+            ]
+            if same:
+                return statistics.fmean(same) * float(cell.settings["rounds"])
+        return 60 * cell.minutes if cell.minutes is not None and REFERENCE in self.hardware else None
+
+    def total(self, cells: Iterable[Cell]) -> float | None:
+        """Of all these cells, or None where one is unknown."""
+        found = [self.seconds(cell) for cell in cells]
+        return sum(x for x in found if x is not None) if None not in found else None

@@ -1,0 +1,170 @@
+"""Cells from the queue, within a budget of time; on a GPU several side by side.
+
+A cell that is not expected to finish in what is left of the budget is not started, unless it takes longer than the
+whole budget: such a cell runs in parts, and goes on from its checkpoint the next time. The same happens to a cell that
+takes longer than expected.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from undrift.errors import UndriftError, first_line
+from undrift.reproduce import work
+from undrift.reproduce.catalogue import Cell, Table
+from undrift.reproduce.queue import Costs, ordered
+from undrift.reproduce.results import Results
+
+PAUSED = 3
+"""The exit status of a process whose cell is out of time."""
+MARGIN = 6.0
+"""Seconds before the end of the budget at which cells are asked to stop, to have time for their checkpoints."""
+LEAST = 45.0
+"""A cell in parts is not started with fewer seconds left: most of them would go into its start."""
+SLACK = 1.15
+"""Estimates are taken this much longer."""
+
+
+@dataclass
+class Runner:
+    """How and where cells are run."""
+
+    results: Results
+    parts: Path
+    """Where cells that are not finished keep their checkpoints."""
+    began: float
+    """When the budget's time began, in the seconds of `time.monotonic`."""
+    device: str = "auto"
+    budget: float | None = None
+    processes: int = 0
+    """How many cells at once, each in a process of its own; 0 runs them one after another in this one."""
+    data: Path | None = None
+    quick: bool = False
+    say: Callable[[str], None] = print
+    finished: list[str] = field(default_factory=list)
+    paused: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def folder(self, cell: Cell) -> Path:
+        found = self.parts / cell.digest
+        found.mkdir(parents=True, exist_ok=True)
+        return found
+
+    @property
+    def left(self) -> float:
+        return float("inf") if self.budget is None else self.budget - (time.monotonic() - self.began)
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self.budget is None else self.began + self.budget - MARGIN
+
+    def fits(self, cell: Cell, costs: Costs) -> bool:
+        """Whether to start the cell now."""
+        expected = costs.seconds(cell)
+        if self.budget is None:
+            return True
+        if expected is None or expected * SLACK + MARGIN > self.budget:
+            return self.left > LEAST
+        done = work.share_done(self.parts / cell.digest, cell)
+        return expected * (1 - done) * SLACK + MARGIN < self.left
+
+    def run(self, tables: list[Table]) -> None:
+        """Run cells until none is left that fits."""
+        costs = Costs(self.results, work.hardware(self.device))
+        if self.processes:
+            self._side_by_side(tables, costs)
+        else:
+            self._one_by_one(tables, costs)
+
+    def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
+        """The first cell of the queue that has not been tried, fits into the time and into the room on the GPU."""
+        tried = {*self.paused, *self.failed, *busy}
+        for cell in ordered(tables, self.results):
+            if cell.key not in tried and cell.share <= room + 1e-9 and self.fits(cell, costs):
+                return cell
+        return None
+
+    def _one_by_one(self, tables: list[Table], costs: Costs) -> None:
+        while cell := self.next(tables, costs, 1.0):
+            began = time.monotonic()
+            try:
+                self.done(cell, work.run(cell, self.folder(cell), self.deadline, self.device), began)
+            except work.Paused:
+                self.pause(cell)
+            except Exception as error:  # one cell that fails must not end the queue
+                if not isinstance(error, UndriftError):
+                    traceback.print_exc()
+                self.fail(cell, f"{type(error).__name__}: {first_line(error)}")
+
+    def _side_by_side(self, tables: list[Table], costs: Costs) -> None:
+        running: dict[str, tuple[Cell, subprocess.Popen[str], TextIO, float]] = {}
+        try:
+            while True:
+                room = 1.0 - sum(cell.share for cell, *_ in running.values())
+                while len(running) < self.processes and (cell := self.next(tables, costs, room, running)):
+                    running[cell.key] = (cell, *self.start(cell), time.monotonic())
+                    room -= cell.share
+                if not running:
+                    return
+                time.sleep(0.2)
+                for key, (cell, process, log, began) in list(running.items()):
+                    late = self.deadline is not None and time.monotonic() > self.deadline + 4 * MARGIN
+                    if late:
+                        process.kill()
+                    if (code := process.poll()) is not None:
+                        del running[key]
+                        log.close()
+                        self.ended(cell, code, began)
+        finally:
+            for _, process, log, _ in running.values():
+                process.kill()
+                process.wait()
+                log.close()
+
+    def start(self, cell: Cell) -> tuple[subprocess.Popen[str], TextIO]:
+        command = [sys.executable, "-m", "undrift.reproduce", "--cell", cell.key, "--out", str(self.results.folder)]
+        command += ["--parts", str(self.parts), "--device", self.device]
+        command += ["--budget", f"{max(0.0, self.left - MARGIN):.0f}s"] if self.budget is not None else []
+        command += ["--data", str(self.data)] if self.data else []
+        command += ["--quick"] if self.quick else []
+        log = (self.folder(cell) / "log.txt").open("a", encoding="utf-8")
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True), log
+
+    def ended(self, cell: Cell, code: int, began: float) -> None:
+        """A process is gone; if its cell is finished, its result is on disk."""
+        if code == 0:
+            self.results = Results(self.results.folder)
+            result = self.results.get(cell)
+            if result:
+                self.tell(cell, result["seconds"], began)
+                return
+        if code in (PAUSED, -9):
+            self.pause(cell)
+        else:
+            lines = (self.parts / cell.digest / "log.txt").read_text(encoding="utf-8").splitlines()
+            self.fail(cell, lines[-1] if lines else f"its process ended with status {code}")
+
+    def done(self, cell: Cell, result: dict[str, object], began: float) -> None:
+        self.results.add(cell, result)
+        work.forget(self.parts / cell.digest)
+        self.tell(cell, float(str(result["seconds"])), began)
+
+    def tell(self, cell: Cell, seconds: float, began: float) -> None:
+        self.finished.append(cell.key)
+        self.say(f"done    {seconds:7.1f} s  {cell.key}")
+
+    def pause(self, cell: Cell) -> None:
+        self.paused.append(cell.key)
+        share = work.share_done(self.parts / cell.digest, cell)
+        self.say(f"paused  {100 * share:6.0f} %  {cell.key}")
+
+    def fail(self, cell: Cell, why: str) -> None:
+        self.failed[cell.key] = why
+        self.say(f"FAILED             {cell.key}: {why}")

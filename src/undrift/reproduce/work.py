@@ -1,0 +1,256 @@
+"""One cell, run. A cell that is out of time leaves a checkpoint and is resumed from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from undrift import identity
+from undrift.data.dataset import FederatedDataset
+from undrift.data.load import load
+from undrift.errors import UndriftError
+from undrift.files import write_text
+from undrift.local import Local
+from undrift.method import Method, as_method
+from undrift.registry import parse_method, parse_number
+from undrift.reproduce import parts, problems
+from undrift.reproduce.catalogue import Cell, Settings
+from undrift.reproduce.results import Result
+from undrift.result import RUN, history
+from undrift.train import train
+
+METRICS = ("accuracy", "recall_at_5", "loss")
+POINTS = 100
+"""How many rounds of what `keep` names stay in a curve."""
+
+
+class Paused(Exception):  # noqa: N818 - no error
+    """The cell is out of time. It goes on from its last round when it is run again."""
+
+
+class Enough(Exception):  # noqa: N818 - no error
+    """The cell has had its samples."""
+
+
+def run(cell: Cell, folder: Path, deadline: float | None = None, device: str = "auto") -> Result:
+    """Run a cell, or what is left of it; `folder` keeps what it has until it is finished.
+
+    `deadline` is in the seconds of `time.monotonic`. Raises `Paused` when it has passed.
+    """
+    kind = cell.options.get("kind", "train")
+    if kind not in KINDS:
+        raise UndriftError(f"{cell.key}: there is no kind of cell called {kind!r}; known: {', '.join(KINDS)}.")
+    began = time.monotonic()
+    earlier = _earlier(folder)
+    try:
+        found = KINDS[kind](cell, folder, deadline, device)
+    except Paused:
+        _note(folder, earlier["seconds"] + time.monotonic() - began, earlier["parts"] + 1)
+        raise
+    seconds = earlier["seconds"] + time.monotonic() - began
+    return {
+        "settings": cell.settings, "options": cell.options, "seed": cell.seed, "quick": cell.quick,
+        **found, "seconds": round(seconds, 2), "parts": earlier["parts"] + 1,
+        "hardware": hardware(device), "versions": identity.versions(_device(device)), "source": source(),
+    }  # fmt: skip
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """What earlier parts of the cell took."""
+    try:
+        return dict(json.loads((folder / "part.json").read_text()))
+    except (OSError, ValueError):
+        return {"seconds": 0.0, "parts": 0}
+
+
+def _note(folder: Path, seconds: float, count: int) -> None:
+    write_text(folder / "part.json", json.dumps({"seconds": seconds, "parts": count}))
+
+
+def share_done(folder: Path, cell: Cell) -> float:
+    """How much of the cell's rounds an earlier part has behind it."""
+    rows = history(folder / "run") if (folder / "run" / "metrics.jsonl").exists() else []
+    return len(rows) / int(cell.settings["rounds"])
+
+
+def forget(folder: Path) -> None:
+    """Remove what a finished cell kept while it was not."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _device(asked: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)
+
+
+def hardware(device: str = "auto") -> str:
+    where = _device(device)
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+@cache
+def source() -> str:
+    """A digest of the package's source: which code produced a result."""
+    root = Path(__file__).parent.parent
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+# ---- the kinds of cells ------------------------------------------------------------------------------------------
+
+
+def arguments(settings: Settings) -> dict[str, Any]:
+    """An experiment file's settings as arguments of `ud.train`, without what only full installations have."""
+    given = {key: value for key, value in settings.items() if key != "threads"}
+    data = {"seed": settings["seed"], "partition": "IID()", **given.pop("data")}
+    local = {key: parse_number(x) if isinstance(x, str) else x for key, x in given.pop("local").items()}
+    return {
+        **given, "data": load(**data), "local": Local(**local), "method": parse_method(given.get("method", "FedAvg()"))
+    }  # fmt: skip
+
+
+def trained(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """A federated run."""
+    given = arguments(cell.settings)
+    if cell.options.get("training_loss"):
+        given["method"] += parts.TrainingLoss()
+    keep = cell.options.get("keep", [])
+    return _train(given, folder, deadline, device, keep, cell.options.get("samples"))
+
+
+def coordinates(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """A federated run that records two coordinates of each round's change."""
+    given = arguments(cell.settings)
+    given["method"] += parts.Coordinates()
+    return _train(given, folder, deadline, device, ["first", "second", "opposite"], points=1000)
+
+
+def quadratic(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """Paper 2's problem of one dimension; on a CPU, where a number is at home."""
+    settings = {key: value for key, value in cell.settings.items() if key != "model"}
+    local = {key: parse_number(x) if isinstance(x, str) else x for key, x in settings.pop("local").items()}
+    given = {
+        **settings, "model": problems.Point(), "data": problems.population(), "loss": problems.point_loss,
+        "local": Local(**{"batch_size": 1, **local}), "method": parse_method(settings["method"]) + parts.Weights(),
+    }  # fmt: skip
+    return _train(given, folder, deadline, "cpu", ["x"], points=1000)
+
+
+def steps(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """The share of a constant number of local steps that a schedule takes, by the engine's own counting."""
+    return {"curve": problems.step_fractions(cell.settings["local"]["steps"], cell.settings["rounds"])}
+
+
+def example(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """Paper 4's Example 1."""
+    return {"curve": problems.example(cell.settings["method"])}
+
+
+def bound_neurons(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """Paper 4's Table 4."""
+    given = arguments(cell.settings)
+    return {"curve": problems.bound_neurons(given, _device(device))}
+
+
+def path(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+    """Paper 5's Figure 1: the global model's path in the plane of its first two principal components."""
+    return {"curve": problems.path(arguments(cell.settings), cell.options["beta"], _device(device))}
+
+
+KINDS: dict[str, Callable[[Cell, Path, float | None, str], Result]] = {
+    "train": trained,
+    "coordinates": coordinates,
+    "quadratic": quadratic,
+    "steps": steps,
+    "example": example,
+    "bound neurons": bound_neurons,
+    "path": path,
+}
+
+
+# ---- a federated run in parts ------------------------------------------------------------------------------------
+
+
+def _train(
+    given: dict[str, Any],
+    folder: Path,
+    deadline: float | None,
+    device: str,
+    keep: list[str],
+    samples: int | None = None,
+    points: int = POINTS,
+) -> Result:
+    """Train until the rounds, the samples or the time are used up.
+
+    Samples are counted as local steps times the batch size, as papers do.
+    """
+    method: Method = as_method(given.pop("method"))
+    local: Local = given["local"]
+    most = math.inf if samples is None else samples / (local.batch_size or 1)
+    if _device(device).type == "cuda":
+        given.setdefault("precision", "tf32")  # what torch's convolutions use on such a GPU unless told otherwise
+
+    def look(row: dict[str, Any]) -> None:
+        if row["total_steps"] >= most:
+            raise Enough
+        if deadline is not None and time.monotonic() > deadline and row["round"] < given["rounds"]:
+            raise Paused
+
+    out = folder / "run"
+    resume = (out / RUN).exists()
+    result, stopped, choices = None, None, {}
+    try:
+        result = train(
+            **given, method=method, device=device, out=out, resume=resume, checkpoint_every="120s", on_round=look
+        )  # fmt: skip
+        stopped, choices = result.stopped, result.choices
+    except Enough:
+        pass
+    rows = result.history if result else history(out)
+    enough = next((i for i, row in enumerate(rows) if row["total_steps"] >= most), len(rows) - 1)
+    rows = rows[: enough + 1]
+    data: FederatedDataset = given["data"]
+    digest = hashlib.sha256(json.dumps(data.digests, sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "curve": curve(rows, int(given.get("evaluate_every", 1)), keep, points), "rounds": len(rows),
+        "samples": sum(row["samples"] for row in rows), "stopped": stopped,
+        "precision": given.get("precision", "auto"),
+        "choices": {key: value for key, value in choices.items() if isinstance(value, str | int | bool)},
+        "data": {"digest": digest, "clients": len(data), "samples": int(data.offsets[-1])},
+    }  # fmt: skip
+
+
+def curve(rows: list[dict[str, Any]], every: int, keep: list[str], points: int = POINTS) -> dict[str, list[Any]]:
+    """Metrics at the evaluated rounds, and so many points of the columns that `keep` names; of dicts, the last."""
+    chosen = [row for row in rows if row["round"] % every == 0 or row is rows[-1]]
+    found: dict[str, list[Any]] = {"round": [row["round"] for row in chosen]}
+    for name in (*METRICS, "steps_fraction", "training_loss"):
+        if any(name in row for row in chosen):
+            found[name] = [_short(row.get(name)) for row in chosen]
+    stride = max(1, math.ceil(len(chosen) / points))
+    for name in keep:
+        values = [row.get(name) for row in chosen]
+        few = [x if i % stride == 0 and not isinstance(x, dict) else None for i, x in enumerate(values[:-1])]
+        found[name] = [_short(x) for x in (*few, values[-1])]
+    return found
+
+
+def _short(value: Any) -> Any:
+    """Numbers to five digits, all that a table shows and more."""
+    if isinstance(value, dict):
+        return {key: _short(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_short(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value

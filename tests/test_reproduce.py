@@ -1,0 +1,399 @@
+"""`undrift reproduce`: the papers' files, the queue, budgets, parts, processes, prepared data and archives."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import undrift as ud
+from tests import hub
+from tests.problems import same_bits
+from undrift import config, experiment
+from undrift.data import sources
+from undrift.errors import UndriftError
+from undrift.reproduce import arrays, catalogue, problems, queue, work
+from undrift.reproduce.__main__ import duration, experiment_file, main
+from undrift.reproduce.catalogue import Table
+from undrift.reproduce.results import Results, pack, unpack
+from undrift.reproduce.runner import Runner
+
+EVERY = list(catalogue.cells(catalogue.select()))
+FEDERATED = [cell for cell in EVERY if cell.options.get("kind", "train") in ("train", "coordinates", "path")]
+
+
+def table_of(*cells: catalogue.Cell) -> Table:
+    first = cells[0]
+    columns, rows = list(dict.fromkeys(c.column for c in cells)), list(dict.fromkeys(c.row for c in cells))
+    return Table(first.paper, first.table, "a table", columns, rows, [0], [], list(cells), {})
+
+
+def quick_cell(rounds: int = 6, **more) -> catalogue.Cell:
+    """A federated run on digits that takes a second."""
+    cell = catalogue.cell("fednlr/table-1/cifar-10-dirichlet-0.1/scaffold/0", quick=True)
+    return dataclasses.replace(cell, settings={**cell.settings, "rounds": rounds}, **more)
+
+
+# ---- the papers' files -------------------------------------------------------------------------------------------
+
+
+def test_five_papers():
+    assert [paper.number for paper in catalogue.papers().values()] == [1, 2, 3, 4, 5]
+
+
+def test_cells_have_names_of_their_own():
+    assert len({cell.key for cell in EVERY}) == len(EVERY)
+    for table in catalogue.select():
+        assert len({cell.digest for cell in table.cells}) == len(table.cells), table.name
+
+
+def test_settings_are_those_of_experiment_files():
+    distinct = {json.dumps({**c.settings, "seed": 0}, sort_keys=True): c for c in FEDERATED}
+    for cell in distinct.values():
+        experiment.understood(config.checked(tomllib.loads(experiment_file(cell)), cell.key))
+
+
+def test_published_numbers_can_be_read_and_have_a_column():
+    for table in catalogue.select():
+        for figure in table.figures:
+            assert set(figure.published) <= set(table.rows), (table.name, figure.name)
+            for row, entries in figure.published.items():
+                assert len(entries) == len(table.columns), (table.name, row)
+                assert all(entry == "" or catalogue.value_of(entry) for entry in entries), (table.name, row)
+
+
+def test_published_figures_spot_checked():
+    """Against the papers themselves."""
+    table = catalogue.papers()["fednlr"].tables["table-1"]
+    published = table.figures[0].published
+    assert published["FedAvg"][table.columns.index("CIFAR-10 Dirichlet(0.1)")] == "72.66 (0.20)"
+    assert published["FedDyn + FedNLR"][table.columns.index("CIFAR-100 Shards(20)")] == "35.03 (0.15)"
+    techniques = catalogue.papers()["four-techniques"].tables["tables-1-to-5"].figures[0].published
+    assert techniques["NIID(5)"] == ["73.0 (2.6)"]
+
+
+def test_the_queue_names_what_exists(tmp_path):
+    for entry in queue._first():
+        assert any(queue._fits(cell, entry) for cell in EVERY), entry
+    order = list(queue.ordered(catalogue.select(), Results(tmp_path)))
+    assert order[0].table == "steps" and len({cell.digest for cell in order}) == len(order)
+    first = [cell for cell in order if cell.table == "table-1" and cell.paper == "fednlr"]
+    assert [cell.row for cell in first[:4]] == ["FedAvg"] * 4, "each paper's FedAvg comes first"
+
+
+def test_open_settings_are_calibrated_before_anything_else_is_run(tmp_path):
+    table = catalogue.papers()["four-techniques"].tables["tables-1-to-5"]
+    results = Results(tmp_path)
+
+    def finish(variant: str, accuracy: float) -> None:
+        for cell in table.at("", "centralised", variant):
+            results.add(cell, {"curve": {"round": [100], "accuracy": [accuracy]}, "seed": cell.seed, "seconds": 1.0})
+
+    waiting = list(queue.ordered([table], results))
+    assert {(cell.row, cell.variant) for cell in waiting} == {("centralised", "plain")}
+    finish("plain", 0.85)
+    waiting = list(queue.ordered([table], results))
+    assert {(cell.row, cell.variant) for cell in waiting} == {("centralised", "crop and flip")}
+    finish("crop and flip", 0.91)
+    waiting = list(queue.ordered([table], results))
+    assert {cell.variant for cell in waiting} == {"crop and flip"} and len(waiting) == 3 * 11
+
+
+def test_a_word_in_a_setting_is_filled_in():
+    cell = catalogue.cell("fednlr/figure-4/ratio-1.75/layer-1/0")
+    assert cell.settings["method"] == "FedNLR(ratio={'0': 1.75})"
+    assert not any("<" in str(cell.settings) for cell in EVERY)
+
+
+# ---- one cell ----------------------------------------------------------------------------------------------------
+
+
+def test_everything_scaled_down(tmp_path, capsys):
+    """`undrift reproduce all --quick`."""
+    where = ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
+    assert main(["all", "--quick", *where]) == 0
+    printed = capsys.readouterr().out
+    assert "0 paused, 0 failed" in printed and "QUICK: scaled down" in printed
+    results = Results(tmp_path / "results")
+    for cell in catalogue.cells(catalogue.select(quick=True)):
+        found = results.get(cell)
+        assert found is not None and found["quick"] and not found.get("stopped"), cell.key
+    assert main(["all", "--quick", *where]) == 0
+    assert "0 cells finished" in capsys.readouterr().out, "finished cells are not repeated"
+    assert main(["all", "--quick", *where, "--page", str(tmp_path / "papers.md")]) == 0
+    assert "QUICK" in (tmp_path / "papers.md").read_text()
+
+
+def test_a_cell_in_parts_is_the_unbroken_one(tmp_path):
+    cell = quick_cell()
+    whole = work.run(cell, tmp_path / "whole")
+    pauses = 0
+    while True:
+        try:
+            (tmp_path / "parts").mkdir(exist_ok=True)
+            parts = work.run(cell, tmp_path / "parts", deadline=time.monotonic())
+            break
+        except work.Paused:
+            pauses += 1
+            assert work.share_done(tmp_path / "parts", cell) == pytest.approx(pauses / 6)
+    assert pauses == 5 and parts["parts"] == 6 and parts["curve"] == whole["curve"]
+
+
+def test_a_cell_stops_when_it_has_had_its_samples(tmp_path):
+    cell = quick_cell(rounds=50, options={"samples": 2000})
+    found = work.run(cell, tmp_path)
+    steps = [64 * step for step in _total_steps(tmp_path)]
+    assert found["rounds"] < 50 and steps[found["rounds"] - 1] >= 2000 > steps[found["rounds"] - 2]
+    assert work.run(cell, tmp_path)["curve"] == found["curve"], "also if it is interrupted right then"
+
+
+def _total_steps(folder: Path) -> list[int]:
+    return [json.loads(line)["total_steps"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_training_loss_is_that_of_the_cohort(tmp_path):
+    cell = quick_cell(rounds=2, options={"training_loss": True})
+    found = work.run(cell, tmp_path)["curve"]["training_loss"]
+    given = work.arguments(cell.settings)
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    model = ud.models.get("mlp", classes=10, shape=(1, 8, 8), hidden=16, seed=0)
+    x, y = (torch.cat(parts) for parts in zip(*(given["data"][i] for i in row["clients"]), strict=True))
+    with torch.no_grad():
+        assert found[0] == pytest.approx(float(torch.nn.functional.cross_entropy(model(x), y)), rel=1e-4)
+
+
+def test_opposite_moves_are_counted(tmp_path):
+    cell = quick_cell(rounds=3, options={"kind": "coordinates"})
+    cell = dataclasses.replace(cell, settings={**cell.settings, "model": "logistic", "method": "FedAvg()"})
+    curve = work.run(cell, tmp_path)["curve"]
+    settings = {**cell.settings}
+    given = work.arguments(settings)
+    path = [ud.train(**{**given, "rounds": t}).params for t in (1, 2, 3)]
+    start = {n: w.detach() for n, w in ud.models.get("logistic", classes=10, shape=(1, 8, 8)).named_parameters()}
+    moves = [{n: b[n] - a[n] for n in b} for a, b in zip([start, *path], path, strict=False)]
+    first = moves[0]["1.weight"].flatten()
+    places = first.abs().topk(2).indices
+    signs = torch.cat([(torch.sign(moves[1][n]) * torch.sign(moves[0][n])).flatten() for n in moves[0]])
+    assert curve["opposite"][1] == pytest.approx(float((signs < 0).sum() / (signs != 0).sum()), rel=1e-3)
+    assert curve["first"] == pytest.approx([float(m["1.weight"].flatten()[places[0]]) for m in moves], rel=1e-3)
+
+
+def test_a_cell_that_diverges_is_finished_and_says_so(tmp_path):
+    cell = quick_cell()
+    cell = dataclasses.replace(cell, settings={**cell.settings, "local": {**cell.settings["local"], "lr": 1e30}})
+    assert "non-finite values" in work.run(cell, tmp_path)["stopped"]
+
+
+def test_example_1_of_paper_4():
+    assert problems.example("FedAvg()")["probability"][0] == pytest.approx(0.367, abs=5e-4)
+
+
+def test_the_quadratic_goes_where_it_is_expected(tmp_path, monkeypatch):
+    """With ten clients, all of which train in every round, nothing is left to chance."""
+    monkeypatch.setattr(problems, "CLIENTS", 10)
+    cell = catalogue.cell("k-decay/quadratic/k-decays-by-0.995/0")
+    short = dataclasses.replace(cell, settings={**cell.settings, "rounds": 20, "engine": "plain"})
+    found = work.run(short, tmp_path)["curve"]["x"][-1]
+    wanted = problems.expected(cell.settings["local"], 0.01, 20)[-1]
+    assert wanted > 0.405 and found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_step_fractions_are_the_papers():
+    """Its Table 1, and against a sum of the schedule itself."""
+    for start, factor, published in ((3, 0.9996, 0.65), (10, 0.9996, 0.55), (33, 0.999, 0.26), (100, 0.9996, 0.50)):
+        found = problems.step_fractions(f"decay({start}, {factor})", 4000)["steps_fraction"][-1]
+        taken = sum(max(1, -int(-start * factor**t // 1)) for t in range(4000))
+        assert round(found, 2) == published and found == pytest.approx(taken / (4000 * start), rel=1e-3)
+
+
+# ---- many cells --------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that cells take by the runner's count."""
+
+    def __init__(self, monkeypatch, seconds: dict[str, float]) -> None:
+        self.now, self.seconds, self.ran = 0.0, seconds, list[str]()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(queue.Costs, "seconds", lambda _, cell: self.seconds[cell.row])
+        monkeypatch.setattr(work, "run", self.run)
+
+    def run(self, cell, folder, deadline, device):
+        self.ran.append(cell.row)
+        needed = self.seconds[cell.row]
+        if deadline is not None and self.now + needed > deadline:
+            self.now = deadline
+            raise work.Paused
+        self.now += needed
+        return {"curve": {"round": [1]}, "seconds": needed, "seed": 0, "hardware": "a clock"}
+
+
+def rows_of(*names: str) -> list[Table]:
+    return [table_of(*(quick_cell(row=name, options={"name": name}) for name in names))]
+
+
+def runner(tmp_path: Path, budget: float | None = None) -> Runner:
+    return Runner(
+        Results(tmp_path / "results"), tmp_path / "parts", time.monotonic(), "cpu", budget, say=lambda line: None
+    )
+
+
+def test_what_does_not_fit_into_the_budget_is_not_started(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, {"a": 100, "b": 300, "c": 100, "d": 90})
+    first = runner(tmp_path, 400)
+    first.run(rows_of("a", "b", "c", "d"))
+    assert clock.ran == ["a", "c", "d"] and len(first.finished) == 3
+    clock.ran.clear()
+    second = runner(tmp_path, 400)
+    second.run(rows_of("a", "b", "c", "d"))
+    assert clock.ran == ["b"], "what is finished is not repeated"
+
+
+def test_what_is_longer_than_the_budget_runs_in_parts(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, {"long": 1000, "short": 10})
+    found = runner(tmp_path, 400)
+    found.run(rows_of("short", "long"))
+    assert clock.ran == ["short", "long"] and len(found.paused) == 1 and clock.now <= 400
+
+
+def test_a_cell_that_fails_does_not_end_the_queue(tmp_path, monkeypatch):
+    cells = [quick_cell(row="bad"), quick_cell(2, row="good")]
+    cells[0] = dataclasses.replace(cells[0], settings={**cells[0].settings, "method": "FedProx(mu=-1)"})
+    found = runner(tmp_path)
+    found.run([table_of(*cells)])
+    assert "mu" in next(iter(found.failed.values())) and len(found.finished) == 1
+
+
+def test_side_by_side_in_processes(tmp_path, capsys):
+    where = ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
+    assert main(["fednlr", "--table", "example-1", "--quick", "--processes", "3", *where]) == 0
+    assert "3 cells finished, 0 paused, 0 failed" in capsys.readouterr().out
+    assert len(Results(tmp_path / "results").by_digest) == 3 and not list((tmp_path / "parts").iterdir())
+
+
+def test_estimates_come_from_cells_that_were_run(tmp_path):
+    results = Results(tmp_path)
+    cell, other = (catalogue.cell(f"fednlr/table-1/cifar-10-shards-2/{row}/0") for row in ("fedavg", "feddyn"))
+    assert queue.Costs(results, "NVIDIA H200").seconds(cell) == 60 * cell.minutes
+    assert queue.Costs(results, "another GPU").seconds(cell) is None
+    results.add(cell, {"curve": {}, "seconds": 50.0, "seed": 0, "hardware": "another GPU"})
+    costs = queue.Costs(results, "another GPU")
+    assert costs.seconds(cell) == 50 and costs.seconds(other) == 20, "per round: FedDyn has 200 of 500"
+
+
+# ---- data and results that travel --------------------------------------------------------------------------------
+
+
+def test_prepared_data_are_the_same_data(tmp_path, monkeypatch):
+    hub.pictures(tmp_path / "hub", "uoft-cs/cifar10", {"train": 40, "test": 20}, (32, 32, 3), 10, image="img")
+    monkeypatch.setenv("UNDRIFT_DATA", str(tmp_path / "hub"))
+    monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
+    original = ud.load("cifar10", ud.Dirichlet(0.5), 3, normalize=True)
+    files = arrays.prepare(["cifar10"], tmp_path / "prepared", piece=2**14)
+    assert len(files) > 3 and all(file.stat().st_size < 2**14 + 2**12 for file in files[1:])
+    assert arrays.use(tmp_path / "prepared") == ["cifar10"]
+    monkeypatch.delenv("UNDRIFT_DATA")
+    again = ud.load("cifar10", ud.Dirichlet(0.5), 3, normalize=True)
+    assert again.digests == original.digests
+    assert same_bits(dict(enumerate(again[1])), dict(enumerate(original[1])))
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
+    with pytest.raises(UndriftError, match="is damaged"):
+        ud.load("cifar10", ud.Dirichlet(0.5), 3)
+    files[1].unlink()
+    with pytest.raises(UndriftError, match="is missing: a piece of cifar10"):
+        ud.load("cifar10", ud.Dirichlet(0.5), 3)
+
+
+BLOCKED = (
+    "typer",
+    "rich",
+    "pydantic",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "matplotlib",
+    "plotly",
+    "PIL",
+    "huggingface_hub",
+)
+BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({blocked!r}))  # importing one of them raises ModuleNotFoundError
+sys.argv = ["undrift.reproduce", *{arguments!r}]
+runpy.run_module("undrift.reproduce", run_name="__main__")
+"""
+
+
+def test_torch_numpy_and_safetensors_are_enough(tmp_path):
+    where = ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
+    arguments = ["temporal-targets", "--table", "mnist", "--quick", "--archive", str(tmp_path / "a.tar.gz"), *where]
+    code = BARE.format(blocked=BLOCKED, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "5 cells finished" in done.stdout
+    taken = unpack(tmp_path / "a.tar.gz", tmp_path / "home", tmp_path / "home-parts")
+    assert (
+        len(taken) == 5
+        and Results(tmp_path / "home").by_digest.keys() == Results(tmp_path / "results").by_digest.keys()
+    )
+
+
+def test_an_archive_does_not_replace_results_or_leave_its_folder(tmp_path):
+    (tmp_path / "new.json").write_text('{"digest": "new"}')
+    pack([("results/a/b.json", tmp_path / "new.json")], tmp_path / "a.tar.gz")
+    (tmp_path / "home" / "a").mkdir(parents=True)
+    (tmp_path / "home" / "a" / "b.json").write_text("old")
+    assert unpack(tmp_path / "a.tar.gz", tmp_path / "home", tmp_path / "parts") == []
+    assert (tmp_path / "home" / "a" / "b.json").read_text() == "old"
+    for name in ("../evil.json", "/evil.json", "results/../../evil.json", "other/evil.json"):
+        with tarfile.open(tmp_path / "evil.tar.gz", "w:gz") as tar:
+            member = tarfile.TarInfo(name)
+            member.size = 2
+            tar.addfile(member, io.BytesIO(b"{}"))
+        with pytest.raises(UndriftError, match="which no archive of results does"):
+            unpack(tmp_path / "evil.tar.gz", tmp_path / "home", tmp_path / "parts")
+    assert not list(tmp_path.rglob("evil.json"))
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_the_list_says_what_remains(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fednlr", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "fednlr/table-1" in listed and "288" in listed and "next:" in listed
+    assert main(["k-decay", "--figure", "quadratic"]) == 2
+    assert "no table" in capsys.readouterr().err
+
+
+def test_a_cells_experiment_file_runs(tmp_path, capsys):
+    assert main(["--show", quick_cell().key, "--quick"]) == 0
+    (tmp_path / "e.toml").write_text(capsys.readouterr().out)
+    settings = config.read(tmp_path / "e.toml")
+    assert settings["method"] == "Scaffold()" and settings["data"]["name"] == "digits"
+    experiment.run(config.checked(settings, "e"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("30s", 30), ("1.5h", 5400), ("45", 45)])
+def test_durations(text, seconds):
+    assert duration(text) == seconds
+
+
+def test_the_command_line_has_it(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "undrift", "reproduce", "--list", "2"], capture_output=True, text=True, check=False,
+        cwd=tmp_path, env={**os.environ, "UNDRIFT_DATA": ""},
+    )  # fmt: skip
+    assert done.returncode == 0 and "k-decay/quadratic" in done.stdout, done.stderr
