@@ -93,7 +93,9 @@ def _device(asked: str) -> torch.device:
 
 def hardware(device: str = "auto") -> str:
     where = _device(device)
-    return torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    cpu = f"CPU, {count} thread{'s' if count > 1 else ''}"
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else cpu
 
 
 @cache
