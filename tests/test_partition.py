@@ -13,6 +13,7 @@ from undrift.data.fractions import stratified, stratified_by_group, tails
 PARTITIONS = [
     ud.IID(),
     ud.Dirichlet(0.1),
+    ud.Dirichlet(0.1, capped=True),
     ud.DirichletPrior(1.0),
     ud.Shards(2),
     ud.SortedShards(2),
@@ -60,6 +61,44 @@ def test_dirichlet_spreads_with_alpha():
 
     assert skew(100) < 0.1 < 0.5 < skew(0.05)
     assert np.ptp(split(ud.Dirichlet(0.1)).sum(1)) > 100
+
+
+def test_capped_dirichlet_is_niid_benchs():
+    """Against its algorithm written out: a full client gets nothing more, and a small one means another draw."""
+    clients, least, n = 20, 10, len(LABELS)
+    rng = np.random.default_rng(0)
+    for c in range(10):
+        rng.permutation(np.flatnonzero(LABELS == c))
+    while True:
+        held = np.zeros(clients)
+        for _ in range(10):
+            p = rng.dirichlet(np.full(clients, 0.1))
+            p = np.array([share * (size < n / clients) for share, size in zip(p, held, strict=True)])
+            held += 500 * p / p.sum()
+        if held.min() >= least:
+            break
+    table = split(ud.Dirichlet(0.1, capped=True, least=least))
+    assert table.sum(1).min() >= least and np.abs(table.sum(1) - held).max() <= 10  # ours are whole numbers
+    assert table.sum(1).max() < 250 + 500 and split(ud.Dirichlet(0.1)).sum(1).max() > 700
+    assert repr(ud.Dirichlet(0.1)) == "Dirichlet(alpha=0.1)" and eval_repr(ud.Dirichlet(0.1, capped=True, least=10))
+
+
+def eval_repr(partition) -> bool:
+    from undrift.registry import parse_partition
+
+    return parse_partition(repr(partition)) == partition
+
+
+def test_capped_dirichlet_when_a_draw_is_all_for_clients_that_are_full():
+    table = split(ud.Dirichlet(1e-9, capped=True), clients=2)
+    assert (table.sum(1) == 2500).all()
+
+
+def test_too_many_samples_asked_for():
+    with pytest.raises(ud.UndriftError, match="cannot have 300 samples each: there are 5000"):
+        split(ud.Dirichlet(0.1, least=300))
+    with pytest.raises(ud.UndriftError, match=r"In 1,000 draws of Dirichlet\(alpha=0.01.*fewer than 240 samples"):
+        split(ud.Dirichlet(0.01, least=240))
 
 
 def test_dirichlet_prior_has_even_sizes():
@@ -156,8 +195,16 @@ def test_refusals(partition, clients, sentence):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: ud.Dirichlet(0), lambda: ud.Dirichlet(float("nan")), lambda: ud.Shards(0), lambda: ud.Shards(1.5)]
+    "make",
+    [
+        lambda: ud.Dirichlet(0),
+        lambda: ud.Dirichlet(float("nan")),
+        lambda: ud.Dirichlet(1, 1),
+        lambda: ud.Dirichlet(1, least=-1),
+        lambda: ud.Shards(0),
+        lambda: ud.Shards(1.5),
+    ],
 )
 def test_bad_numbers_are_refused_when_they_are_written(make):
-    with pytest.raises(ud.UndriftError, match="must be a"):
+    with pytest.raises(ud.UndriftError, match="must be"):
         make()

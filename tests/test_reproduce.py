@@ -343,6 +343,7 @@ def test_torch_numpy_and_safetensors_are_enough(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "5 cells finished" in done.stdout
     taken = unpack(tmp_path / "a.tar.gz", tmp_path / "home", tmp_path / "home-parts")
+    assert unpack(tmp_path / "parts-a.tar.gz", tmp_path / "home", tmp_path / "home-parts") == []
     assert (
         len(taken) == 5
         and Results(tmp_path / "home").by_digest.keys() == Results(tmp_path / "results").by_digest.keys()

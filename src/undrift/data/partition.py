@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from undrift.checks import whole
 from undrift.errors import UndriftError, quoted
 
 Array = np.ndarray[Any, Any]
 
 MOST = 10_000_000
 """So many clients, or pieces of data, are the most that are asked for in earnest."""
+TRIES = 1000
+"""How often a partition is drawn again that left some client with too few samples."""
 
 
 class Partition(Protocol):
@@ -63,18 +66,53 @@ class IID:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is shared out over the clients by a draw from Dir(α, …, α): small α, few holders, uneven sizes."""
+    """Each class is shared out over the clients by a draw from Dir(α, …, α): small α, few holders, uneven sizes.
+
+    `capped=True` leaves clients that already have an even share of all samples out of the classes that follow, and
+    `least` draws again until every client has at least so many samples. `Dirichlet(α, capped=True, least=10)` is the
+    partition of NIID-Bench (Li et al., 2022), which many papers use.
+    """
 
     alpha: float
+    capped: bool = False
+    least: int = 0
 
     def __post_init__(self) -> None:
         _positive("Dirichlet(alpha)", self.alpha)
+        if not isinstance(self.capped, bool):
+            raise UndriftError(f"Dirichlet(capped) must be True or False, not {self.capped!r}.")
+        if not whole(self.least) or self.least < 0:
+            raise UndriftError(f"Dirichlet(least) must be a whole number from 0, not {self.least!r}.")
+
+    def __repr__(self) -> str:
+        more = f", capped={self.capped}, least={self.least}" if self.capped or self.least else ""
+        return f"Dirichlet(alpha={self.alpha!r}{more})"
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        owner = np.empty(len(labels), np.int64)
-        for rows in by_class(labels, rng):
-            sizes = _shares(len(rows), rng.dirichlet(np.full(clients, _bounded(self.alpha))))
+        classes = by_class(labels, rng)
+        if self.least * clients > len(labels):
+            raise UndriftError(f"{clients} clients cannot have {self.least} samples each: there are {len(labels)}.")
+        for _ in range(TRIES):
+            owner = self._draw(classes, clients, len(labels), rng)
+            if np.bincount(owner, minlength=clients).min() >= self.least:
+                return owner
+        raise UndriftError(
+            f"In {TRIES:,} draws of {self} some client always had fewer than {self.least} samples; "
+            "choose a larger alpha, a smaller least, or fewer clients."
+        )
+
+    def _draw(self, classes: list[Array], clients: int, n: int, rng: np.random.Generator) -> Array:
+        owner, held = np.empty(n, np.int64), np.zeros(clients, np.int64)
+        for rows in classes:
+            proportions = rng.dirichlet(np.full(clients, _bounded(self.alpha)))
+            if self.capped:
+                open_to = proportions * (held < n / clients)
+                # A draw may give everything to clients that are full; then all that are not share it.
+                open_to = open_to if open_to.sum() > 0 else (held < n / clients).astype(float)
+                proportions = open_to / open_to.sum()
+            sizes = _shares(len(rows), proportions)
             owner[rows] = np.repeat(np.arange(clients), sizes)
+            held += sizes
         return owner
 
 

@@ -44,7 +44,12 @@ def parser() -> argparse.ArgumentParser:
     add("--data", type=Path, metavar="DIR", help="read data that --prepare wrote")
     add("--out", type=Path, help=f"the folder of results ({DEFAULT})")
     add("--parts", type=Path, help=f"the folder of unfinished cells ({PARTS})")
-    add("--archive", type=Path, metavar="FILE", help="write this session's results and checkpoints into one .tar.gz")
+    add(
+        "--archive",
+        type=Path,
+        metavar="FILE",
+        help="write the results of this call into one .tar.gz, and checkpoints into parts-…",
+    )
     add("--unpack", type=Path, metavar="FILE", help="take in such an archive")
     add("--page", type=Path, metavar="FILE", help="write the page that shows all results: docs/papers.md")
     add("--device", default="auto", help="cpu, cuda, cuda:1; by default a GPU if there is one")
@@ -124,11 +129,12 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     finally:
         results = Results(results.folder)
         if asked.archive:
-            new = [results.folder / result["file"] for key, result in results.by_digest.items() if key not in before]
-            files = [(f"results/{file.relative_to(results.folder).as_posix()}", file) for file in new]
+            new = [result["file"] for digest, result in results.by_digest.items() if digest not in before]
+            count = pack([(f"results/{name}", results.folder / name) for name in new], asked.archive)
             kept = [file for file in parts.rglob("*") if file.is_file()] if parts.exists() else []
-            files += [(f"parts/{file.relative_to(parts).as_posix()}", file) for file in kept]
-            print(f"{pack(files, asked.archive)} files in {asked.archive}")
+            more = asked.archive.with_name(f"parts-{asked.archive.name}")
+            pack([(f"parts/{file.relative_to(parts).as_posix()}", file) for file in kept], more)
+            print(f"{count} results in {asked.archive}, {len(runner.paused)} unfinished cells in {more}")
     if asked.cell:
         return PAUSED if runner.paused else int(bool(runner.failed))
     if asked.quick:

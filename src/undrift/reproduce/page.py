@@ -186,7 +186,7 @@ def _cost(papers: list[Paper], results: Results) -> Iterator[str]:
                 if result["digest"] not in counted:
                     counted.add(result["digest"])
                     where = str(result.get("hardware", "unknown"))
-                    spent[where] = spent.get(where, 0.0) + result.get("seconds", 0.0)
+                    spent[where] = spent.get(where, 0.0) + result.get("seconds", 0.0) * result.get("share", 1.0)
             total = {where: total.get(where, 0.0) + spent.get(where, 0.0) for where in [*total, *spent]}
             precision = ", ".join(sorted({str(result["precision"]) for result in done if result.get("precision")}))
             all_done, all_cells = all_done + len(done), all_cells + len(cells)
@@ -195,7 +195,8 @@ def _cost(papers: list[Paper], results: Results) -> Iterator[str]:
     lines.append(["all", "", f"{all_done} of {all_cells}", _minutes(total), ""])
     yield _markdown(["paper", "table", "runs finished", "minutes", "precision"], lines)
     yield (
-        "Tables that have the same run share its result; its minutes count once, in the first of them. "
+        "Tables that have the same run share its result; its minutes count once, in the first of them. On a GPU, runs "
+        "that go side by side count with their share of it. "
         "Of a table with variants, the runs of the variant that it uses count, and any other that has finished."
     )
 

@@ -49,8 +49,7 @@ def run(cell: Cell, folder: Path, deadline: float | None = None, device: str = "
     kind = cell.options.get("kind", "train")
     if kind not in KINDS:
         raise UndriftError(f"{cell.key}: there is no kind of cell called {kind!r}; known: {', '.join(KINDS)}.")
-    began = time.monotonic()
-    earlier = _earlier(folder)
+    began, code, earlier = time.monotonic(), source(), _earlier(folder)
     try:
         found = KINDS[kind](cell, folder, deadline, device)
     except Paused:
@@ -60,7 +59,8 @@ def run(cell: Cell, folder: Path, deadline: float | None = None, device: str = "
     return {
         "settings": cell.settings, "options": cell.options, "seed": cell.seed, "quick": cell.quick,
         **found, "seconds": round(seconds, 2), "parts": earlier["parts"] + 1,
-        "hardware": hardware(device), "versions": identity.versions(_device(device)), "source": source(),
+        "share": cell.share if _device(device).type == "cuda" else 1.0,
+        "hardware": hardware(device), "versions": identity.versions(_device(device)), "source": code,
     }  # fmt: skip
 
 
