@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--archive",
         type=Path,
         metavar="FILE",
-        help="write the results of this call into one .tar.gz, and checkpoints into parts-…",
+        help="put what this call finished into FILE, and the rest into parts-FILE",
     )
     add("--unpack", type=Path, metavar="FILE", help="take in such an archive")
     add("--page", type=Path, metavar="FILE", help="write the page that shows all results: docs/papers.md")
