@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -141,7 +142,7 @@ def test_a_cell_in_parts_is_the_unbroken_one(tmp_path):
     while True:
         try:
             (tmp_path / "parts").mkdir(exist_ok=True)
-            parts = work.run(cell, tmp_path / "parts", deadline=time.monotonic())
+            parts = work.run(cell, tmp_path / "parts", late=lambda: True)
             break
         except work.Paused:
             pauses += 1
@@ -228,13 +229,14 @@ class Clock:
         monkeypatch.setattr(queue.Costs, "seconds", lambda _, cell: self.seconds[cell.row])
         monkeypatch.setattr(work, "run", self.run)
 
-    def run(self, cell, folder, deadline, device):
+    def run(self, cell, folder, late, device):
+        """A round a second."""
         self.ran.append(cell.row)
         needed = self.seconds[cell.row]
-        if deadline is not None and self.now + needed > deadline:
-            self.now = deadline
-            raise work.Paused
-        self.now += needed
+        for _ in range(needed):
+            self.now += 1
+            if late():
+                raise work.Paused
         return {"curve": {"round": [1]}, "seconds": needed, "seed": 0, "hardware": "a clock"}
 
 
@@ -279,6 +281,47 @@ def test_side_by_side_in_processes(tmp_path, capsys):
     assert main(["fednlr", "--table", "example-1", "--quick", "--processes", "3", *where]) == 0
     assert "3 cells finished, 0 paused, 0 failed" in capsys.readouterr().out
     assert len(Results(tmp_path / "results").by_digest) == 3 and not list((tmp_path / "parts").iterdir())
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_ends_the_processes(tmp_path):
+    """A real one, with a process per cell: the parent gets it, the cell stops after its round and can go on."""
+    cell = catalogue.cell("k-decay/quadratic/k=10/0")
+    command = [sys.executable, "-m", "undrift.reproduce", "k-decay", "--table", "quadratic", "--processes", "1"]
+    command += ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    begun = tmp_path / "parts" / catalogue.cell("k-decay/quadratic/k=1/0").digest / "run" / "metrics.jsonl"
+    try:
+        until(lambda: begun.exists() and len(begun.read_text().splitlines()) > 3)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert "paused" in printed and "0 cells finished, 1 paused, 0 failed" in printed, printed
+    assert not (tmp_path / "parts" / cell.digest).exists(), "no further cell was begun"
+    assert list((begun.parent / "checkpoint").glob("*.json"))
+
+
+def test_processes_end_with_their_parent(tmp_path):
+    command = [sys.executable, "-m", "undrift.reproduce", "k-decay", "--table", "quadratic", "--processes", "1"]
+    command += ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    begun = tmp_path / "parts" / catalogue.cell("k-decay/quadratic/k=1/0").digest / "run" / "metrics.jsonl"
+    try:
+        until(lambda: begun.exists() and len(begun.read_text().splitlines()) > 1)
+    finally:
+        parent.kill()
+        parent.wait()
+    time.sleep(1)
+    rounds = len(begun.read_text().splitlines())
+    time.sleep(1)
+    assert len(begun.read_text().splitlines()) == rounds
+
+
+def until(condition, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_estimates_come_from_cells_that_were_run(tmp_path):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from undrift.errors import DEBUG, UndriftError
 from undrift.reproduce import catalogue
 from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.results import DEFAULT, Results, pack, unpack
+
+if TYPE_CHECKING:
+    from undrift.reproduce.runner import Runner
 
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
@@ -40,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cells", action="store_true", help="with --list: every cell")
     add("--show", metavar="CELL", help="print a cell's experiment file, and run nothing")
     add("--cell", help="run this cell only")
+    add("--child", action="store_true", help=argparse.SUPPRESS)
     add("--prepare", type=Path, metavar="DIR", help="write the data as arrays, in files of at most 60 MiB")
     add("--data", type=Path, metavar="DIR", help="read data that --prepare wrote")
     add("--out", type=Path, help=f"the folder of results ({DEFAULT})")
@@ -123,8 +132,10 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
         tables, processes = [_only(catalogue.cell(asked.cell, asked.quick))], 0
     before = set(results.by_digest)
     runner = Runner(results, parts, began, device, asked.budget, processes, asked.data, asked.quick, _say)
+    if asked.child:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        with threads(1 if asked.quick else None):  # such small models gain nothing from more
+        with threads(1 if asked.quick else None), _stopping(runner):  # such small models gain nothing from more
             runner.run(tables)
     finally:
         results = Results(results.folder)
@@ -147,6 +158,30 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
         f"in {time.monotonic() - began:.0f} s"
     )
     return 1 if runner.failed else 0
+
+
+def _end_with_parent() -> None:
+    """However the parent ends, its end of this pipe is closed then."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _stopping(runner: Runner) -> Iterator[None]:
+    """Inside it, Ctrl-C and SIGTERM let rounds finish and leave checkpoints. The second one does not wait."""
+
+    def ask(number: int, frame: object) -> None:
+        if runner.stopped:
+            raise KeyboardInterrupt
+        runner.stopped = True
+        print("stopping after this round; once more stops at once", file=sys.stderr)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

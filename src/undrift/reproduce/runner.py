@@ -48,6 +48,8 @@ class Runner:
     data: Path | None = None
     quick: bool = False
     say: Callable[[str], None] = print
+    stopped: bool = False
+    """Whether somebody asked for an end."""
     finished: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -61,9 +63,9 @@ class Runner:
     def left(self) -> float:
         return float("inf") if self.budget is None else self.budget - (time.monotonic() - self.began)
 
-    @property
-    def deadline(self) -> float | None:
-        return None if self.budget is None else self.began + self.budget - MARGIN
+    def late(self) -> bool:
+        """Whether cells must stop after their round."""
+        return self.stopped or self.left < MARGIN
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
         """Whether to start the cell now."""
@@ -85,6 +87,8 @@ class Runner:
 
     def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
         """The first cell of the queue that has not been tried, fits into the time and into the room on the GPU."""
+        if self.stopped:
+            return None
         tried = {*self.paused, *self.failed, *busy}
         for cell in ordered(tables, self.results):
             if cell.key not in tried and cell.share <= room + 1e-9 and self.fits(cell, costs):
@@ -95,7 +99,7 @@ class Runner:
         while cell := self.next(tables, costs, 1.0):
             began = time.monotonic()
             try:
-                self.done(cell, work.run(cell, self.folder(cell), self.deadline, self.device), began)
+                self.done(cell, work.run(cell, self.folder(cell), self.late, self.device), began)
             except work.Paused:
                 self.pause(cell)
             except Exception as error:  # one cell that fails must not end the queue
@@ -105,6 +109,7 @@ class Runner:
 
     def _side_by_side(self, tables: list[Table], costs: Costs) -> None:
         running: dict[str, tuple[Cell, subprocess.Popen[str], TextIO, float]] = {}
+        told: set[str] = set()
         try:
             while True:
                 room = 1.0 - sum(cell.share for cell, *_ in running.values())
@@ -115,18 +120,19 @@ class Runner:
                     return
                 time.sleep(0.2)
                 for key, (cell, process, log, began) in list(running.items()):
-                    late = self.deadline is not None and time.monotonic() > self.deadline + 4 * MARGIN
-                    if late:
+                    if self.stopped and key not in told:  # a second time would not let the round finish
+                        told.add(key)
+                        process.terminate()
+                    if self.left < -3 * MARGIN:
                         process.kill()
                     if (code := process.poll()) is not None:
                         del running[key]
-                        log.close()
+                        close(process, log)
                         self.ended(cell, code, began)
         finally:
             for _, process, log, _ in running.values():
                 process.kill()
-                process.wait()
-                log.close()
+                close(process, log)
 
     def start(self, cell: Cell) -> tuple[subprocess.Popen[str], TextIO]:
         command = [sys.executable, "-m", "undrift.reproduce", "--cell", cell.key, "--out", str(self.results.folder)]
@@ -134,8 +140,10 @@ class Runner:
         command += ["--budget", f"{max(0.0, self.left - MARGIN):.0f}s"] if self.budget is not None else []
         command += ["--data", str(self.data)] if self.data else []
         command += ["--quick"] if self.quick else []
+        command += ["--child"]
         log = (self.folder(cell) / "log.txt").open("a", encoding="utf-8")
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True), log
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True)
+        return child, log
 
     def ended(self, cell: Cell, code: int, began: float) -> None:
         """A process is gone; if its cell is finished, its result is on disk."""
@@ -168,3 +176,11 @@ class Runner:
     def fail(self, cell: Cell, why: str) -> None:
         self.failed[cell.key] = why
         self.say(f"FAILED             {cell.key}: {why}")
+
+
+def close(process: subprocess.Popen[str], log: TextIO) -> None:
+    """Wait for a process that is about to end, and close what it was given."""
+    process.wait()
+    if process.stdin:
+        process.stdin.close()
+    log.close()

@@ -29,6 +29,7 @@ from undrift.result import RUN, history
 from undrift.train import train
 
 METRICS = ("accuracy", "recall_at_5", "loss")
+Late = Callable[[], bool]
 POINTS = 100
 """How many rounds of what `keep` names stay in a curve."""
 
@@ -41,17 +42,17 @@ class Enough(Exception):  # noqa: N818 - no error
     """The cell has had its samples."""
 
 
-def run(cell: Cell, folder: Path, deadline: float | None = None, device: str = "auto") -> Result:
+def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "auto") -> Result:
     """Run a cell, or what is left of it; `folder` keeps what it has until it is finished.
 
-    `deadline` is in the seconds of `time.monotonic`. Raises `Paused` when it has passed.
+    `late` is asked after every round whether to stop there. Raises `Paused` if it is.
     """
     kind = cell.options.get("kind", "train")
     if kind not in KINDS:
         raise UndriftError(f"{cell.key}: there is no kind of cell called {kind!r}; known: {', '.join(KINDS)}.")
     began, code, earlier = time.monotonic(), source(), _earlier(folder)
     try:
-        found = KINDS[kind](cell, folder, deadline, device)
+        found = KINDS[kind](cell, folder, late, device)
     except Paused:
         _note(folder, earlier["seconds"] + time.monotonic() - began, earlier["parts"] + 1)
         raise
@@ -121,23 +122,23 @@ def arguments(settings: Settings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trained(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def trained(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """A federated run."""
     given = arguments(cell.settings)
     if cell.options.get("training_loss"):
         given["method"] += parts.TrainingLoss()
     keep = cell.options.get("keep", [])
-    return _train(given, folder, deadline, device, keep, cell.options.get("samples"))
+    return _train(given, folder, late, device, keep, cell.options.get("samples"))
 
 
-def coordinates(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def coordinates(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """A federated run that records two coordinates of each round's change."""
     given = arguments(cell.settings)
     given["method"] += parts.Coordinates()
-    return _train(given, folder, deadline, device, ["first", "second", "opposite"], points=1000)
+    return _train(given, folder, late, device, ["first", "second", "opposite"], points=1000)
 
 
-def quadratic(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def quadratic(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """Paper 2's problem of one dimension; on a CPU, where a number is at home."""
     settings = {key: value for key, value in cell.settings.items() if key != "model"}
     local = {key: parse_number(x) if isinstance(x, str) else x for key, x in settings.pop("local").items()}
@@ -145,31 +146,31 @@ def quadratic(cell: Cell, folder: Path, deadline: float | None, device: str) -> 
         **settings, "model": problems.Point(), "data": problems.population(), "loss": problems.point_loss,
         "local": Local(**{"batch_size": 1, **local}), "method": parse_method(settings["method"]) + parts.Weights(),
     }  # fmt: skip
-    return _train(given, folder, deadline, "cpu", ["x"], points=1000)
+    return _train(given, folder, late, "cpu", ["x"], points=1000)
 
 
-def steps(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def steps(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """The share of a constant number of local steps that a schedule takes, by the engine's own counting."""
     return {"curve": problems.step_fractions(cell.settings["local"]["steps"], cell.settings["rounds"])}
 
 
-def example(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def example(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """Paper 4's Example 1."""
     return {"curve": problems.example(cell.settings["method"])}
 
 
-def bound_neurons(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def bound_neurons(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """Paper 4's Table 4."""
     given = arguments(cell.settings)
     return {"curve": problems.bound_neurons(given, _device(device))}
 
 
-def path(cell: Cell, folder: Path, deadline: float | None, device: str) -> Result:
+def path(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """Paper 5's Figure 1: the global model's path in the plane of its first two principal components."""
     return {"curve": problems.path(arguments(cell.settings), cell.options["beta"], _device(device))}
 
 
-KINDS: dict[str, Callable[[Cell, Path, float | None, str], Result]] = {
+KINDS: dict[str, Callable[[Cell, Path, Late, str], Result]] = {
     "train": trained,
     "coordinates": coordinates,
     "quadratic": quadratic,
@@ -186,7 +187,7 @@ KINDS: dict[str, Callable[[Cell, Path, float | None, str], Result]] = {
 def _train(
     given: dict[str, Any],
     folder: Path,
-    deadline: float | None,
+    late: Late,
     device: str,
     keep: list[str],
     samples: int | None = None,
@@ -205,7 +206,7 @@ def _train(
     def look(row: dict[str, Any]) -> None:
         if row["total_steps"] >= most:
             raise Enough
-        if deadline is not None and time.monotonic() > deadline and row["round"] < given["rounds"]:
+        if row["round"] < given["rounds"] and late():
             raise Paused
 
     out = folder / "run"
