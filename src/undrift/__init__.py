@@ -72,44 +72,65 @@ _PUBLIC = (
 )
 __all__ = ["models", "random", *_PUBLIC]  # noqa: PLE0604 - names, collected above
 
-if TYPE_CHECKING:
-    from undrift import models, random
-    from undrift.data.augment import CropFlip
-    from undrift.data.dataset import FederatedDataset, Task
-    from undrift.data.load import load
-    from undrift.data.partition import (
-        IID,
-        ByKey,
-        Dirichlet,
-        DirichletPrior,
-        LabelSplit,
-        QuantitySkew,
-        Shards,
-        SortedShards,
-    )
-    from undrift.errors import UndriftError
-    from undrift.faults import Faults
-    from undrift.local import Local, batches
-    from undrift.method import Method, Part
-    from undrift.methods.ccvr import CCVR
-    from undrift.methods.curvature import FedCL, FedCurv
-    from undrift.methods.decay import AdditiveTuning, AllDecreasing, FirstStepOnly, TwoDLRD
-    from undrift.methods.fedavg import FedAvg
-    from undrift.methods.feddyn import FedDyn
-    from undrift.methods.fednlr import FedNLR, bound_neurons
-    from undrift.methods.fednova import FedNova
-    from undrift.methods.fedprox import FedProx
-    from undrift.methods.logits import FedLC, FedRS
-    from undrift.methods.scaffold import Scaffold
-    from undrift.methods.server import ServerAdagrad, ServerAdam, ServerSGD, ServerYogi
-    from undrift.methods.techniques import GradientNoise, Projection, ServerTraining, SignAgreement
-    from undrift.methods.temporal import TemporalEnsemble
-    from undrift.registry import register_data, register_model
-    from undrift.result import Result
-    from undrift.roles import Batch, Client, Plan, Server, Totals
-    from undrift.schedule import Number, decay, inverse
-    from undrift.train import train
-    from undrift.tree import tree_map
+if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is its own
+    from undrift import models as models
+    from undrift import random as random
+    from undrift.data.augment import CropFlip as CropFlip
+    from undrift.data.dataset import FederatedDataset as FederatedDataset
+    from undrift.data.dataset import Task as Task
+    from undrift.data.load import load as load
+    from undrift.data.partition import IID as IID
+    from undrift.data.partition import ByKey as ByKey
+    from undrift.data.partition import Dirichlet as Dirichlet
+    from undrift.data.partition import DirichletPrior as DirichletPrior
+    from undrift.data.partition import LabelSplit as LabelSplit
+    from undrift.data.partition import QuantitySkew as QuantitySkew
+    from undrift.data.partition import Shards as Shards
+    from undrift.data.partition import SortedShards as SortedShards
+    from undrift.errors import UndriftError as UndriftError
+    from undrift.faults import Faults as Faults
+    from undrift.local import Local as Local
+    from undrift.local import batches as batches
+    from undrift.method import Method as Method
+    from undrift.method import Part as Part
+    from undrift.methods.ccvr import CCVR as CCVR
+    from undrift.methods.curvature import FedCL as FedCL
+    from undrift.methods.curvature import FedCurv as FedCurv
+    from undrift.methods.decay import AdditiveTuning as AdditiveTuning
+    from undrift.methods.decay import AllDecreasing as AllDecreasing
+    from undrift.methods.decay import FirstStepOnly as FirstStepOnly
+    from undrift.methods.decay import TwoDLRD as TwoDLRD
+    from undrift.methods.fedavg import FedAvg as FedAvg
+    from undrift.methods.feddyn import FedDyn as FedDyn
+    from undrift.methods.fednlr import FedNLR as FedNLR
+    from undrift.methods.fednlr import bound_neurons as bound_neurons
+    from undrift.methods.fednova import FedNova as FedNova
+    from undrift.methods.fedprox import FedProx as FedProx
+    from undrift.methods.logits import FedLC as FedLC
+    from undrift.methods.logits import FedRS as FedRS
+    from undrift.methods.scaffold import Scaffold as Scaffold
+    from undrift.methods.server import ServerAdagrad as ServerAdagrad
+    from undrift.methods.server import ServerAdam as ServerAdam
+    from undrift.methods.server import ServerSGD as ServerSGD
+    from undrift.methods.server import ServerYogi as ServerYogi
+    from undrift.methods.techniques import GradientNoise as GradientNoise
+    from undrift.methods.techniques import Projection as Projection
+    from undrift.methods.techniques import ServerTraining as ServerTraining
+    from undrift.methods.techniques import SignAgreement as SignAgreement
+    from undrift.methods.temporal import TemporalEnsemble as TemporalEnsemble
+    from undrift.registry import register_data as register_data
+    from undrift.registry import register_model as register_model
+    from undrift.result import Result as Result
+    from undrift.roles import Batch as Batch
+    from undrift.roles import Client as Client
+    from undrift.roles import Plan as Plan
+    from undrift.roles import Server as Server
+    from undrift.roles import Totals as Totals
+    from undrift.schedule import Number as Number
+    from undrift.schedule import decay as decay
+    from undrift.schedule import inverse as inverse
+    from undrift.train import train as train
+    from undrift.tree import tree_map as tree_map
 
 
 class _Package(types.ModuleType):

@@ -23,10 +23,17 @@ MOST_STEPS = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What a client does in a round: `steps` or `epochs` of SGD with PyTorch's momentum and weight decay.
+    """What a client does in a round: SGD, with PyTorch's momentum and weight decay.
 
-    `steps` may be a number, a schedule, or a list with one entry a client. With `epochs=E` a client takes
-    `E·⌈n/B⌉` steps. `batch_size=None`: all its samples at each step. Momentum starts at zero each round.
+    Any number may be a schedule, a function of the round from 0: `ud.Local(steps=ud.decay(50, 0.98), lr=0.1)`.
+
+    Args:
+        steps: The number of local steps, or a list with one entry per client. Give either `steps` or `epochs`.
+        epochs: Passes over the client's samples: E epochs are `E·⌈n/B⌉` steps for n samples and batches of B.
+        batch_size: Samples per step; None takes all of a client's samples at each step.
+        lr: The learning rate.
+        momentum: Starts at zero in every round.
+        weight_decay: λ; adds `λ·w` to the gradient.
     """
 
     steps: Number | Sequence[int] | None = None

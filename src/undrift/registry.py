@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
@@ -29,15 +29,19 @@ INNER: dict[str, Callable[..., Any]] = {"decay": decay, "inverse": inverse, "Tem
 
 
 def known_parts() -> dict[str, Callable[..., Any]]:
-    """Every part: the package's own, and those that imported modules of the user's define."""
+    """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
     found: dict[str, Callable[..., Any]] = {}
-    waiting = list(Part.__subclasses__())
-    while waiting:
-        cls = waiting.pop()
-        waiting += cls.__subclasses__()
+    for cls in _subclasses(Part):
         if not cls.__module__.startswith("undrift."):  # of ours, METHODS says which are for users
             found[cls.__name__] = cls
     return found | {name: getattr(undrift, name) for name in undrift.METHODS}
+
+
+def _subclasses(cls: type[Part]) -> Iterator[type[Part]]:
+    """All classes below `cls`, in the order in which they were defined among their siblings."""
+    for below in cls.__subclasses__():
+        yield below
+        yield from _subclasses(below)
 
 
 def import_plugins(modules: Iterable[str] = ()) -> None:

@@ -47,6 +47,20 @@ class Result:
     stopped: str | None = None
     """Why the run stopped before its last round, where something became NaN or infinite; the rest is from before."""
 
+    def __repr__(self) -> str:
+        evaluated = [row for row in self.history if "loss" in row or "validation_loss" in row]
+        last = evaluated[-1] if evaluated else {}
+        figures = [
+            f"{name.replace('_', ' ')} {value:.4g}"
+            for name, value in last.items()
+            if name.removeprefix("validation_") in ("loss", "accuracy", "recall_at_5") and isinstance(value, float)
+        ]
+        weights = sum(w.numel() for w in self.params.values())
+        how = f"{self.choices.get('engine')} engine on {self.choices.get('device')}"
+        lines = [f"Result: {len(self.history):,} rounds, {weights:,} trained weights, {how}"]
+        lines += [f"  round {last['round']:,}: {', '.join(figures)}"] if figures else []
+        return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
+
     def frame(self) -> pd.DataFrame:
         """The history as a pandas table, a row a round."""
         import pandas as pd

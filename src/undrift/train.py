@@ -71,28 +71,63 @@ def train(
     min_clients: int | float | None = None,
     allow_version_change: bool = False,
 ) -> Result:
-    """Train `model` on `data` with `method` for `rounds` rounds.
+    """Train a model over many clients, and return it with its history.
 
-    `participation`: an int is a count of clients a round, a float a fraction of those that have data.
-    `engine`: "lanes", "plain" (one client at a time) or "auto"; `result.choices` says what was chosen.
-    Where clients have test data of their own, evaluated rounds also tell how the global model does on them, and the
-    last round, or every `personalize_every`-th, how each client's does after one more local epoch.
-    `out`: a folder for the run's files, empty or not there yet. `checkpoint_every`: rounds (10) or seconds ("30s")
-    between checkpoints there; `resume=True` goes on from the last one, after it has made sure that all that decides
-    the result is as it was. `allow_version_change=True` resumes with other versions of torch, undrift and so on, or on
-    another device, where the last digits may differ. `on_round` is called with each round's history.
-    `track`: "tensorboard", "mlflow" or a list of both, which get each round's figures too.
-    `notes` are settings of the caller's own for the run's `config.toml`.
-    `on_nonfinite`: what to do when weights, a loss, or what a client sends or keeps become NaN or infinite. "stop" ends
-    the run with the state before that round; `result.stopped` says why, and `resume=True` goes on from there. "skip"
-    leaves such clients out of the round and names them in its history (`skipped`).
-    `faults`: a `ud.Faults`, the clients' simulated failures. The history names those that dropped out (`dropped`) and
-    the stragglers (`stragglers`).
-    `max_norm_ratio`: leave out a client whose update is longer than this multiple, at least 1, of the median length of
-    the round's finite updates, and name it in the history (`left_out`). With a median of 0, nobody is left out.
-    `min_clients`: a count (an int) or a fraction of the cohort (a float). A round in which fewer clients count is
-    skipped: it leaves the model, the server's state and what clients keep as they were, and its `round_skipped` is
-    true. A round in which no client counts is always skipped.
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Dirichlet(0.1), clients=20)
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.1)
+        >>> result = ud.train("mlp", data, ud.FedProx(mu=0.1), rounds=2, local=local, participation=0.4)
+        >>> len(result.history)
+        2
+
+    Args:
+        model: Any `nn.Module`, which is left as it is, or the name of a model (`undrift list models`), with its options
+            if any: `"mlp(hidden=32)"`.
+        data: The clients' data, from `ud.load` or `ud.FederatedDataset.from_clients`.
+        method: A part, a sum of parts, or the expression for one in a string: `"FedDyn(0.1) + FedNLR()"`.
+        rounds: How many rounds to train.
+        local: What a client does in a round: steps or epochs, batch size, learning rate.
+        participation: Who trains in a round. An int is a number of clients, a float a fraction of those with data.
+        seed: Decides the cohorts, the batches, every draw of a method, and the weights of a model given by name.
+        loss: A name (`undrift list losses`), or a function `(output, target) -> one value per sample`. By default what
+            the data ask for, else cross-entropy.
+        metrics: Names, or a dict of names and functions of `(output, target)`. By default accuracy for classes.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`; `"auto"` takes a GPU if there is one.
+        precision: `"auto"` computes in the model's own dtype; `"tf32"` and `"bfloat16"` are faster on a GPU.
+        engine: `"lanes"` (the cohort as one vectorized program), `"plain"` (one client at a time), or `"auto"`;
+            `result.choices` says what was chosen and why.
+        lanes: How many clients train side by side with `engine="lanes"`. By default as many as pay.
+        compile: Whether to compile the local step with `torch.compile`, on a GPU. By default if the run is long enough.
+        deterministic: Use torch's deterministic algorithms throughout.
+        evaluate_every: Evaluate on the test and validation data every so many rounds, and after the last.
+        personalize_every: Where clients have test data of their own: every so many rounds, and after the last, also
+            measure each client's model after one more local epoch.
+        out: A folder for the run's files, empty or not there yet.
+        checkpoint_every: Rounds (`10`) or seconds (`"30s"`) between checkpoints in `out`.
+        resume: Continue the run in `out` from its last checkpoint, after making sure that everything that decides the
+            result is as it was.
+        track: `"tensorboard"`, `"mlflow"` or a list of both, which get each round's figures too.
+        on_round: A function that is called with each round's history.
+        notes: Settings of the caller's own, to be kept in the run's `config.toml`.
+        on_nonfinite: What to do when weights, a loss, or what a client sends or keeps become NaN or infinite. `"stop"`
+            ends the run with the state before that round; `result.stopped` says why, and `resume=True` continues from
+            there. `"skip"` leaves such clients out of the round and names them in its history (`skipped`).
+        faults: The clients' simulated failures. The history names those that dropped out (`dropped`) and the stragglers
+            (`stragglers`).
+        max_norm_ratio: Leave out clients whose update is longer than this multiple, at least 1, of the median length of
+            the round's finite updates, and name them in the history (`left_out`). With a median of 0, nobody is.
+        min_clients: Skip a round in which fewer clients count: a number (an int) or a fraction of the cohort (a float).
+            A skipped round leaves the model, the server's state and what clients keep as they were, and its
+            `round_skipped` is true. A round in which no client counts is always skipped.
+        allow_version_change: Resume also with other versions of torch, undrift and so on, or on another device, where
+            the last digits may differ.
+
+    Returns:
+        The trained weights and model, the history with one dict per round, and what was chosen automatically.
+
+    Raises:
+        UndriftError: If an argument is wrong, or if they do not fit together; before anything is trained or written.
     """
     given = dict(locals())
     run = prepare(

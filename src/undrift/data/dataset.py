@@ -144,6 +144,18 @@ class FederatedDataset:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def __repr__(self) -> str:
+        shape = tuple(self.take(self.store, self.index[:1])[0].shape[1:]) if len(self.index) else None
+        kind = f", {self.classes} classes" if self.labels is not None else ""
+        sizes = f"{self.sizes.min():,} to {self.sizes.max():,} per client" if len(self) else "none"
+        lines = [
+            f"FederatedDataset: {len(self):,} clients, {len(self.index):,} samples of shape {shape}{kind} ({sizes})"
+        ]
+        splits = {"test": self.test_rows, "validation": self.validation_rows, "server": self.server_rows}
+        held = [f"{name} {len(rows):,}" for name, rows in splits.items() if rows is not None]
+        held += [f"clients' own tests {len(self.client_test.index):,}"] if self.client_test is not None else []
+        return "\n".join([*lines, f"  held out: {', '.join(held)}"] if held else lines)
+
     def __getitem__(self, client: int) -> tuple[Tensor, Tensor]:
         if not -len(self) <= client < len(self):
             raise IndexError(f"There are {len(self)} clients, so no client {client}.")

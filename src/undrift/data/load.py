@@ -44,18 +44,38 @@ def load(
     augment: Any = None,
     data_dir: str | Path | None = None,
 ) -> FederatedDataset:
-    """A data set, dealt out to `clients` by `partition`.
+    """Load a data set and partition it over clients.
 
-    `name`: one of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
-    `client` column), of such files in hub layout, or of a folder of pictures with a subfolder a class; the id of any
-    data set of the hub; a pair `(x, y)`; a torch `Dataset`, with another as `test`.
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Dirichlet(0.3), clients=20, server_fraction=0.05)
+        >>> len(data)
+        20
 
-    The fractions are class-balanced and taken out of training: for the server, for validation, and of each client's
-    own share for testing that client. `test_fraction` serves data that have no test set; it does not depend on
-    `seed`. `test_size` keeps at most so many test rows.
+    Args:
+        name: One of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
+            `client` column), of such files in hub layout, or of a folder of images with one subfolder per class; the
+            id of any data set of the Hugging Face hub; a pair `(x, y)`; or a torch `Dataset`.
+        partition: Who holds which sample, such as `ud.Dirichlet(0.1)`, or the same in a string.
+        clients: How many clients. Leave it out with `ud.ByKey()`, which takes the data's own clients.
+        seed: Decides the partition and what is held out for the server, for validation and for clients' tests.
+        server_fraction: A class-balanced share of the training data that the server gets instead of the clients.
+        validation_fraction: A class-balanced share of the training data, held out to choose settings by.
+        client_test_fraction: A class-balanced share of each client's samples, held out to test that client.
+        test: The test data, where `name` is a pair or a `Dataset`.
+        test_fraction: The share to test on where the data have no test set; the same samples whatever the seed.
+        test_size: Test on at most so many samples.
+        label: The column of the labels, in files of one's own.
+        client: The column that says whose a row is, in files of one's own.
+        normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
+        augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
+        data_dir: A folder in hub layout to read from, instead of the hub (or set UNDRIFT_DATA).
 
-    `normalize` takes pictures less the training set's mean by channel, over its spread. `augment`: `ud.CropFlip()`,
-    or a function of (x, key), for training alone. `data_dir`: a folder in hub layout to read from (or UNDRIFT_DATA).
+    Returns:
+        The clients' data, with the test, validation and server data.
+
+    Raises:
+        UndriftError: If the data cannot be found or read, or an argument does not fit them.
     """
     asked = dict(locals())
     partition = _partition(partition)
