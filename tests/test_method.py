@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 import undrift as ud
+from tests.problems import net
 from undrift.method import as_method
 
 
@@ -132,3 +133,22 @@ def test_a_part_that_is_no_dataclass_is_refused():
 
     with pytest.raises(ud.UndriftError, match="put @dataclass"):
         as_method(Bare())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: {"clients": plan.clients[:0], "steps": plan.steps[:0]}, "leaves no client in round 1"),
+        (lambda plan: {"steps": 0 * plan.steps}, "must leave each client a whole number of steps"),
+        (lambda plan: {"steps": plan.steps[:1]}, "must leave each client a whole number of steps"),
+        (lambda plan: {"momentum": 0.9}, "sets momentum, which Local leaves at 0"),
+    ],
+)
+def test_a_plan_that_no_engine_could_carry_out_is_refused(change, message, uneven):
+    @dataclass(frozen=True)
+    class Planner(ud.Part):
+        def plan(self, plan, state):
+            return replace(plan, **change(plan))
+
+    with pytest.raises(ud.UndriftError, match=message):
+        ud.train(net(), uneven, Planner(), rounds=1, local=ud.Local(steps=2, lr=0.1))

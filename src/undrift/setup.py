@@ -96,6 +96,7 @@ class Setup:
     def checked(self, plan: Plan) -> Plan:
         """The plan after the parts' own hooks, refused where no engine could carry it out."""
         steps = np.asarray(plan.steps)
+        require(len(plan.clients) > 0, f"A part's plan leaves no client in round {plan.round + 1}; keep at least one.")
         whole = steps.dtype.kind in "iu" and steps.shape == plan.clients.shape
         require(whole and steps.min() >= 1, "A part's plan must leave each client a whole number of steps from 1.")
         for name in ("momentum", "weight_decay"):
