@@ -1,31 +1,33 @@
 """Behaviour that mutants of the code change (`make mutants`).
 
-Some of it was changed by a mutant that survived, most was foreseen from a list of mutants. None of these tests has been
-seen to fail with its mutant yet.
+Some of it was changed by a mutant that survived, the rest was foreseen from a list of mutants. docs/testing.md says
+which tests were seen to fail with their mutant.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import pkgutil
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad
+from torch.func import grad, vmap
 
 import undrift as ud
-from tests.problems import Point, net, quadratics
+from tests.problems import Point, make_clients, net, quadratics
 from undrift import method, random
 from undrift.arithmetic import threads
-from undrift.engine import choose, compiler
+from undrift.engine import choose, client, compiler
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
 from undrift.method import as_method, part_stream
-from undrift.random import MASK, Key, derive, philox, uniform
+from undrift.random import MASK, Key, bits, derive, philox, uniform
 from undrift.roles import Server
+from undrift.schedule import CHECKED, sampled_rounds
 
 KEY = Key(torch.tensor([1, 2]), torch.tensor(0))
 
@@ -78,6 +80,7 @@ def test_no_two_hooks_and_no_two_parts_share_their_draws():
     """Local steps count from 0, so hooks outside of them have steps far above; all are words of 32 bits."""
     steps = [method.BROADCAST, method.REFINE, method.FINISH]
     assert len(set(steps)) == 3 and all(2**31 <= step < 2**32 for step in steps)
+    assert client.AUGMENT < 2**16, "the model's own streams"
     for name in ud.METHODS:
         part = getattr(ud, name)
         first = part_stream(part.__new__(part))
@@ -111,6 +114,20 @@ def test_uniform_draws_are_never_0_nor_1(dtype, monkeypatch):
     assert (low, high) == (0.5 * 2.0**-bits, 1 - 0.5 * 2.0**-bits)
 
 
+def test_draws_are_philox_of_a_counter():
+    """Of (block, stream, step, 0), four words a block: what another system would have to do to draw the same."""
+    key = Key(torch.tensor([7, 9]), torch.tensor(3), stream=5)
+    wanted = [word for block in range(3) for word in philox((block, 5, 3, 0), (7, 9))]
+    assert bits(key, 10).tolist() == wanted[:10]
+
+
+def test_long_schedules_are_looked_at_in_the_middle_too():
+    found = list(sampled_rounds(10 * CHECKED))
+    middle = [t for t in found if CHECKED <= t < 9 * CHECKED]
+    assert found == sorted(set(found)) and {*range(CHECKED), *range(9 * CHECKED, 10 * CHECKED)} <= {*found}
+    assert 700 <= len(middle) <= 1000 and max(b - a for a, b in itertools.pairwise(middle)) <= 10
+
+
 # ---- methods -------------------------------------------------------------------------------------------------------
 def test_a_ratio_of_exactly_one_is_allowed(uneven):
     as_method(ud.FedNLR(base=1, depth=0, width=0)).check(None, uneven, rounds=1)
@@ -137,8 +154,8 @@ def test_rates_in_the_history_are_of_steps_that_were_taken():
 def test_additive_tuning_never_steps_backwards():
     """`γ·max(1 − C·d, 0)` with C·d = 1.2."""
     part = ud.AdditiveTuning(window=1, C=torch.tensor(0.2, dtype=torch.float64))
-    client = dataclasses.replace(_client(), received=torch.tensor(6))
-    assert [float(part.rate(torch.tensor(k), client)) for k in (0, 1)] == [1.0, 0.0]
+    mine = dataclasses.replace(_client(), received=torch.tensor(6))
+    assert [float(part.rate(torch.tensor(k), mine)) for k in (0, 1)] == [1.0, 0.0]
 
 
 def _client():
@@ -146,6 +163,38 @@ def _client():
 
     fields = {f.name: None for f in dataclasses.fields(Client)}
     return Client(**fields)
+
+
+def test_a_layer_whose_neurons_are_alike_has_temperature_0():
+    """FedNLR leaves its rates alone, and says so in the history."""
+    model = net()
+    with torch.no_grad():
+        model[3].weight.zero_()
+        model[3].bias.zero_()
+    run = ud.train(model, make_clients([5]), ud.FedNLR(), rounds=1, local=ud.Local(steps=1, lr=0.1))
+    assert run.history[0]["temperature"]["3"] == 0.0 < run.history[0]["temperature"]["0"]
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_ccvr_sums_over_each_class_of_all_clients(engine, uneven):
+    """Counts, sums and outer products of the features at the last weights, class by class."""
+    seen = {}
+
+    @dataclasses.dataclass(frozen=True)
+    class Spy(ud.CCVR):
+        def finish(self, params, totals, server):
+            seen.update(params=params, sums=totals.sums)
+            return params
+
+    ud.train(net(), uneven, Spy(), rounds=1, local=ud.Local(steps=2, batch_size=4, lr=0.1), engine=engine)
+    x, y = (torch.cat(parts) for parts in zip(*(uneven[i] for i in range(len(uneven))), strict=True))
+    hidden = torch.tanh(F.linear(x, seen["params"]["0.weight"], seen["params"]["0.bias"]))
+    for c in range(4):
+        own = hidden[y == c]
+        assert seen["sums"]["n"][c] == len(own)
+        assert torch.allclose(seen["sums"]["sum"][c], own.sum(0)) and torch.allclose(
+            seen["sums"]["outer"][c], own.T @ own
+        )
 
 
 def test_a_class_of_one_sample_has_no_spread(uneven):
@@ -209,3 +258,28 @@ def test_our_convolutions_without_lanes(stride, padding):
 
     found, wanted = (grad(function, (0, 1, 2))(x, w, b) for function in (ours, loss))
     assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), ((2, 1), 0), ((2, 3), (1, 0))])
+@pytest.mark.parametrize("sides", [(7, 7), (8, 9)])
+def test_our_convolutions_gradient_of_the_input_in_lanes(stride, padding, sides):
+    """Zeros between the outputs' gradients, and beyond the last where the stride leaves rows or columns over."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 5, 3, *sides).double(), torch.randn(2, 4, 3, 3, 3).double(), torch.randn(2, 4).double()
+
+    def loss(x, w, b):
+        return F.conv2d(x, w, b, stride, padding).tanh().sum()
+
+    def ours(x, w, b):
+        with LaneConvolutions():
+            return loss(x, w, b)
+
+    found, wanted = (vmap(grad(function, (0, 1, 2)))(x, w, b) for function in (ours, loss))
+    assert all(torch.allclose(one, other, rtol=1e-10, atol=1e-10) for one, other in zip(found, wanted, strict=True))
+
+
+def test_as_many_lanes_as_keep_busy_while_the_longest_client_trains():
+    """Of ten clients one has 100 steps and nine have 10: two lanes, of which the second is busy for 90 of 100 steps."""
+    data, local = make_clients([100] + [10] * 9), ud.Local(epochs=1, batch_size=1, lr=0.0)
+    assert ud.train(net(), data, rounds=1, local=local).choices["lanes"] == 2
+    assert ud.train(net(), make_clients([10] * 10), rounds=1, local=local).choices["lanes"] == 10
