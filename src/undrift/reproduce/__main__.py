@@ -128,15 +128,16 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     device = "cpu" if asked.quick and asked.device == "auto" else asked.device
     on_gpu = device != "cpu" and torch.cuda.is_available()
     processes = asked.processes if asked.processes is not None else (4 if on_gpu else 0)
-    if asked.cell:
-        tables, processes = [_only(catalogue.cell(asked.cell, asked.quick))], 0
     before = set(results.by_digest)
     runner = Runner(results, parts, began, device, asked.budget, processes, asked.data, asked.quick, _say)
     if asked.child:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         with threads(1 if asked.quick else None), _stopping(runner):  # such small models gain nothing from more
-            runner.run(tables)
+            if asked.cell:
+                runner.one(catalogue.cell(asked.cell, asked.quick))
+            else:
+                runner.run(tables)
     finally:
         results = Results(results.folder)
         if asked.archive:
@@ -186,11 +187,6 @@ def _stopping(runner: Runner) -> Iterator[None]:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _only(cell: Cell) -> Table:
-    """A table of one cell."""
-    return Table(cell.paper, cell.table, "", [cell.column], [cell.row], [cell.seed], [], [cell], {})
 
 
 def prepare(tables: list[Table], folder: Path) -> int:

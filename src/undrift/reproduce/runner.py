@@ -20,7 +20,7 @@ from undrift.errors import UndriftError, first_line
 from undrift.reproduce import work
 from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.queue import Costs, ordered
-from undrift.reproduce.results import Results
+from undrift.reproduce.results import Result, Results
 
 PAUSED = 3
 """The exit status of a process whose cell is out of time."""
@@ -97,29 +97,38 @@ class Runner:
 
     def _one_by_one(self, tables: list[Table], costs: Costs) -> None:
         while cell := self.next(tables, costs, 1.0):
-            began = time.monotonic()
-            try:
-                self.done(cell, work.run(cell, self.folder(cell), self.late, self.device), began)
-            except work.Paused:
-                self.pause(cell)
-            except Exception as error:  # one cell that fails must not end the queue
-                if not isinstance(error, UndriftError):
-                    traceback.print_exc()
-                self.fail(cell, f"{type(error).__name__}: {first_line(error)}")
+            self.one(cell)
+
+    def one(self, cell: Cell) -> None:
+        """Run a cell, whether or not it fits, until it is finished or the time is up."""
+        if self.results.get(cell):
+            return
+        try:
+            result = work.run(cell, self.folder(cell), self.late, self.device)
+        except work.Paused:
+            self.pause(cell)
+        except Exception as error:  # one cell that fails must not end the queue
+            if not isinstance(error, UndriftError):
+                traceback.print_exc()
+            self.fail(cell, f"{type(error).__name__}: {first_line(error)}")
+        else:
+            self.results.add(cell, result)
+            work.forget(self.parts / cell.digest)
+            self.finish(cell, result)
 
     def _side_by_side(self, tables: list[Table], costs: Costs) -> None:
-        running: dict[str, tuple[Cell, subprocess.Popen[str], TextIO, float]] = {}
+        running: dict[str, tuple[Cell, subprocess.Popen[str], TextIO]] = {}
         told: set[str] = set()
         try:
             while True:
                 room = 1.0 - sum(cell.share for cell, *_ in running.values())
                 while len(running) < self.processes and (cell := self.next(tables, costs, room, running)):
-                    running[cell.key] = (cell, *self.start(cell), time.monotonic())
+                    running[cell.key] = (cell, *self.start(cell))
                     room -= cell.share
                 if not running:
                     return
                 time.sleep(0.2)
-                for key, (cell, process, log, began) in list(running.items()):
+                for key, (cell, process, log) in list(running.items()):
                     if self.stopped and key not in told:  # a second time would not let the round finish
                         told.add(key)
                         process.terminate()
@@ -128,9 +137,9 @@ class Runner:
                     if (code := process.poll()) is not None:
                         del running[key]
                         close(process, log)
-                        self.ended(cell, code, began)
+                        self.ended(cell, code)
         finally:
-            for _, process, log, _ in running.values():
+            for _, process, log in running.values():
                 process.kill()
                 close(process, log)
 
@@ -145,13 +154,12 @@ class Runner:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True)
         return child, log
 
-    def ended(self, cell: Cell, code: int, began: float) -> None:
+    def ended(self, cell: Cell, code: int) -> None:
         """A process is gone; if its cell is finished, its result is on disk."""
         if code == 0:
             self.results = Results(self.results.folder)
-            result = self.results.get(cell)
-            if result:
-                self.tell(cell, result["seconds"], began)
+            if result := self.results.get(cell):
+                self.finish(cell, result)
                 return
         if code in (PAUSED, -9):
             self.pause(cell)
@@ -159,14 +167,9 @@ class Runner:
             lines = (self.parts / cell.digest / "log.txt").read_text(encoding="utf-8").splitlines()
             self.fail(cell, lines[-1] if lines else f"its process ended with status {code}")
 
-    def done(self, cell: Cell, result: dict[str, object], began: float) -> None:
-        self.results.add(cell, result)
-        work.forget(self.parts / cell.digest)
-        self.tell(cell, float(str(result["seconds"])), began)
-
-    def tell(self, cell: Cell, seconds: float, began: float) -> None:
+    def finish(self, cell: Cell, result: Result) -> None:
         self.finished.append(cell.key)
-        self.say(f"done    {seconds:7.1f} s  {cell.key}")
+        self.say(f"done    {result['seconds']:7.1f} s  {cell.key}")
 
     def pause(self, cell: Cell) -> None:
         self.paused.append(cell.key)

@@ -50,6 +50,7 @@ def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "aut
     kind = cell.options.get("kind", "train")
     if kind not in KINDS:
         raise UndriftError(f"{cell.key}: there is no kind of cell called {kind!r}; known: {', '.join(KINDS)}.")
+    device = "cpu" if kind in ARITHMETIC else device
     began, code, earlier = time.monotonic(), source(), _earlier(folder)
     try:
         found = KINDS[kind](cell, folder, late, device)
@@ -139,14 +140,14 @@ def coordinates(cell: Cell, folder: Path, late: Late, device: str) -> Result:
 
 
 def quadratic(cell: Cell, folder: Path, late: Late, device: str) -> Result:
-    """Paper 2's problem of one dimension; on a CPU, where a number is at home."""
+    """Paper 2's problem of one dimension."""
     settings = {key: value for key, value in cell.settings.items() if key != "model"}
     local = {key: parse_number(x) if isinstance(x, str) else x for key, x in settings.pop("local").items()}
     given = {
         **settings, "model": problems.Point(), "data": problems.population(), "loss": problems.point_loss,
         "local": Local(**{"batch_size": 1, **local}), "method": parse_method(settings["method"]) + parts.Weights(),
     }  # fmt: skip
-    return _train(given, folder, late, "cpu", ["x"], points=1000)
+    return _train(given, folder, late, device, ["x"], points=1000)
 
 
 def steps(cell: Cell, folder: Path, late: Late, device: str) -> Result:
@@ -179,6 +180,8 @@ KINDS: dict[str, Callable[[Cell, Path, Late, str], Result]] = {
     "bound neurons": bound_neurons,
     "path": path,
 }
+ARITHMETIC = ("quadratic", "steps", "example")
+"""What a GPU would only slow down."""
 
 
 # ---- a federated run in parts ------------------------------------------------------------------------------------
