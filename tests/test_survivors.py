@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import itertools
 import pkgutil
+import zlib
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from torch.func import grad, vmap
 
 import undrift as ud
 from tests.problems import Point, make_clients, net, quadratics
-from undrift import method, random
-from undrift.arithmetic import threads
-from undrift.engine import choose, client, compiler
+from undrift import method, nonfinite, random
+from undrift.arithmetic import arithmetic, threads
+from undrift.engine import choose, client, compiler, lanes
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
@@ -283,3 +284,90 @@ def test_as_many_lanes_as_keep_busy_while_the_longest_client_trains():
     data, local = make_clients([100] + [10] * 9), ud.Local(epochs=1, batch_size=1, lr=0.0)
     assert ud.train(net(), data, rounds=1, local=local).choices["lanes"] == 2
     assert ud.train(net(), make_clients([10] * 10), rounds=1, local=local).choices["lanes"] == 10
+
+
+def test_fewer_lanes_than_would_keep_busy_where_memory_is_short(monkeypatch):
+    """Ten clients of equal length and room for four lanes: three turns of four, not two of four and one of two."""
+    data, local = make_clients([10] * 10), ud.Local(epochs=1, batch_size=1, lr=0.0)
+    weights = 8 * sum(w.numel() for w in net().parameters()) + 2 * 8 * 6  # and twice a batch of one sample
+    monkeypatch.setattr(choose, "CPU_LANE_BYTES", 4.5 * weights)
+    found = ud.train(net(), data, rounds=1, local=local).choices
+    assert found["lanes"] == 4 and found["why"] == "as many as memory serves well"
+
+
+def watched_threads(monkeypatch) -> list[int]:
+    """Gets the number of threads whenever clients are trained on them."""
+    seen: list[int] = []
+
+    def watched(function, queues):
+        seen.append(len(queues))
+        return at_once(function, queues)
+
+    monkeypatch.setattr(lanes, "at_once", watched)
+    return seen
+
+
+@pytest.mark.parametrize("clients_at_once", [True, False])
+def test_clients_have_a_thread_each_where_no_layer_puts_out_much(monkeypatch, clients_at_once):
+    """What the widest layer puts out for a batch of 5 samples in float64, against the limit."""
+    widest = 8 * max(layer.out_features for layer in net() if isinstance(layer, torch.nn.Linear)) * 5
+    monkeypatch.setattr(choose, "CPU_THREAD_BYTES", widest if clients_at_once else widest - 1)
+    seen = watched_threads(monkeypatch)
+    with threads(2):
+        ud.train(net(), make_clients([5] * 4), rounds=1, local=ud.Local(epochs=1, batch_size=5, lr=0.1), lanes=1)
+    assert seen == ([2] if clients_at_once else [])
+
+
+@pytest.mark.parametrize(("sizes", "clients_at_once"), [([9, 10], True), ([1, 10], False)])
+def test_threads_that_would_be_idle_are_not_used(monkeypatch, sizes, clients_at_once):
+    """Two threads of which one is busy for 9 of 10 steps are 95% busy; with 1 of 10 steps, 55%."""
+    seen = watched_threads(monkeypatch)
+    with threads(2):
+        ud.train(net(), make_clients(sizes), rounds=1, local=ud.Local(epochs=1, batch_size=1, lr=0.1), lanes=1)
+    assert seen == ([2] if clients_at_once else [])
+
+
+@pytest.mark.parametrize(("dtype", "tf32", "bound"), [("float32", False, 9.8e-4), ("float32", True, 0.089)])
+def test_what_a_compiled_program_may_be_off_by(dtype, tf32, bound):
+    compute = getattr(torch, dtype)
+    with arithmetic("tf32" if tf32 else "auto", False, torch.device("cpu")):
+        assert compiler.trusted(0.98 * bound, compute) and not compiler.trusted(1.05 * bound, compute)
+
+
+def test_the_largest_batch():
+    ud.Local(steps=1, lr=0.1, batch_size=2**31 - 1)
+    with pytest.raises(ud.UndriftError, match=r"batch_size.*2147483648"):
+        ud.Local(steps=1, lr=0.1, batch_size=2**31)
+
+
+def test_normal_draws_of_float32_come_from_uniform_ones_of_float32():
+    """So that float32 and bfloat16 see the same draws, and a GPU takes no logarithms in float64."""
+    u, v = random.uniform(KEY, (3, 2), torch.float32).unbind(1)
+    radius, angle = torch.sqrt(-2 * torch.log(u)), 2 * torch.pi * v
+    wanted = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], 1).flatten()
+    assert torch.equal(random.normal(KEY, (6,), torch.float32), wanted)
+    assert torch.equal(random.normal(KEY, (6,), torch.bfloat16), wanted.bfloat16())
+
+
+def test_clients_in_messages():
+    assert nonfinite.named([3]) == "client 3" and nonfinite.named([3, 7]) == "clients 3 and 7"
+
+
+def test_no_part_has_the_models_streams():
+    """crc32 modulo 2¹⁶ − 2, plus one: 1 to 2¹⁶ − 2, so that part numbers fill 16 bits and none is 0 or the last."""
+    part = ud.FedProx(0.1)
+    assert part_stream(part) == (1 + zlib.crc32(b"FedProx") % (2**16 - 2)) * 2**16
+
+
+def test_our_convolutions_stay_out_of_passes_on_a_cpu(monkeypatch, uneven):
+    """Torch's own are faster there; ours are entered in no pass, before training or after."""
+    entered = []
+
+    class Spy(LaneConvolutions):
+        def __enter__(self):
+            entered.append(1)
+            return super().__enter__()
+
+    monkeypatch.setattr(lanes, "LaneConvolutions", Spy)
+    ud.train(net(), uneven, ud.FedCurv(0.1) + ud.FedNLR(), rounds=2, local=ud.Local(steps=1, lr=0.1), lanes=2)
+    assert not entered
