@@ -12,6 +12,7 @@ import itertools
 import pkgutil
 import zlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
 from undrift.method import as_method, part_stream
+from undrift.methods import curvature
 from undrift.random import MASK, Key, bits, derive, philox, uniform
 from undrift.roles import Server
 from undrift.schedule import CHECKED, sampled_rounds
@@ -371,3 +373,56 @@ def test_our_convolutions_stay_out_of_passes_on_a_cpu(monkeypatch, uneven):
     monkeypatch.setattr(lanes, "LaneConvolutions", Spy)
     ud.train(net(), uneven, ud.FedCurv(0.1) + ud.FedNLR(), rounds=2, local=ud.Local(steps=1, lr=0.1), lanes=2)
     assert not entered
+
+
+def test_the_most_steps_of_a_client_that_can_be_counted(uneven):
+    with pytest.raises(ud.UndriftError, match="one whole number from 1 for each of the 7 clients"):
+        ud.Local(steps=[1] * 6 + [2**63], lr=0.1).check(uneven, rounds=1)
+
+
+def test_a_client_that_does_no_work_sends_no_update(uneven):
+    """FedNova divides by the work that was done; where every rate is 0 there is none."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Idle(ud.Part):
+        def rate(self, k, client):
+            return 0.0 * super().rate(k, client)
+
+    run = ud.train(net(), uneven, ud.FedNova() + Idle(), rounds=1, local=ud.Local(steps=2, lr=0.1))
+    assert all(torch.equal(w, old) for w, old in zip(run.params.values(), net().parameters(), strict=True))
+    assert ud.Part().rate(torch.tensor(0), None) == 1.0
+
+
+def test_many_clients_in_messages():
+    assert nonfinite.named([1, 2, 3, 4, 5, 6, 7]) == "clients 1, 2, 3, 4, 5 and 2 more"
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2"])
+def test_ccvr_refuses_what_is_no_count(count):
+    with pytest.raises(ud.UndriftError, match=r"CCVR\(epochs\) must be a whole number from 1"):
+        ud.CCVR(epochs=count)
+
+
+def test_a_small_cohort_is_drawn_by_64_bit_words_without_duplicates():
+    """The first of (high·2³² + low) mod 2⁶³ mod N that differ."""
+    key, population = (3, 4), 1000
+    high, low, _, _ = random.philox((np.arange(10), 1, 0, 0), key)
+    drawn = [((int(h) << 32 | int(word)) % 2**63) % population for h, word in zip(high, low, strict=True)]
+    assert random.choose(key, population, 5).tolist() == sorted(list(dict.fromkeys(drawn))[:5])
+
+
+def test_how_far_a_compiled_program_is_off():
+    assert compiler.distance([torch.tensor([0.0, 3.0])], [torch.tensor([0.0, 2.0])]) == 0.5
+    assert compiler.distance([torch.tensor([3.0])], [torch.tensor([2.0])], [torch.tensor([1.0])]) == 1.0
+
+
+@pytest.mark.parametrize(("model", "way"), [(net(), "_at_once"), (None, "_row_by_row")])
+def test_squared_gradients_go_row_by_row_only_where_a_model_does_not_vmap(model, way, monkeypatch):
+    used = []
+    for name in ("_at_once", "_each_row", "_row_by_row"):
+        function = getattr(curvature, name)
+        monkeypatch.setattr(curvature, name, lambda *a, f=function, n=name: used.append(n) or f(*a))
+    if model is None:  # batch norm looks across a batch
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)).double()
+    ud.train(model, make_clients([6, 6]), ud.FedCurv(0.1), rounds=1, local=ud.Local(steps=1, lr=0.1))
+    assert set(used) == {way}
