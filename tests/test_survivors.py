@@ -389,6 +389,7 @@ def test_a_client_that_does_no_work_sends_no_update(uneven):
             return 0.0 * super().rate(k, client)
 
     run = ud.train(net(), uneven, ud.FedNova() + Idle(), rounds=1, local=ud.Local(steps=2, lr=0.1))
+    assert run.stopped is None and len(run.history) == 1
     assert all(torch.equal(w, old) for w, old in zip(run.params.values(), net().parameters(), strict=True))
     assert ud.Part().rate(torch.tensor(0), None) == 1.0
 
