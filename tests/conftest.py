@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import signal
+
 import pytest
 import torch
 
@@ -7,6 +10,9 @@ import undrift as ud
 from tests.problems import make_clients
 
 torch.set_num_threads(1)  # tests run two at a time on two cores
+with contextlib.suppress(ValueError):  # not in the main thread
+    # A suite that a shell started in the background ignores Ctrl-C, and so would the processes that tests send one to.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
