@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -15,16 +14,7 @@ from typing import Any
 import torch
 
 import undrift
-
-
-@cache
-def source() -> str:
-    """A digest of the package's source: figures of the same source may stand in one table."""
-    root = Path(undrift.__file__).parent
-    found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:12]
+from undrift.info import source
 
 
 @cache

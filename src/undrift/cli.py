@@ -363,9 +363,10 @@ def _experiment(
 def _run(
     experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
 ) -> None:
-    from undrift.display import Live, left_out, marks, score, stopping
+    from undrift.display import Live, left_out, marks, score
     from undrift.experiment import about, run
     from undrift.nonfinite import mute
+    from undrift.stopping import stopping
 
     console = _console()
     mute()  # this command says it itself, below its progress bar

@@ -1,13 +1,9 @@
-"""A run as it goes, on a terminal; and how it stops when asked to."""
+"""A run as it goes, on a terminal."""
 
 from __future__ import annotations
 
-import signal
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 from rich.console import Console
@@ -68,32 +64,3 @@ class Live:
         self.samples += row["samples"]
         speed = self.samples / max(time.monotonic() - self.began, 1e-9)
         self.progress.update(self.task, completed=row["round"], figures=f"{self.quality}  {speed:,.0f} samples/s")
-
-
-class Stop:
-    """Whether a stop was asked for, by Ctrl-C or SIGTERM."""
-
-    asked = False
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if it was."""
-        if self.asked:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def stopping() -> Iterator[Stop]:
-    """Inside it, Ctrl-C and SIGTERM only ask for a stop, so that a round can finish. The second one does not wait."""
-    stop = Stop()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        stop.check()
-        stop.asked = True
-        print("stopping after this round; once more stops at once", file=sys.stderr)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -20,12 +20,13 @@ import torch
 from undrift import arithmetic
 from undrift.compare import Run, counted, groups, leading_metric, lower_is_better
 from undrift.config import Settings, checked, flat, put, toml_value
-from undrift.display import score, stopping
+from undrift.display import score
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.experiment import about, run, understood
 from undrift.files import regular, write_text
 from undrift.nonfinite import mute
 from undrift.result import finished, stopped
+from undrift.stopping import stopping
 from undrift.workers import each
 
 Grid = dict[str, list[Any]]

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from undrift.errors import DEBUG, UndriftError
 from undrift.reproduce import catalogue
 from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.results import DEFAULT, Results, pack, unpack
-
-if TYPE_CHECKING:
-    from undrift.reproduce.runner import Runner
 
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
@@ -124,6 +117,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     from undrift.arithmetic import threads
     from undrift.reproduce import page
     from undrift.reproduce.runner import PAUSED, Runner
+    from undrift.stopping import stopping
 
     device = "cpu" if asked.quick and asked.device == "auto" else asked.device
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -133,13 +127,14 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     if asked.child:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        with threads(1 if asked.quick else None), _stopping(runner):  # such small models gain nothing from more
+        # Such small models gain nothing from more threads.
+        with threads(1 if asked.quick else None), stopping() as runner.stop:
             if asked.cell:
                 runner.one(catalogue.cell(asked.cell, asked.quick))
             else:
                 runner.run(tables)
     finally:
-        results = Results(results.folder)
+        results = runner.results
         if asked.archive:
             new = [result["file"] for digest, result in results.by_digest.items() if digest not in before]
             count = pack([(f"results/{name}", results.folder / name) for name in new], asked.archive)
@@ -165,24 +160,6 @@ def _end_with_parent() -> None:
     """However the parent ends, its end of this pipe is closed then."""
     sys.stdin.read()
     os._exit(1)
-
-
-@contextlib.contextmanager
-def _stopping(runner: Runner) -> Iterator[None]:
-    """Inside it, Ctrl-C and SIGTERM let rounds finish and leave checkpoints. The second one does not wait."""
-
-    def ask(number: int, frame: object) -> None:
-        if runner.stopped:
-            raise KeyboardInterrupt
-        runner.stopped = True
-        print("stopping after this round; once more stops at once", file=sys.stderr)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:
@@ -239,22 +216,16 @@ def _state(cell: Cell, results: Results, parts: Path) -> str:
 
 def experiment_file(cell: Cell) -> str:
     """The cell as a file for `undrift run`; what only the runner does stands in comments."""
+    from undrift.record import line
+
     lines = [f"# {cell.key}"]
     lines += [f"# beyond an experiment file: {name} = {value!r}" for name, value in cell.options.items()]
     plain = {name: value for name, value in cell.settings.items() if not isinstance(value, dict)}
-    lines += [f"{name} = {_toml(value)}" for name, value in plain.items()]
+    lines += [line(name, value) for name, value in plain.items()]
     for name, section in cell.settings.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+            lines += ["", f"[{name}]", *(line(key, value) for key, value in section.items())]
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return repr(value)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 from undrift.data import sources
 from undrift.data.source import Source
 from undrift.errors import UndriftError
-from undrift.files import digest, replacing, write_text
+from undrift.files import digest, replacing, verify, write_text
 
 PIECE = 60 * 2**20 - 2**16
 """Bytes of data in a file, which has a short header too."""
@@ -86,8 +86,7 @@ def _source(folder: Path, name: str) -> Source:
     for file, expected in told["files"].items():
         if not (folder / file).exists():
             raise UndriftError(f"{folder / file} is missing: a piece of {name}. Copy it there.")
-        if digest(folder / file) != expected:
-            raise UndriftError(f"{folder / file} is damaged: its checksum is not that of what was written.")
+        verify(folder / file, expected)
         for entry, rows in load_file(folder / file).items():
             key, _, begin = entry.rpartition("/")
             pieces[key].append((int(begin), rows))

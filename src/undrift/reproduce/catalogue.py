@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Cell:
         words = [self.paper, self.table, self.variant, self.column, self.row]
         return "/".join(slug(word) for word in words if word) + f"/{self.seed}"
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of all that decides what comes out. Cells of different tables with the same settings share their result."""
         told = json.dumps([self.settings, self.options, self.quick], sort_keys=True)

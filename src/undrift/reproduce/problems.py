@@ -24,6 +24,11 @@ from undrift.tree import Tree
 Curve = dict[str, list[Any]]
 
 
+def local_work(section: dict[str, Any]) -> Local:
+    """An experiment file's section `local`; strings in it are schedules."""
+    return Local(**{key: parse_number(x) if isinstance(x, str) else x for key, x in section.items()})
+
+
 @dataclass(frozen=True)
 class Follow(Part):
     """Keeps every round's weights, on the host."""
@@ -71,7 +76,7 @@ def population() -> FederatedDataset:
 def expected(local: dict[str, Any], eta: float, rounds: int) -> list[float]:
     """The mean of x after every round, exactly: a round moves it by η times the mean over i of what K steps do."""
     i = population().store["y"][:, 0].numpy()
-    work = Local(**{key: parse_number(x) if isinstance(x, str) else x for key, x in local.items()})
+    work = local_work(local)
     x, path = START, []
     for t in range(rounds):
         k = int(work.step_counts(t, np.array([0]), np.array([1]))[0])

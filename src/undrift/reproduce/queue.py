@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from undrift.reproduce.catalogue import FOLDER, Cell, Table, cells, papers
@@ -33,6 +34,7 @@ def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
                 yield cell
 
 
+@cache
 def _first() -> list[dict[str, Any]]:
     with (FOLDER / "queue.toml").open("rb") as opened:
         return list(tomllib.load(opened)["first"])

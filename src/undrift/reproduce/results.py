@@ -6,7 +6,6 @@ table shows is computed from curves (`figure`), so that a cell serves every tabl
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
 import tarfile
@@ -131,16 +130,15 @@ def unpack(archive: Path, results: Path, parts: Path) -> list[str]:
             safe = member.isfile() and ".." not in where.parts and not where.is_absolute() and len(where.parts) > 1
             if not safe or where.parts[0] not in ("results", "parts"):
                 raise UndriftError(f"{archive} holds {member.name!r}, which no archive of results does.")
-            content = tar.extractfile(member)
-            assert content is not None
+            opened = tar.extractfile(member)
+            assert opened is not None
+            content = opened.read()
             target = (results if where.parts[0] == "results" else parts).joinpath(*where.parts[1:])
             if where.parts[0] == "results":
-                json.load(io.TextIOWrapper(content, encoding="utf-8"))
-                content = tar.extractfile(member)
-                assert content is not None
+                json.loads(content)
                 if target.exists():
                     continue
                 taken.append(str(PurePosixPath(*where.parts[1:])))
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content.read())
+            target.write_bytes(content)
     return taken

@@ -21,6 +21,7 @@ from undrift.reproduce import work
 from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.queue import Costs, ordered
 from undrift.reproduce.results import Result, Results
+from undrift.stopping import Stop
 
 PAUSED = 3
 """The exit status of a process whose cell is out of time."""
@@ -48,8 +49,7 @@ class Runner:
     data: Path | None = None
     quick: bool = False
     say: Callable[[str], None] = print
-    stopped: bool = False
-    """Whether somebody asked for an end."""
+    stop: Stop = field(default_factory=Stop)
     finished: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Runner:
 
     def late(self) -> bool:
         """Whether cells must stop after their round."""
-        return self.stopped or self.left < MARGIN
+        return self.stop.asked or self.left < MARGIN
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
         """Whether to start the cell now."""
@@ -87,7 +87,7 @@ class Runner:
 
     def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
         """The first cell of the queue that has not been tried, fits into the time and into the room on the GPU."""
-        if self.stopped:
+        if self.stop.asked:
             return None
         tried = {*self.paused, *self.failed, *busy}
         for cell in ordered(tables, self.results):
@@ -129,7 +129,7 @@ class Runner:
                     return
                 time.sleep(0.2)
                 for key, (cell, process, log) in list(running.items()):
-                    if self.stopped and key not in told:  # a second time would not let the round finish
+                    if self.stop.asked and key not in told:  # a second time would not let the round finish
                         told.add(key)
                         process.terminate()
                     if self.left < -3 * MARGIN:

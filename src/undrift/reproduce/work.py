@@ -8,7 +8,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.errors import UndriftError
 from undrift.files import write_text
+from undrift.info import source
 from undrift.local import Local
 from undrift.method import Method, as_method
-from undrift.registry import parse_method, parse_number
+from undrift.registry import parse_method
 from undrift.reproduce import parts, problems
 from undrift.reproduce.catalogue import Cell, Settings
 from undrift.reproduce.results import Result
@@ -100,16 +100,6 @@ def hardware(device: str = "auto") -> str:
     return torch.cuda.get_device_name(where) if where.type == "cuda" else cpu
 
 
-@cache
-def source() -> str:
-    """A digest of the package's source: which code produced a result."""
-    root = Path(__file__).parent.parent
-    found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:12]
-
-
 # ---- the kinds of cells ------------------------------------------------------------------------------------------
 
 
@@ -117,9 +107,9 @@ def arguments(settings: Settings) -> dict[str, Any]:
     """An experiment file's settings as arguments of `ud.train`, without what only full installations have."""
     given = {key: value for key, value in settings.items() if key != "threads"}
     data = {"seed": settings["seed"], "partition": "IID()", **given.pop("data")}
-    local = {key: parse_number(x) if isinstance(x, str) else x for key, x in given.pop("local").items()}
+    local = problems.local_work(given.pop("local"))
     return {
-        **given, "data": load(**data), "local": Local(**local), "method": parse_method(given.get("method", "FedAvg()"))
+        **given, "data": load(**data), "local": local, "method": parse_method(given.get("method", "FedAvg()"))
     }  # fmt: skip
 
 
@@ -142,10 +132,10 @@ def coordinates(cell: Cell, folder: Path, late: Late, device: str) -> Result:
 def quadratic(cell: Cell, folder: Path, late: Late, device: str) -> Result:
     """Paper 2's problem of one dimension."""
     settings = {key: value for key, value in cell.settings.items() if key != "model"}
-    local = {key: parse_number(x) if isinstance(x, str) else x for key, x in settings.pop("local").items()}
+    local = problems.local_work({"batch_size": 1, **settings.pop("local")})
     given = {
         **settings, "model": problems.Point(), "data": problems.population(), "loss": problems.point_loss,
-        "local": Local(**{"batch_size": 1, **local}), "method": parse_method(settings["method"]) + parts.Weights(),
+        "local": local, "method": parse_method(settings["method"]) + parts.Weights(),
     }  # fmt: skip
     return _train(given, folder, late, device, ["x"], points=1000)
 
