@@ -74,10 +74,12 @@ def main() -> None:
     print(f"{head['gpu']}, torch {torch.__version__}, {chosen.precision}, {chosen.rounds} rounds")
     table = record.Table(chosen.json, head, "seed")
     for seed in range(chosen.seeds):
-        row = run(name, seed, chosen.rounds, chosen.precision, not chosen.raw, compile=compile)
-        figures = f"{row['seconds']:.1f} s, of it {row['ms_per_round']:.2f} ms per round"
-        print(f"seed {seed}: test accuracy {100 * row['accuracy']:.1f}, {figures}", flush=True)
-        table.add(row)
+        with table.attempt():
+            row = run(name, seed, chosen.rounds, chosen.precision, not chosen.raw, compile=compile)
+            figures = f"{row['seconds']:.1f} s, of it {row['ms_per_round']:.2f} ms per round"
+            print(f"seed {seed}: test accuracy {100 * row['accuracy']:.1f}, {figures}", flush=True)
+            table.add(row)
+    table.end()
 
 
 if __name__ == "__main__":

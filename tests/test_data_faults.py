@@ -693,17 +693,22 @@ numbers = st.one_of(
 
 
 def partition(make: Callable[..., Any], number: Any) -> Any:
-    return (
-        make(number)
-        if make in (ud.Dirichlet, ud.DirichletPrior, ud.Shards, ud.SortedShards, ud.QuantitySkew)
-        else make()
-    )
+    return make(number) if make not in (ud.IID, ud.LabelSplit) else make()
 
 
 @fuzz
 @given(
     st.sampled_from(
-        [ud.IID, ud.Dirichlet, ud.DirichletPrior, ud.Shards, ud.SortedShards, ud.LabelSplit, ud.QuantitySkew]
+        [
+            ud.IID,
+            ud.Dirichlet,
+            ud.DirichletPrior,
+            ud.Shards,
+            ud.ClassesPerClient,
+            ud.SortedShards,
+            ud.LabelSplit,
+            ud.QuantitySkew,
+        ]
     ),
     numbers,
     st.one_of(st.integers(-1, 40), st.sampled_from([10**9, 10**30, None, 2.0])),

@@ -118,6 +118,26 @@ def test_shards_hold_as_many_classes_as_asked(each):
     assert np.ptp(table.sum(1)) > 20  # cut at random points
 
 
+def test_classes_per_client_are_niid_benchs():
+    """Client i holds class i mod 10 and others by chance, and the holders of a class share it evenly."""
+    table = split(ud.ClassesPerClient(2))
+    assert ((table > 0).sum(1) == 2).all() and all(table[i, i % 10] for i in range(20))
+    for column in table.T:
+        assert np.ptp(column[column > 0]) <= 1 and column.sum() == 500
+    assert np.ptp((table > 0).sum(0)) > 1 and np.ptp(table.sum(1)) > 50  # as many holders as chance gives
+    others = [(split_with(seed) > 0).sum(0) for seed in range(300)]
+    assert np.abs(np.mean(others, 0) - 4).max() < 0.3 and np.min(others) >= 2
+    assert (split(ud.ClassesPerClient(10)) == 25).all()
+    with pytest.raises(ud.UndriftError, match="at most 10"):
+        split(ud.ClassesPerClient(11))
+    with pytest.raises(ud.UndriftError, match=r"take at least 10 clients, or Shards\(2\)"):
+        split(ud.ClassesPerClient(2), clients=9)
+
+
+def split_with(seed: int) -> np.ndarray:
+    return counts(LABELS, ud.ClassesPerClient(2)(LABELS, 20, np.random.default_rng(seed), None), 20)
+
+
 def test_sorted_shards_are_equal_pieces_of_the_sorted_labels():
     table = split(ud.SortedShards(1), clients=12)
     assert np.ptp(table.sum(1)) <= 1 and ((table > 0).sum(1) <= 2).all()

@@ -36,9 +36,12 @@ METHODS = {
     "ServerAdagrad": "undrift.methods.server",
 }
 PARTITIONS = dict.fromkeys(
-    ("IID", "Dirichlet", "DirichletPrior", "Shards", "SortedShards", "LabelSplit", "QuantitySkew", "ByKey"),
+    (
+        "IID", "Dirichlet", "DirichletPrior", "Shards", "ClassesPerClient", "SortedShards", "LabelSplit",
+        "QuantitySkew", "ByKey",
+    ),
     "undrift.data.partition",
-)
+)  # fmt: skip
 _PUBLIC = (
     METHODS
     | PARTITIONS
@@ -81,6 +84,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.data.load import load as load
     from undrift.data.partition import IID as IID
     from undrift.data.partition import ByKey as ByKey
+    from undrift.data.partition import ClassesPerClient as ClassesPerClient
     from undrift.data.partition import Dirichlet as Dirichlet
     from undrift.data.partition import DirichletPrior as DirichletPrior
     from undrift.data.partition import LabelSplit as LabelSplit

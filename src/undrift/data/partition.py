@@ -189,6 +189,44 @@ class Shards:
 
 
 @dataclass(frozen=True)
+class ClassesPerClient:
+    """Client i holds class i modulo the number of classes, and others by chance; each class is split evenly.
+
+    The partition that NIID-Bench writes #C = `count` (Li et al., 2022). Classes differ in how many clients hold them,
+    so clients differ in size.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _count("ClassesPerClient(count)", self.count)
+
+    def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
+        pools = by_class(labels, rng)
+        classes = len(pools)
+        if self.count > classes:
+            raise UndriftError(
+                f"ClassesPerClient({quoted(self.count)}) asks for more classes than the data have; "
+                f"ask for at most {classes}."
+            )
+        if clients < classes:
+            raise UndriftError(
+                f"ClassesPerClient({self.count}) over {clients} clients may leave some of the {classes} classes "
+                f"without a holder; take at least {classes} clients, or Shards({self.count})."
+            )
+        holders: list[list[int]] = [[] for _ in range(classes)]
+        for client in range(clients):
+            own = client % classes
+            others = rng.permutation(np.delete(np.arange(classes), own))[: self.count - 1]
+            for c in (own, *others):
+                holders[c].append(client)
+        owner = np.empty(len(labels), np.int64)
+        for rows, held in zip(pools, holders, strict=True):
+            owner[rows] = np.repeat(np.array(held), _even(len(rows), len(held)))
+        return owner
+
+
+@dataclass(frozen=True)
 class SortedShards:
     """Sorted by label, cut into equal pieces, and `per_client` of them dealt to each client at random."""
 
