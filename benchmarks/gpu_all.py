@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import cohort, methods, paper4, pfl, pfl_accuracy
+from benchmarks import cohort, methods, pfl, pfl_accuracy
 from benchmarks.warm import Job, warm
 
 COMPILING = 60.0
@@ -33,27 +33,21 @@ class Step:
     """What compiles it ahead of time."""
 
 
-def steps(data: Path, out: Path, precision: str) -> dict[str, Step]:
+def steps(data: Path, out: Path) -> dict[str, Step]:
     """By name, the most valuable first."""
 
     def step(name: str, estimate: float, jobs: list[Job], *arguments: str) -> Step:
         return Step([f"benchmarks.{name}", *arguments, "--json", str(out / f"{name}.json")], estimate, jobs)
 
-    real = ("--data", str(data), "--precision")
     return {
         "pfl": step("pfl", 100, pfl.jobs(), "--rounds", "10", "--repeats", "2"),
-        "pfl_accuracy": step("pfl_accuracy", 90, pfl_accuracy.jobs(data, "tf32"), *real, "tf32"),
-        **{
-            method.partition("(")[0]: step(
-                "paper4", 220 if precision == "tf32" else 130, paper4.jobs(data, precision, [method]),
-                *real, precision, "--method", method,
-            )
-            for method in paper4.METHODS
-        },
+        "pfl_accuracy": step(
+            "pfl_accuracy", 90, pfl_accuracy.jobs(data, "tf32"), "--raw", "--data", str(data), "--precision", "tf32"
+        ),
         "cohort": step("cohort", 150, cohort.jobs()),
         "methods": step("methods", 160, methods.jobs(), "--compile"),
         "convolutions": step("convolutions", 30, []),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -63,9 +57,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--workers", type=int, default=16, help="programs to compile at a time; 0: none ahead")
-    parser.add_argument("--precision", default="tf32", help="paper4's")
     chosen = parser.parse_args()
-    known = steps(chosen.data.resolve(), chosen.out.resolve(), chosen.precision)
+    known = steps(chosen.data.resolve(), chosen.out.resolve())
     if unknown := set(chosen.steps) - set(known):
         parser.error(f"no step {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     began = time.monotonic()

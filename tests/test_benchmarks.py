@@ -145,7 +145,7 @@ def test_gpu_figures_of_different_sources_make_no_report():
 
 
 def test_every_gpu_step_is_a_benchmark_that_writes_a_section():
-    steps = gpu_all.steps(Path("cifar10.npz"), Path("out"), "tf32")
+    steps = gpu_all.steps(Path("cifar10.npz"), Path("out"))
     names = {Path(step.command[step.command.index("--json") + 1]).stem for step in steps.values()}
-    assert names == {"pfl", "pfl_accuracy", "paper4", "cohort", "methods", "convolutions"}
+    assert names == {"pfl", "pfl_accuracy", "cohort", "methods", "convolutions"}
     assert all((Path(report.__file__).parent / f"{name}.py").exists() for name in names)
