@@ -1,8 +1,8 @@
 """Cells from the queue, within a budget of time; on a GPU several side by side.
 
-A cell that is not expected to finish in what is left of the budget is not started, unless it takes longer than the
-whole budget: such a cell runs in parts, and goes on from its checkpoint the next time. The same happens to a cell that
-takes longer than expected.
+A cell that is not expected to finish in what is left of the budget is not started. Once none is, one that takes longer
+than the whole budget runs in parts: it goes on from its checkpoint the next time. The same happens to a cell that takes
+longer than expected.
 """
 
 from __future__ import annotations
@@ -68,14 +68,17 @@ class Runner:
         return self.stop.asked or self.left < MARGIN
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
-        """Whether to start the cell now."""
+        """Whether the cell is expected to finish in what is left, or nothing is known about it."""
         expected = costs.seconds(cell)
-        if self.budget is None:
-            return True
-        if expected is None or expected * SLACK + MARGIN > self.budget:
+        if expected is None:
             return self.left > LEAST
         done = work.share_done(self.parts / cell.digest, cell)
         return expected * (1 - done) * SLACK + MARGIN < self.left
+
+    def too_long(self, cell: Cell, costs: Costs) -> bool:
+        """Whether the cell would not finish in the whole budget either."""
+        expected = costs.seconds(cell)
+        return self.budget is not None and expected is not None and expected * SLACK + MARGIN > self.budget
 
     def run(self, tables: list[Table]) -> None:
         """Run cells until none is left that fits."""
@@ -86,14 +89,17 @@ class Runner:
             self._one_by_one(tables, costs)
 
     def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
-        """The first cell of the queue that has not been tried, fits into the time and into the room on the GPU."""
+        """The first cell of the queue that has not been tried, fits into the room on the GPU and into the time."""
         if self.stop.asked:
             return None
         tried = {*self.paused, *self.failed, *busy}
-        for cell in ordered(tables, self.results):
-            if cell.key not in tried and cell.share <= room + 1e-9 and self.fits(cell, costs):
-                return cell
-        return None
+        waiting = [
+            cell for cell in ordered(tables, self.results) if cell.key not in tried and cell.share <= room + 1e-9
+        ]
+        whole = next((cell for cell in waiting if self.fits(cell, costs)), None)
+        if whole is not None or self.left < LEAST:
+            return whole
+        return next((cell for cell in waiting if self.too_long(cell, costs)), None)
 
     def _one_by_one(self, tables: list[Table], costs: Costs) -> None:
         while cell := self.next(tables, costs, 1.0):
