@@ -58,7 +58,7 @@ SIDES = ("loop", "replayed", "central", "ours", "compiled")
 
 
 def make(case: Case) -> nn.Module:
-    from undrift.registry import parse_model
+    from undrift.models import parse_model
 
     name, options = parse_model(case.model)
     return ud.models.get(name, classes=case.classes, shape=case.shape, vocabulary=case.tokens, **options)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import undrift
-from undrift.info import source
+from undrift.tools.info import source
 
 
 @cache

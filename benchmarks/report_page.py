@@ -104,8 +104,8 @@ def main() -> None:
         runs = [where / f"{i}" for i in range(count)]
         for i, run in enumerate(runs):
             make_run(run, i / count, 0, rounds)
-        from undrift.report.gather import gather
-        from undrift.report.page import write
+        from undrift.tools.report.gather import gather
+        from undrift.tools.report.page import write
 
         began = time.perf_counter()
         write(where / "report.html", gather(runs))

@@ -27,7 +27,7 @@ ROUNDS = 30
 SERVE = """
 import contextlib, io, json, sys
 import torch
-from undrift.cli import main
+from undrift.tools.cli import main
 for line in sys.stdin:
     said, code = io.StringIO(), 0
     sys.argv = ["undrift", "resume", line.strip()]

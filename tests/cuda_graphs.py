@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from undrift import setup
 from undrift.engine import choose, graph, lanes
+from undrift.training import setup
 
 DEVICES = [torch.device("cuda:0")]
 """The current device last, and below it those to go back to."""

@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from undrift import config
-from undrift.compare import Run, table
+from undrift.data.augment import parse_augmentation
+from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError
-from undrift.experiment import understood
-from undrift.registry import parse_augmentation, parse_method, parse_model, parse_number, parse_partition
-from undrift.report.gather import gather
-from undrift.report.page import numbers
+from undrift.expressions import parse_number
+from undrift.method import parse_method
+from undrift.models import parse_model
+from undrift.tools import config
+from undrift.tools.compare import Run, table
+from undrift.tools.experiment import understood
+from undrift.tools.report.gather import gather
+from undrift.tools.report.page import numbers
 
 PARSERS: list[Callable[[str], Any]] = [parse_method, parse_partition, parse_number, parse_model, parse_augmentation]
 SECONDS = 20

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from undrift.cli import app
+from undrift.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from tests.test_config import GOOD, changed, toml
 from undrift import models
-from undrift.cli import app
-from undrift.compare import Run, brief, groups, spread
 from undrift.data import sources
 from undrift.errors import UndriftError
-from undrift.sweep import summary
+from undrift.tools.cli import app
+from undrift.tools.compare import Run, brief, groups, spread
+from undrift.tools.sweep import summary
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_what_diverges_is_not_the_best(here):
 
 
 def test_wrong_sweeps_are_refused_before_anything_runs(here, capsys, monkeypatch):
-    from undrift.cli import main
+    from undrift.tools.cli import main
 
     wrong = {
         "data.validation_fraction is 0. A sweep chooses on validation data": ["--grid", "local.lr=[0.1, 0.2]"],
@@ -224,7 +224,7 @@ def test_lists(kind):
 
 
 def test_resume_of_what_is_no_run(here, capsys, monkeypatch):
-    from undrift.cli import main
+    from undrift.tools.cli import main
 
     for arguments, sentence in ((["resume", "nowhere"], "nowhere is no run"), (["compare", "."], ". is no run")):
         monkeypatch.setattr("sys.argv", ["undrift", *arguments])

@@ -22,13 +22,17 @@ import undrift as ud
 from benchmarks.report_page import make_run
 from tests.problems import make_clients
 from tests.test_config import GOOD, changed, toml
-from undrift import cli, config
+from undrift.data.augment import parse_augmentation
+from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, machine_trouble, quoted
-from undrift.experiment import understood
-from undrift.registry import parse_augmentation, parse_method, parse_model, parse_number, parse_partition
-from undrift.report.gather import gather
-from undrift.report.watch import watch
+from undrift.expressions import parse_number
+from undrift.method import parse_method
+from undrift.models import parse_model
 from undrift.schedule import check_number, sampled_rounds
+from undrift.tools import cli, config
+from undrift.tools.experiment import understood
+from undrift.tools.report.gather import gather
+from undrift.tools.report.watch import watch
 
 
 def refused(function, *arguments: object, **more: object) -> str:
@@ -250,8 +254,9 @@ def test_what_the_machine_refuses_is_a_sentence():
 
 LIMITED = """
 import io, json, os, resource, sys
-from undrift import cli
-import undrift.experiment, undrift.sweep, undrift.report.gather, undrift.report.page, plotly.offline
+from undrift.tools import cli
+import undrift.tools.experiment, undrift.tools.sweep, undrift.tools.report.gather, undrift.tools.report.page
+import plotly.offline
 sys.stdout = open(os.devnull, "w")
 told, real = [], sys.stderr
 def command(*arguments):
@@ -395,8 +400,8 @@ def test_a_damaged_run_is_left_out_of_a_comparison(runs):
 
 
 def test_watching_survives_damage(runs, monkeypatch):
-    monkeypatch.setattr("undrift.report.watch.PAUSE", 0.02)
-    monkeypatch.setattr("undrift.report.watch.REWRITE", 0.02)
+    monkeypatch.setattr("undrift.tools.report.watch.PAUSE", 0.02)
+    monkeypatch.setattr("undrift.tools.report.watch.REWRITE", 0.02)
     said: list[str] = []
     end = threading.Event()
 
@@ -405,7 +410,7 @@ def test_watching_survives_damage(runs, monkeypatch):
             raise KeyboardInterrupt
         end.wait(seconds)
 
-    monkeypatch.setattr("undrift.report.watch.time.sleep", sleep)
+    monkeypatch.setattr("undrift.tools.report.watch.time.sleep", sleep)
     watching = threading.Thread(target=watch, args=([Path("good-0"), Path("good-1")], Path("w.html"), 0, said.append))
     watching.start()
     try:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import undrift as ud
-from undrift import cli, config
-from undrift.experiment import arguments
+from undrift.tools import cli, config
+from undrift.tools.experiment import arguments
 
 GOOD = {
     "model": "mlp",
@@ -22,7 +22,7 @@ GOOD = {
 
 
 def toml(settings: dict) -> str:
-    from undrift.record import literal
+    from undrift.training.record import literal
 
     lines = [f"{name} = {literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
     for name, section in settings.items():

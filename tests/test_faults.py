@@ -16,10 +16,10 @@ from tests.problems import Point, distance, make_clients, net, quadratics, same_
 from tests.reference import simulate
 from tests.test_engines import METHOD, Normed
 from tests.test_personal import split
-from undrift.clock import Clock
 from undrift.engine import lanes as lanes_engine
 from undrift.random import derive, philox
-from undrift.survivors import norm, outliers
+from undrift.training.clock import Clock
+from undrift.training.survivors import norm, outliers
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]
 DATA = make_clients(SIZES)

@@ -13,10 +13,10 @@ from tests.test_cli import undrift
 from tests.test_config import GOOD, toml
 from tests.test_faults import ALL, train
 from tests.test_runs import StopError, stop_after
-from undrift import cli, config, experiment
-from undrift.compare import Run, groups
-from undrift.report.gather import gather
-from undrift.track import scalars
+from undrift.tools import cli, config, experiment
+from undrift.tools.compare import Run, groups
+from undrift.tools.report.gather import gather
+from undrift.training.track import scalars
 
 RULES = {"on_nonfinite": "skip", "max_norm_ratio": 50, "min_clients": 3}
 FAULTS = {"dropout": 0.3, "stragglers": "decay(0.5, 0.9)", "nan": 0.2, "explode": 0.2, "explode_factor": 1e4}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.report_page import make_run
 from tests import fuzzing
-from undrift import config
 from undrift.errors import UndriftError
-from undrift.experiment import understood
+from undrift.tools import config
+from undrift.tools.experiment import understood
 
 few = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 chances = st.randoms(use_true_random=False)

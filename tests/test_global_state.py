@@ -11,8 +11,8 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
-from undrift import config, experiment, sweep
-from undrift.arithmetic import CUBLAS, Switches, arithmetic
+from undrift.tools import config, experiment, sweep
+from undrift.training.arithmetic import CUBLAS, Switches, arithmetic
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 import undrift as ud
-from undrift.cli import app, main
 from undrift.data import show
 from undrift.data.heterogeneity import class_counts, heterogeneity, label_distance
+from undrift.tools.cli import app, main
 
 
 def test_the_distance_of_mixes():

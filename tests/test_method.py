@@ -109,6 +109,39 @@ def test_numbers_are_found_wherever_they_stand_and_bound():
     assert as_method(Outer(mu=1)).numbers(0) == [{"mu": 1.0}]
 
 
+N = ud.Number
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    digits: int = 3
+
+
+@dataclass(frozen=True)
+class Aliased(ud.Part):
+    mu: N
+    maybe: N | None = None
+    by_layer: dict[str, N] | None = None
+    how: NumberFormat | str = "short"  # no Number, though its name begins like one
+
+
+def test_numbers_are_found_by_type_not_by_name():
+    part = Aliased(mu=ud.decay(8, 0.5), by_layer={"a": lambda t: t})
+    assert as_method(part).numbers(3) == [{"mu": 1.0, "by_layer": {"a": 3.0}}]
+    assert as_method(Aliased(mu=1, maybe=2)).numbers(0) == [{"mu": 1.0, "maybe": 2.0}]
+
+
+def test_numbers_of_a_part_that_is_defined_where_no_module_sees_its_names():
+    from undrift import Number
+
+    @dataclass(frozen=True)
+    class Inside(ud.Part):
+        mu: Number
+        maybe: Number | None = None
+
+    assert as_method(Inside(mu=ud.decay(8, 0.5))).numbers(3) == [{"mu": 1.0}]
+
+
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [

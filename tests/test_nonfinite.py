@@ -15,8 +15,8 @@ from tests import cuda_graphs
 from tests.problems import Point, distance, make_clients, net, quadratics, same_bits
 from tests.reference import simulate
 from tests.test_engines import Normed
-from undrift import nonfinite
-from undrift.clock import Clock
+from undrift.training import nonfinite
+from undrift.training.clock import Clock
 from undrift.tree import tree_finite
 
 LOCAL = ud.Local(epochs=1, batch_size=8, lr=0.05)

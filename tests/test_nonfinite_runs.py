@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from tests.test_cli import undrift
 from tests.test_config import GOOD, toml
-from undrift.cli import app
-from undrift.compare import Run
-from undrift.report.gather import folders, gather
+from undrift.tools.cli import app
+from undrift.tools.compare import Run
+from undrift.tools.report.gather import folders, gather
 
 SPOILS = '''
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import undrift as ud
 from tests.problems import net
-from undrift.personal import summary
+from undrift.training.personal import summary
 
 
 def split(sizes: tuple[int, ...] = (12, 7, 0, 20, 9), tests: tuple[int, ...] = (5, 3, 4, 0, 11)) -> ud.FederatedDataset:

@@ -8,8 +8,9 @@ import tomllib
 import pytest
 
 from tests.pages import DOCS, ROOT, blocks, console, python
-from undrift import config, models
+from undrift import models
 from undrift.data import sources
+from undrift.tools import config
 
 README = ROOT / "README.md"
 

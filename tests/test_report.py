@@ -21,12 +21,12 @@ import undrift as ud
 from benchmarks.report_page import make_run
 from tests.killing import EXPERIMENT, undrift
 from tests.problems import make_clients
-from undrift.cli import app
 from undrift.data.holdings import holdings
-from undrift.report.figures import draw
-from undrift.report.gather import folders, gather
-from undrift.report.page import page, write
-from undrift.report.thin import even, plain, telling
+from undrift.tools.cli import app
+from undrift.tools.report.figures import draw
+from undrift.tools.report.gather import folders, gather
+from undrift.tools.report.page import page, write
+from undrift.tools.report.thin import even, plain, telling
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -20,7 +20,6 @@ import torch
 import undrift as ud
 from tests import hub
 from tests.problems import same_bits
-from undrift import config, experiment
 from undrift.data import sources
 from undrift.errors import UndriftError
 from undrift.reproduce import arrays, catalogue, problems, queue, work
@@ -28,6 +27,7 @@ from undrift.reproduce.__main__ import duration, experiment_file, main
 from undrift.reproduce.catalogue import Table
 from undrift.reproduce.results import Results, pack, unpack
 from undrift.reproduce.runner import Runner
+from undrift.tools import config, experiment
 
 EVERY = list(catalogue.cells(catalogue.select()))
 FEDERATED = [cell for cell in EVERY if cell.options.get("kind", "train") in ("train", "coordinates", "path")]

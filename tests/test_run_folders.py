@@ -17,8 +17,8 @@ import torch
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
 from tests.test_runs import StopError, stop_after
-from undrift import config, experiment
 from undrift.files import digest, replacing, seal, unseal, write_text
+from undrift.tools import config, experiment
 
 LOCAL = ud.Local(steps=1, batch_size=4, lr=0.1)
 

@@ -14,9 +14,10 @@ import torch
 import undrift as ud
 from tests.killing import EXPERIMENT, count, finish, kill_and_resume, undrift, what_it_left
 from tests.problems import make_clients, net, same_bits
-from undrift import config, experiment, files
-from undrift.checkpoint import pack, parse_interval, unpack
+from undrift import files
 from undrift.files import unseal
+from undrift.tools import config, experiment
+from undrift.training.checkpoint import pack, parse_interval, unpack
 
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1)
 METHODS = {

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.test_config import GOOD, toml
-from undrift.cli import app
 from undrift.errors import UndriftError
+from undrift.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

@@ -20,8 +20,7 @@ from torch.func import grad, vmap
 
 import undrift as ud
 from tests.problems import Point, make_clients, net, quadratics
-from undrift import method, nonfinite, random
-from undrift.arithmetic import arithmetic, threads
+from undrift import method, random
 from undrift.engine import choose, client, compiler, lanes
 from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import captures
@@ -31,6 +30,8 @@ from undrift.methods import curvature
 from undrift.random import MASK, Key, bits, derive, philox, uniform
 from undrift.roles import Server
 from undrift.schedule import CHECKED, sampled_rounds
+from undrift.training import nonfinite
+from undrift.training.arithmetic import arithmetic, threads
 
 KEY = Key(torch.tensor([1, 2]), torch.tensor(0))
 

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.test_config import GOOD, changed, toml
-from undrift.cli import app
-from undrift.compare import Run
-from undrift.sweep import Point, summary, unique
+from undrift.tools.cli import app
+from undrift.tools.compare import Run
+from undrift.tools.sweep import Point, summary, unique
 
 FAILS = '''
 import os, signal

@@ -18,8 +18,9 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
-from undrift import compare, config, experiment
-from undrift.track import scalars
+from undrift.tools import compare, config, experiment
+from undrift.training import record
+from undrift.training.track import scalars
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -104,7 +105,7 @@ def test_what_is_no_tracker_is_refused(tmp_path, track, sentence):
 def test_what_is_not_installed_is_said_before_anything_runs(tmp_path, monkeypatch, name, package):
     for module in [m for m in sys.modules if m == package or m.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delitem(sys.modules, f"undrift.track.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"undrift.training.track.{name}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)  # importing it raises
     with pytest.raises(ud.UndriftError, match=r"pip install 'undrift\[track\]'"):
         ud.train(net(), DATA, out=tmp_path / "r", track=name, **OPTIONS)
@@ -186,7 +187,7 @@ def quiet_mlflow(tmp_path, monkeypatch):
 
 
 RACER = """
-from undrift.track import Trackers
+from undrift.training.track import Trackers
 with Trackers("mlflow", None) as trackers:
     trackers.begin("seed = 3", [])
     trackers.row({"round": 1, "accuracy": 0.5})
@@ -278,7 +279,7 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
         assert [step for step, _ in drawn.pop("seconds")] == [1, 2, 3, 4, 5, 6]
         assert drawn.pop("round") == [(n, n) for n in range(1, 7)]
         assert drawn == curves(history)
-        written = config.flat(config.read(folder))
+        written = record.flat(config.read(folder))
         assert run.data.params == {name: str(value) for name, value in written.items()}
         assert run.data.params["local.lr"] == "0.1"
         files = {file.path for file in client.list_artifacts(run.info.run_id)}

@@ -20,7 +20,7 @@ from cosmic_ray.operators.provider import OperatorProvider
 
 FILES = [
     "engine/*.py", "methods/*.py", "method.py", "roles.py", "local.py", "random.py", "schedule.py", "tree.py",
-    "nonfinite.py",
+    "training/nonfinite.py",
 ]  # fmt: skip
 STANDS_IN = "engine/graph.py"
 """The tests run it without a GPU (tests/cuda_graphs.py)."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -48,8 +46,8 @@ _PUBLIC = (
     | {
         "TemporalEnsemble": "undrift.methods.temporal",
         "bound_neurons": "undrift.methods.fednlr",
-        "train": "undrift.train",
-        "Result": "undrift.result",
+        "train": "undrift.training.loop",
+        "Result": "undrift.training.result",
         "FederatedDataset": "undrift.data.dataset",
         "Task": "undrift.data.dataset",
         "load": "undrift.data.load",
@@ -68,8 +66,8 @@ _PUBLIC = (
         "Server": "undrift.roles",
         "Totals": "undrift.roles",
         "tree_map": "undrift.tree",
-        "register_data": "undrift.registry",
-        "register_model": "undrift.registry",
+        "register_data": "undrift.data.sources",
+        "register_model": "undrift.models",
         "UndriftError": "undrift.errors",
     }
 )
@@ -91,6 +89,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.data.partition import QuantitySkew as QuantitySkew
     from undrift.data.partition import Shards as Shards
     from undrift.data.partition import SortedShards as SortedShards
+    from undrift.data.sources import register_data as register_data
     from undrift.errors import UndriftError as UndriftError
     from undrift.faults import Faults as Faults
     from undrift.local import Local as Local
@@ -122,9 +121,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.methods.techniques import ServerTraining as ServerTraining
     from undrift.methods.techniques import SignAgreement as SignAgreement
     from undrift.methods.temporal import TemporalEnsemble as TemporalEnsemble
-    from undrift.registry import register_data as register_data
-    from undrift.registry import register_model as register_model
-    from undrift.result import Result as Result
+    from undrift.models import register_model as register_model
     from undrift.roles import Batch as Batch
     from undrift.roles import Client as Client
     from undrift.roles import Plan as Plan
@@ -133,19 +130,9 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.schedule import Number as Number
     from undrift.schedule import decay as decay
     from undrift.schedule import inverse as inverse
-    from undrift.train import train as train
+    from undrift.training.loop import train as train
+    from undrift.training.result import Result as Result
     from undrift.tree import tree_map as tree_map
-
-
-class _Package(types.ModuleType):
-    """A package that has a function `train` and a module `train`: importing the module must not hide the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

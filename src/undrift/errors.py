@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 DEBUG = "UNDRIFT_DEBUG"
 """An environment variable: `undrift --debug` sets it, so that a sweep's processes show tracebacks too."""
@@ -11,6 +12,16 @@ DEBUG = "UNDRIFT_DEBUG"
 
 class UndriftError(ValueError):
     """Bad input, refused before anything runs. The message says what to change."""
+
+
+def require(fine: bool, sentence: str) -> None:
+    if not fine:
+        raise UndriftError(sentence)
+
+
+def whole(x: object) -> bool:
+    """Whether `x` is a whole number, numpy's included; True and False are none."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def quoted(x: object, most: int = 80) -> str:

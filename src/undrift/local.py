@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset
-from undrift.errors import UndriftError, quoted
+from undrift.errors import UndriftError, quoted, whole
 from undrift.random import derive, philox
 from undrift.schedule import Number, check_number, value, whole_steps
 
@@ -47,8 +47,7 @@ class Local:
         if (self.steps is None) == (self.epochs is None):
             raise UndriftError("Local needs either steps or epochs, and not both.")
         size = self.batch_size
-        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if size is not None and not (whole and 1 <= size < 2**31):
+        if size is not None and not (whole(size) and 1 <= size < 2**31):
             raise UndriftError(
                 f"Local(batch_size) must be a whole number from 1, or None for all samples, not {quoted(size)}."
             )

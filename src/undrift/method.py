@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+import undrift
 from undrift.errors import UndriftError
+from undrift.expressions import parse
 from undrift.roles import Batch, Client, Plan, Server, Totals
-from undrift.schedule import check_number, nested, number_fields, value
+from undrift.schedule import check_number, decay, inverse, nested, number_fields, value
 from undrift.tree import Tree
 
 BROADCAST, REFINE, FINISH = 2**31, 2**31 + 1, 2**31 + 2
@@ -211,10 +214,30 @@ def as_method(method: Any) -> Method:
     if isinstance(method, Part):
         return Method(method)
     if isinstance(method, str):
-        from undrift.registry import parse_method
-
         return parse_method(method)
     raise UndriftError(f"method must be a part such as FedAvg(), a sum of parts, or a string, not {method!r}.")
+
+
+def parse_method(text: str) -> Method:
+    """`"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"` as a `Method`."""
+    inner = {"decay": decay, "inverse": inverse, "TemporalEnsemble": undrift.TemporalEnsemble}
+    return as_method(parse(text, "method", known_parts(), inner))
+
+
+def known_parts() -> dict[str, Callable[..., Any]]:
+    """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
+    found: dict[str, Callable[..., Any]] = {}
+    for cls in _subclasses(Part):
+        if not cls.__module__.startswith("undrift."):  # of ours, METHODS says which are for users
+            found[cls.__name__] = cls
+    return found | {name: getattr(undrift, name) for name in undrift.METHODS}
+
+
+def _subclasses(cls: type[Part]) -> Iterator[type[Part]]:
+    """All classes below `cls`, in the order in which they were defined among their siblings."""
+    for below in cls.__subclasses__():
+        yield below
+        yield from _subclasses(below)
 
 
 def part_stream(part: Part) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, whole
 
 MASK = 0xFFFFFFFF
 Words = tuple[Any, Any, Any, Any]
@@ -47,7 +47,7 @@ def fold(key: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
 
 def derive(seed: int, purpose: str, *words: Any) -> tuple[Any, Any]:
     """The key of (seed, purpose, words…). The last word may be an array: one key for each of its entries."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+    if not whole(seed) or not 0 <= seed < 2**64:
         raise UndriftError(f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}.")
     key: tuple[Any, Any] = fold((int(seed) & MASK, int(seed) >> 32 & MASK), zlib.crc32(purpose.encode()))
     for word in words:

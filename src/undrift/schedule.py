@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
+import re
+import sys
+import types
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from undrift.errors import UndriftError, first_line, quoted
 
@@ -64,11 +69,42 @@ def whole_steps(x: float) -> int:
 
 def number_fields(owner: Any) -> Iterator[str]:
     """The names of a dataclass's fields that are annotated `Number`; those that may be None only where they are set."""
+    kind: type = type(owner)
+    for name, may_be_none in _annotated(kind).items():
+        if getattr(owner, name) is not None or not may_be_none:
+            yield name
+
+
+@cache
+def _annotated(owner: type) -> dict[str, bool]:
+    """The fields of a dataclass whose annotation has `Number` in it, by whatever name, and whether each may be None."""
+    found = {}
     for field in dataclasses.fields(owner):
-        annotation = field.type if isinstance(field.type, str) else str(field.type)
-        may_be_none = field.default is None or "None" in annotation or "Optional" in annotation
-        if "Number" in annotation and (getattr(owner, field.name) is not None or not may_be_none):
-            yield field.name
+        hint = _resolved(owner, field)
+        if isinstance(hint, str):  # it names what is only imported for type checkers, or inside a function
+            number, optional = bool(re.search(r"\bNumber\b", hint)), bool(re.search(r"\b(None|Optional)\b", hint))
+        else:
+            number, optional = _mentions(hint, Number), _mentions(hint, type(None))
+        if number:
+            found[field.name] = optional or field.default is None
+    return found
+
+
+def _resolved(owner: type, field: dataclasses.Field[Any]) -> Any:
+    """The field's annotation as an object, or as its text where that cannot be had."""
+    if not isinstance(field.type, str):
+        return field.type
+    home = next(cls for cls in owner.__mro__ if field.name in inspect.get_annotations(cls))
+    holder = types.SimpleNamespace(__annotations__={field.name: field.type})
+    try:
+        return get_type_hints(holder, vars(sys.modules[home.__module__]), dict(vars(home)))[field.name]
+    except Exception:  # a name that is unknown there, or what is no type
+        return field.type
+
+
+def _mentions(hint: Any, wanted: type) -> bool:
+    """Whether `wanted` stands in a type, as in `Number | None` or `dict[str, Number]`."""
+    return hint is wanted or any(_mentions(inner, wanted) for inner in get_args(hint))
 
 
 def nested(owner: Any) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError, quoted
+from undrift.expressions import parse
 from undrift.random import Key, bits
 
 
@@ -57,3 +58,9 @@ def _inside(position: Tensor, size: int) -> Tensor:
 def _reflected(position: Tensor, size: int) -> Tensor:
     """Positions outside as their mirror image inside; the border itself is not repeated."""
     return (size - 1 - (size - 1 - position.abs()).abs()).clamp(0, size - 1)
+
+
+def parse_augmentation(text: str) -> CropFlip:
+    """`"CropFlip(padding=4)"` as an augmentation."""
+    found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip})
+    return found

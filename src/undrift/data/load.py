@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.checks import whole
 from undrift.data import own, sources
+from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows, take
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
-from undrift.data.partition import MOST, ByKey, Partition
+from undrift.data.partition import MOST, ByKey, Partition, parse_partition
 from undrift.data.paths import as_path
 from undrift.data.pictures import standardised
 from undrift.data.source import Source
-from undrift.errors import UndriftError, quoted, unknown
+from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
 
 OWN_TEST = 0.2
@@ -263,8 +263,6 @@ def _check_fractions(server: float, validation: float, client_test: float, test:
 
 def _partition(partition: Any) -> Partition:
     if isinstance(partition, str):
-        from undrift.registry import parse_partition
-
         return parse_partition(partition)
     if not callable(partition) or isinstance(partition, type):
         raise UndriftError(
@@ -275,8 +273,6 @@ def _partition(partition: Any) -> Partition:
 
 def _augment(augment: Any) -> Any:
     if isinstance(augment, str):
-        from undrift.registry import parse_augmentation
-
         return parse_augmentation(augment)
     if augment is not None and (not callable(augment) or isinstance(augment, type)):
         raise UndriftError(f"augment must be CropFlip(), or a function of (x, key), not {quoted(augment)}.")

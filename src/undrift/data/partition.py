@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from undrift.checks import whole
-from undrift.errors import UndriftError, quoted
+import undrift
+from undrift.errors import UndriftError, quoted, whole
+from undrift.expressions import parse
 
 Array = np.ndarray[Any, Any]
 
@@ -305,3 +306,9 @@ def _positive(where: str, x: float) -> None:
 def _count(where: str, x: int) -> None:
     if isinstance(x, bool) or not isinstance(x, int) or x < 1:
         raise UndriftError(f"{where} must be a whole number from 1, not {quoted(x)}.")
+
+
+def parse_partition(text: str) -> Partition:
+    """`"Dirichlet(0.1)"` as a partition."""
+    found: Partition = parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
+    return found

@@ -114,3 +114,11 @@ def decoded(name: str, recipe: Recipe, places: list[tables.Place]) -> tuple[dict
 
 def names() -> list[str]:
     return [*FUNCTIONS, *RECIPES]
+
+
+def register_data(name: str, function: Callable[[], Any]) -> None:
+    """Give data a name that experiment files know: `function()` makes a pair (train, test).
+
+    Each is a pair (x, y) or a torch `Dataset`; `test` may be None.
+    """
+    FUNCTIONS[name] = function

@@ -6,13 +6,13 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
-from undrift.errors import UndriftError, nearest, quoted, unknown
+from undrift.errors import UndriftError, nearest, quoted, unknown, whole
+from undrift.expressions import parse
 from undrift.models.cnn import cnn, cnn_fedavg, cnn_femnist, cnn_temporal
 from undrift.models.lenet import lenet5
 from undrift.models.linear import logistic, mlp, svm
@@ -112,4 +112,24 @@ def _memory() -> int:
 
 
 def _counts(x: Any) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 1
+    return whole(x) and int(x) >= 1
+
+
+def register_model(name: str, function: Callable[..., Any]) -> None:
+    """Give a model a name that experiment files know: `function(classes, shape, **options)` makes it."""
+    MODELS[name] = function
+
+
+def parse_model(text: str) -> tuple[str, dict[str, Any]]:
+    """`vgg9` or `vgg9(dropout=False)`: a model's name and its options."""
+    if "(" not in text:
+        return text, {}
+    name, options = parse(text, "model", {name: partial(_named, name) for name in MODELS})
+    check_options(name, options)
+    return name, options
+
+
+def _named(name: str, /, *values: Any, **options: Any) -> tuple[str, dict[str, Any]]:
+    if values:
+        raise UndriftError(f"Options of the model {name} need their names, such as vgg9(dropout=False).")
+    return name, options

@@ -114,10 +114,10 @@ def command(asked: argparse.Namespace) -> int:
 def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts: Path, began: float) -> int:
     import torch
 
-    from undrift.arithmetic import threads
     from undrift.reproduce import page
     from undrift.reproduce.runner import PAUSED, Runner
-    from undrift.stopping import stopping
+    from undrift.tools.stopping import stopping
+    from undrift.training.arithmetic import threads
 
     device = "cpu" if asked.quick and asked.device == "auto" else asked.device
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -216,7 +216,7 @@ def _state(cell: Cell, results: Results, parts: Path) -> str:
 
 def experiment_file(cell: Cell) -> str:
     """The cell as a file for `undrift run`; what only the runner does stands in comments."""
-    from undrift.record import line
+    from undrift.training.record import line
 
     lines = [f"# {cell.key}"]
     lines += [f"# beyond an experiment file: {name} = {value!r}" for name, value in cell.options.items()]

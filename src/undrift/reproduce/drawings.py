@@ -69,7 +69,7 @@ def paint(table: Table, results: Results) -> Any:
 
 
 def _style(table: Table) -> Any:
-    from undrift.report.figures import STYLE
+    from undrift.tools.report.figures import STYLE
 
     return {**STYLE, "svg.hashsalt": f"{table.paper}/{table.name}", "grid.linewidth": 0.4}
 
@@ -102,7 +102,7 @@ def _has(run: Result, drawing: dict[str, Any]) -> bool:
 
 def _looks(table: Table, row: str) -> dict[str, Any]:
     """A row looks the same in every panel."""
-    from undrift.report.figures import looks
+    from undrift.tools.report.figures import looks
 
     return looks(table.rows.index(row))
 
@@ -129,7 +129,7 @@ def _curves(axes: Any, runs: Runs, table: Table) -> None:
 
 def _lines(runs: Runs, table: Table) -> Iterator[tuple[str, dict[str, Any], list[dict[int, float]]]]:
     """Label, looks and each seed's curve of every line. A column of lists has a line per entry, named by `entry`."""
-    from undrift.report.figures import looks
+    from undrift.tools.report.figures import looks
 
     drawing = table.drawing
     assert drawing is not None
@@ -179,7 +179,7 @@ def _by_layer(entry: Any) -> dict[str, float]:
 
 def _path(axes: Any, runs: Runs, table: Table) -> None:
     """A line in the plane per run and column of points, from a ring to a dot."""
-    from undrift.report.figures import looks
+    from undrift.tools.report.figures import looks
 
     drawing = table.drawing
     assert drawing is not None

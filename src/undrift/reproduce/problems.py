@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrift.data.dataset import FederatedDataset
+from undrift.expressions import parse_number
 from undrift.local import Local
-from undrift.method import Part, as_method
-from undrift.models import get
+from undrift.method import Part, as_method, parse_method
+from undrift.models import get, parse_model
 from undrift.models.functional import Model
-from undrift.registry import parse_method, parse_model, parse_number
-from undrift.train import train
+from undrift.training.loop import train
 from undrift.tree import Tree
 
 Curve = dict[str, list[Any]]

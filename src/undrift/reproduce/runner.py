@@ -21,7 +21,7 @@ from undrift.reproduce import work
 from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.queue import Costs, ordered
 from undrift.reproduce.results import Result, Results
-from undrift.stopping import Stop
+from undrift.tools.stopping import Stop
 
 PAUSED = 3
 """The exit status of a process whose cell is out of time."""

@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 
-from undrift import identity
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.errors import UndriftError
 from undrift.files import write_text
-from undrift.info import source
 from undrift.local import Local
-from undrift.method import Method, as_method
-from undrift.registry import parse_method
+from undrift.method import Method, as_method, parse_method
 from undrift.reproduce import parts, problems
 from undrift.reproduce.catalogue import Cell, Settings
 from undrift.reproduce.results import Result
-from undrift.result import RUN, history
-from undrift.train import train
+from undrift.tools.info import source
+from undrift.training import identity
+from undrift.training.loop import train
+from undrift.training.result import RUN, history
 
 METRICS = ("accuracy", "recall_at_5", "loss")
 Late = Callable[[], bool]

@@ -147,14 +147,6 @@ def put(settings: Settings, key: str, value: Any, where: str) -> Settings:
     return {**settings, section: changed} if section else changed
 
 
-def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return found
-
-
 def toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -1,117 +1,18 @@
-"""Expressions in strings, `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed by known names, never evaluated."""
+"""Expressions in strings, `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed by known names, never evaluated.
+
+Which names are known is up to the caller: `parse_method` (method.py), `parse_partition` (data/partition.py), ….
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
-import logging
 import math
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import undrift
-from undrift import models
-from undrift.data.augment import CropFlip
 from undrift.errors import UndriftError, first_line, nearest, quoted, unknown
-from undrift.method import Method, Part, as_method
-from undrift.methods.temporal import TemporalEnsemble
 from undrift.schedule import decay, inverse
-
-log = logging.getLogger("undrift")
-
-INNER: dict[str, Callable[..., Any]] = {"decay": decay, "inverse": inverse, "TemporalEnsemble": TemporalEnsemble}
-"""What may stand in a part's arguments."""
-
-
-def known_parts() -> dict[str, Callable[..., Any]]:
-    """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
-    found: dict[str, Callable[..., Any]] = {}
-    for cls in _subclasses(Part):
-        if not cls.__module__.startswith("undrift."):  # of ours, METHODS says which are for users
-            found[cls.__name__] = cls
-    return found | {name: getattr(undrift, name) for name in undrift.METHODS}
-
-
-def _subclasses(cls: type[Part]) -> Iterator[type[Part]]:
-    """All classes below `cls`, in the order in which they were defined among their siblings."""
-    for below in cls.__subclasses__():
-        yield below
-        yield from _subclasses(below)
-
-
-def import_plugins(modules: Iterable[str] = ()) -> None:
-    """Import a user's own methods, models and data: installed packages that ask for it, then these modules.
-
-    A package asks with an entry point in the group "undrift". Modules may also lie in the working directory, which is
-    searched last: nothing there can take the place of an installed package.
-    """
-    _load_entry_points()
-    modules = list(modules)
-    if modules and (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # whatever a user's module may raise
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UndriftError(f"imports: the module {quoted(module)} cannot be imported ({reason}).") from error
-
-
-@cache
-def _load_entry_points() -> None:
-    """Once per process; a package that fails costs a warning, not the command."""
-    for point in entry_points(group="undrift"):
-        try:
-            point.load()
-        except (Exception, SystemExit) as error:
-            package = point.dist.name if point.dist else point.value
-            log.warning(
-                "the package %s cannot be used with undrift: its module %s does not import (%s: %s); update or "
-                "uninstall it", package, point.module, type(error).__name__, first_line(error),
-            )  # fmt: skip
-
-
-def register_model(name: str, function: Callable[..., Any]) -> None:
-    """Give a model a name that experiment files know: `function(classes, shape, **options)` makes it."""
-    models.MODELS[name] = function
-
-
-def register_data(name: str, function: Callable[[], Any]) -> None:
-    """Give data a name that experiment files know: `function()` makes a pair (train, test).
-
-    Each is a pair (x, y) or a torch `Dataset`; `test` may be None.
-    """
-    from undrift.data import sources
-
-    sources.FUNCTIONS[name] = function
-
-
-def parse_method(text: str) -> Method:
-    return as_method(parse(text, "method", known_parts(), INNER))
-
-
-def parse_partition(text: str) -> Any:
-    return parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
-
-
-def parse_model(text: str) -> tuple[str, dict[str, Any]]:
-    """`vgg9` or `vgg9(dropout=False)`: a model's name and its options."""
-    if "(" not in text:
-        return text, {}
-    name, options = parse(text, "model", {name: partial(_named, name) for name in models.MODELS})
-    models.check_options(name, options)
-    return name, options
-
-
-def _named(name: str, /, *values: Any, **options: Any) -> tuple[str, dict[str, Any]]:
-    if values:
-        raise UndriftError(f"Options of the model {name} need their names, such as vgg9(dropout=False).")
-    return name, options
 
 
 def parse_number(text: str) -> Any:
@@ -121,10 +22,6 @@ def parse_number(text: str) -> Any:
     except ValueError:
         return parse(text, "schedule", {"decay": decay, "inverse": inverse})
     raise UndriftError(f"{quoted(text)} is a string; write the number without quotes.")
-
-
-def parse_augmentation(text: str) -> Any:
-    return parse(text, "augmentation", {"CropFlip": CropFlip})
 
 
 def parse(

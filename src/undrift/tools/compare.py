@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from undrift.config import flat, read
-from undrift.display import left_out, marks, number, score
 from undrift.errors import UndriftError, first_line, machine_trouble, quoted
-from undrift.record import repeats
-from undrift.registry import parse_method
-from undrift.result import finished, history, stopped
+from undrift.method import parse_method
+from undrift.tools.config import read
+from undrift.tools.display import left_out, marks, number, score
+from undrift.training.record import flat, repeats
+from undrift.training.result import finished, history, stopped
 
 UNTOLD = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every

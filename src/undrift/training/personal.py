@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.evaluate import BATCH, parts_of
 from undrift.local import steps_per_epoch
 from undrift.method import Method
 from undrift.models.functional import Params
 from undrift.random import choose, derive
-from undrift.setup import Setup
+from undrift.training.evaluate import BATCH, parts_of
+from undrift.training.setup import Setup
 from undrift.tree import Tree, tree_map
 
 MOST = 1000

@@ -70,7 +70,7 @@ def find(track: str | Sequence[str] | None) -> dict[str, type[Tracker]]:
         if name not in KNOWN:
             raise unknown("tracker", name, KNOWN)
         try:
-            found[name] = importlib.import_module(f"undrift.track.{name}").Tracker
+            found[name] = importlib.import_module(f"undrift.training.track.{name}").Tracker
         except ImportError as error:
             raise UndriftError(
                 f"track={name!r} needs a package that is not installed ({error}); pip install 'undrift[track]' has it."

@@ -14,19 +14,24 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from undrift import models, nonfinite
-from undrift.arithmetic import threads
-from undrift.checkpoint import parse_interval
-from undrift.config import Experiment, Section, Settings, flat, read
+from undrift import models
 from undrift.data.load import load
+from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, first_line, quoted
+from undrift.expressions import parse_number
 from undrift.faults import Faults
 from undrift.local import Local
-from undrift.method import Method
-from undrift.registry import import_plugins, parse_method, parse_model, parse_number, parse_partition
-from undrift.result import RUN, Result, recorded
-from undrift.track import find
-from undrift.train import train
+from undrift.method import Method, parse_method
+from undrift.models import parse_model
+from undrift.tools.config import Experiment, Section, Settings, read
+from undrift.tools.plugins import import_plugins
+from undrift.training import nonfinite
+from undrift.training.arithmetic import threads
+from undrift.training.checkpoint import parse_interval
+from undrift.training.loop import train
+from undrift.training.record import flat
+from undrift.training.result import RUN, Result, recorded
+from undrift.training.track import find
 
 T = TypeVar("T")
 log = logging.getLogger("undrift")

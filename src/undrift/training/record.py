@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from undrift import __version__
-from undrift.identity import plainly
 from undrift.losses import LOSSES, METRICS
 from undrift.method import Method, Part
 from undrift.schedule import decay, inverse
-from undrift.setup import Setup
+from undrift.training.identity import plainly
+from undrift.training.setup import Setup
 
 OF_PYTHON = "of Python, so this file alone does not repeat the run"
 
@@ -87,3 +87,11 @@ def literal(value: Any) -> str:
         if "<" not in text:  # what a function or an object of Python looks like
             return json.dumps(text, ensure_ascii=False)
     raise TypeError(f"no TOML for {value!r}")
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """`{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return found

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection, get_context, resource_tracker
 from typing import Any
 
-from undrift.stopping import Stop
+from undrift.tools.stopping import Stop
 
 CONTEXT = get_context("spawn")
 """A process forked after torch has started threads may hang."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from undrift.errors import UndriftError, first_line
-from undrift.report.gather import gather
-from undrift.report.page import numbers, page, write
+from undrift.tools.report.gather import gather
+from undrift.tools.report.page import numbers, page, write
 
 HOST = "127.0.0.1"
 PAUSE = 1.0

@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift import arithmetic
-from undrift.compare import Run, counted, groups, leading_metric, lower_is_better
-from undrift.config import Settings, checked, flat, put, toml_value
-from undrift.display import score
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
-from undrift.experiment import about, run, understood
 from undrift.files import regular, write_text
-from undrift.nonfinite import mute
-from undrift.result import finished, stopped
-from undrift.stopping import stopping
-from undrift.workers import each
+from undrift.tools.compare import Run, counted, groups, leading_metric, lower_is_better
+from undrift.tools.config import Settings, checked, put, toml_value
+from undrift.tools.display import score
+from undrift.tools.experiment import about, run, understood
+from undrift.tools.stopping import stopping
+from undrift.tools.workers import each
+from undrift.training import arithmetic
+from undrift.training.nonfinite import mute
+from undrift.training.record import flat
+from undrift.training.result import finished, stopped
 
 Grid = dict[str, list[Any]]
 

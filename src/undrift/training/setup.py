@@ -13,15 +13,6 @@ import torch
 from torch import nn
 
 from undrift import models
-from undrift.checks import (
-    check_augment,
-    check_gradient,
-    check_split,
-    cohort_size_of,
-    find_device,
-    require,
-    whole,
-)
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.choose import build, choose, compiles
 from undrift.engine.client import Program
@@ -29,17 +20,25 @@ from undrift.engine.cohort import Kept, Orders, Resident, draw_up
 from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
-from undrift.identity import identity
+from undrift.errors import require, whole
 from undrift.local import Local, cohort_batches
 from undrift.losses import Loss, Metric, get_loss, get_metrics
 from undrift.method import Method, as_method
+from undrift.models import parse_model
 from undrift.models.functional import Model, Params
 from undrift.random import Key, derive
 from undrift.random import choose as choose_clients
-from undrift.registry import parse_model
 from undrift.roles import Plan, Server
 from undrift.schedule import value
-from undrift.survivors import Conditions
+from undrift.training.checks import (
+    check_augment,
+    check_gradient,
+    check_split,
+    cohort_size_of,
+    find_device,
+)
+from undrift.training.identity import identity
+from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device
 
 log = logging.getLogger("undrift")

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from undrift import __version__
-from undrift.compare import Run, damage, groups, read_runs
-from undrift.display import number
 from undrift.errors import UndriftError
-from undrift.report import words
-from undrift.report.curves import AXES, POINTS, SHORT, SOURCES, curves
-from undrift.report.thin import even, plain
-from undrift.result import finished
-from undrift.track import BY_CLIENT
+from undrift.tools.compare import Run, damage, groups, read_runs
+from undrift.tools.display import number
+from undrift.tools.report import words
+from undrift.tools.report.curves import AXES, POINTS, SHORT, SOURCES, curves
+from undrift.tools.report.thin import even, plain
+from undrift.training.result import finished
+from undrift.training.track import BY_CLIENT
 
 Row = dict[str, Any]
 

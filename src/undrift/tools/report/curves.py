@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from undrift.compare import Run
-from undrift.display import number
-from undrift.report.thin import plain, telling
+from undrift.tools.compare import Run
+from undrift.tools.display import number
+from undrift.tools.report.thin import plain, telling
 
 Numbers = np.ndarray
 

@@ -12,29 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from undrift import nonfinite
-from undrift.arithmetic import arithmetic
-from undrift.checkpoint import Checkpoints, Progress
-from undrift.checks import require, whole
-from undrift.clock import Clock
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
 from undrift.engine.cohort import Orders, on_device
-from undrift.errors import UndriftError
-from undrift.evaluate import evaluate
+from undrift.errors import UndriftError, require, whole
 from undrift.faults import Faults
-from undrift.identity import compare, compare_versions, versions
 from undrift.local import Local
 from undrift.losses import reserved
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.personal import Personal
-from undrift.record import record, same_settings
-from undrift.result import Folder, Result, intact
 from undrift.roles import Totals
-from undrift.setup import Setup, prepare, selected
-from undrift.survivors import Conditions, collect
-from undrift.track import Trackers
+from undrift.training import nonfinite
+from undrift.training.arithmetic import arithmetic
+from undrift.training.checkpoint import Checkpoints, Progress
+from undrift.training.clock import Clock
+from undrift.training.evaluate import evaluate
+from undrift.training.identity import compare, compare_versions, versions
+from undrift.training.personal import Personal
+from undrift.training.record import record, same_settings
+from undrift.training.result import Folder, Result, intact
+from undrift.training.setup import Setup, prepare, selected
+from undrift.training.survivors import Conditions, collect
+from undrift.training.track import Trackers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_to
 
 log = logging.getLogger("undrift")

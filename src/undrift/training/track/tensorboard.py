@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from undrift.errors import UndriftError
-from undrift.track import Scalars
+from undrift.training.track import Scalars
 
 
 class Tracker:

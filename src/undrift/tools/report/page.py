@@ -25,7 +25,7 @@ def page(told: dict[str, Any], live: bool = False) -> str:
     """`told` is what `gather` gave. A live page asks where it came from for newer numbers."""
     from plotly.offline import get_plotlyjs
 
-    here = files("undrift.report")
+    here = files("undrift.tools.report")
     parts = {name: here.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     return Template(parts.pop("html")).substitute(
         parts,

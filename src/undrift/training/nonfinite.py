@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.checkpoint import Progress
 from undrift.engine.cohort import Orders, Outcome
 from undrift.errors import UndriftError, quoted
 from undrift.models.functional import Params
-from undrift.setup import Setup
-from undrift.survivors import Answers
+from undrift.training.checkpoint import Progress
+from undrift.training.setup import Setup
+from undrift.training.survivors import Answers
 from undrift.tree import Tree, to_device, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
 
 log = logging.getLogger("undrift.nonfinite")

@@ -29,8 +29,8 @@ from torch import Tensor
 from undrift.errors import UndriftError
 from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
 from undrift.models.functional import Params
-from undrift.result import as_json
-from undrift.setup import Setup
+from undrift.training.result import as_json
+from undrift.training.setup import Setup
 from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from undrift.compare import UNTOLD, Run, brief, spread
-from undrift.display import left_out, marks, number
-from undrift.result import finished
+from undrift.tools.compare import UNTOLD, Run, brief, spread
+from undrift.tools.display import left_out, marks, number
+from undrift.training.result import finished
 
 
 def cells(runs: list[Run], metrics: list[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from undrift.errors import DEBUG
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from undrift.config import Experiment
+    from undrift.tools.config import Experiment
 
 app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -69,7 +69,7 @@ def run(
 ) -> None:
     """Run an experiment."""
     experiment = _experiment(file, set, imports, data_dir, trust)
-    from undrift.experiment import new_folder, title
+    from undrift.tools.experiment import new_folder, title
 
     _run(experiment, out or new_folder(title(experiment)), file)
 
@@ -90,11 +90,11 @@ def resume(
     ] = False,
 ) -> None:
     """Go on with a run from its last checkpoint, as if it had never stopped."""
-    from undrift import config
     from undrift.errors import UndriftError
-    from undrift.experiment import resumable
-    from undrift.record import repeats
-    from undrift.result import RUN, finished, intact, recorded
+    from undrift.tools import config
+    from undrift.tools.experiment import resumable
+    from undrift.training.record import repeats
+    from undrift.training.result import RUN, finished, intact, recorded
 
     if not any((folder / name).exists() for name in ("config.toml", RUN)):
         raise UndriftError(f"{folder} is no run: it has no config.toml.")
@@ -123,8 +123,8 @@ def compare(
     data_dir: DataDir = None,
 ) -> None:
     """Runs side by side, with mean ± standard deviation over seeds."""
-    from undrift import compare as compared
     from undrift.errors import UndriftError
+    from undrift.tools import compare as compared
 
     folders = [path for path in paths if path.is_dir()]
     files = [path for path in paths if not path.is_dir()]
@@ -138,8 +138,8 @@ def compare(
     _warn(problems)
     failed: dict[str, str] = {}
     if points:
-        from undrift.experiment import new_folder
-        from undrift.sweep import unique
+        from undrift.tools.experiment import new_folder
+        from undrift.tools.sweep import unique
 
         more, failed = _sweep(unique(points), out or new_folder("compare"), "compare", None)
         runs += more
@@ -168,8 +168,8 @@ def sweep(
     The grid may also stand in the file, as a section \\[sweep] of keys and lists. Run again with the same --out, it
     does what is left to do.
     """
-    from undrift import sweep as swept
-    from undrift.experiment import new_folder
+    from undrift.tools import sweep as swept
+    from undrift.tools.experiment import new_folder
 
     settings = _settings(file, set, imports, data_dir, trust)
     wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
@@ -203,8 +203,8 @@ def report(
     figures: Annotated[Path | None, typer.Option(help="Also draw figures for a paper into this folder.")] = None,
 ) -> None:
     """Runs as one page of charts that opens without a network; those that differ in their seed alone as one curve."""
-    from undrift.report.gather import folders, gather
-    from undrift.report.page import write
+    from undrift.tools.report.gather import folders, gather
+    from undrift.tools.report.page import write
 
     found = folders(runs)
     told = gather(found)
@@ -214,11 +214,11 @@ def report(
     count = len(told["runs"])
     typer.echo(f"{count} run{'s' if count > 1 else ''}, in {file}")
     if figures:
-        from undrift.report.figures import draw
+        from undrift.tools.report.figures import draw
 
         typer.echo(f"{len(draw(told, figures))} figures, each as .svg and .png, in {figures}")
     if watch:
-        from undrift.report.watch import watch as follow
+        from undrift.tools.report.watch import watch as follow
 
         follow(found, file, port, typer.echo)
 
@@ -250,8 +250,8 @@ def list_(
     """What there is, with a line about each."""
     from rich.table import Table
 
-    from undrift import listing
-    from undrift.registry import import_plugins
+    from undrift.tools import listing
+    from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -264,7 +264,7 @@ def list_(
 @app.command()
 def info() -> None:
     """Versions and hardware: what a bug report needs."""
-    from undrift.info import info
+    from undrift.tools.info import info
 
     for name, value in info().items():
         typer.echo(f"{name:<12}{value}")
@@ -285,7 +285,7 @@ def show(
     """Who holds what: a picture, sizes, and how much clients' data differ."""
     from undrift.data import show as shown
     from undrift.data.load import load
-    from undrift.registry import import_plugins
+    from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
     if clients is None and not partition.startswith("ByKey"):
@@ -319,7 +319,7 @@ def _warn(problems: list[str]) -> None:
 def _settings(
     file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool = False
 ) -> dict[str, Any]:
-    from undrift import config
+    from undrift.tools import config
 
     return _allowed(config.override(config.read(file), set or []), file, imports, data_dir, trust)
 
@@ -353,7 +353,7 @@ def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) 
 def _experiment(
     file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool
 ) -> Experiment:
-    from undrift import config
+    from undrift.tools import config
 
     settings = _settings(file, set, imports, data_dir, trust)
     settings.pop("sweep", None)
@@ -363,10 +363,10 @@ def _experiment(
 def _run(
     experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
 ) -> None:
-    from undrift.display import Live, left_out, marks, score
-    from undrift.experiment import about, run
-    from undrift.nonfinite import mute
-    from undrift.stopping import stopping
+    from undrift.tools.display import Live, left_out, marks, score
+    from undrift.tools.experiment import about, run
+    from undrift.tools.stopping import stopping
+    from undrift.training.nonfinite import mute
 
     console = _console()
     mute()  # this command says it itself, below its progress bar
@@ -402,7 +402,7 @@ def _seeds(settings: dict[str, Any], count: int | None) -> list[int]:
 
 
 def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) -> Any:
-    from undrift.sweep import points
+    from undrift.tools.sweep import points
 
     return points(settings, grid, where)
 
@@ -411,9 +411,9 @@ def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[
     """The runs that finished or stopped, with a bar that counts them, and by name what went wrong with the others."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from undrift.config import checked
-    from undrift.experiment import about, arguments
-    from undrift.sweep import sweep
+    from undrift.tools.config import checked
+    from undrift.tools.experiment import about, arguments
+    from undrift.tools.sweep import sweep
 
     with about(where):  # what is wrong with the data is wrong with all runs: better said before the first
         arguments(checked(points[0].settings, where))

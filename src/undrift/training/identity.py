@@ -23,7 +23,7 @@ from undrift import __version__
 from undrift.errors import UndriftError
 
 if TYPE_CHECKING:
-    from undrift.setup import Setup
+    from undrift.training.setup import Setup
 
 LIBRARIES = ("undrift", "torch", "numpy", "builtins", "math", "functools")
 """Packages whose code is known by their version."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.errors import UndriftError, first_line, quoted
+from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.models.functional import Model
 from undrift.random import Key
@@ -118,12 +117,3 @@ def find_device(device: Any) -> torch.device:
         ) from error
     require(found.type != "meta", "device 'meta' holds no values, so nothing can be trained there; leave it out.")
     return found
-
-
-def whole(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
-
-
-def require(fine: bool, sentence: str) -> None:
-    if not fine:
-        raise UndriftError(sentence)

@@ -13,7 +13,7 @@ from undrift.losses import accuracy
 from undrift.models.functional import Params
 
 if TYPE_CHECKING:
-    from undrift.setup import Setup
+    from undrift.training.setup import Setup
 
 BATCH = 1000
 

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.checks import require, whole
 from undrift.engine.client import Program
 from undrift.engine.cohort import Orders, Outcome
+from undrift.errors import require, whole
 from undrift.faults import Faults, unharmed
 from undrift.roles import Plan
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from undrift.setup import Setup
+    from undrift.training.setup import Setup
 
 Array = np.ndarray
 

@@ -1,0 +1,1 @@
+"""A run: built, trained round by round, watched, saved and resumed."""
