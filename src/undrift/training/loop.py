@@ -1,10 +1,10 @@
-"""One federated run, readable from top to bottom: data → plan → lanes → sums → server → history."""
+"""`ud.train`: a run from its arguments to its result, round by round."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ from torch import nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
-from undrift.engine.cohort import Orders, on_device
 from undrift.errors import UndriftError, require, whole
 from undrift.faults import Faults
 from undrift.local import Local
 from undrift.losses import reserved
 from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.roles import Totals
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic
 from undrift.training.checkpoint import Checkpoints, Progress
@@ -31,10 +29,11 @@ from undrift.training.identity import compare, compare_versions, versions
 from undrift.training.personal import Personal
 from undrift.training.record import record, same_settings
 from undrift.training.result import Folder, Result, intact
+from undrift.training.rounds import Round, bound, federated_round, finish, orders_of
 from undrift.training.setup import Setup, prepare, selected
-from undrift.training.survivors import Conditions, collect
+from undrift.training.survivors import Conditions
 from undrift.training.track import Trackers
-from undrift.tree import Tree, tree_add, tree_bytes, tree_to
+from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")
 
@@ -134,137 +133,186 @@ def train(
         metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
         conditions=Conditions(faults, max_norm_ratio, min_clients),
     )  # fmt: skip
-    require(whole(evaluate_every) and evaluate_every >= 1, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
-    fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
-    require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
+    check_every(evaluate_every, personalize_every)
     require(on_round is None or callable(on_round), f"on_round must be a function of a round's row, not {on_round!r}.")
     nonfinite.check(on_nonfinite)
     nonfinite.check_start(run.model.start)
-    files, skip = Folder(out, resume), on_nonfinite == nonfinite.SKIP
+    files, where = Folder(out, resume), run.resident.device
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     trackers = Trackers(track, files.path)
-    switches = arithmetic(precision, deterministic, run.resident.device)
-    with files as folder, selected(run.resident.device), switches, trackers:
-        start = tree_to(bound(run, 0).start(run.model.start), run.resident.device)
-        now = Progress(run.model.start, start)
+    with files as folder, selected(where), arithmetic(precision, deterministic, where), trackers:
+        start = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), where))
         config = record(run, given) if folder.path or trackers else ""
         if folder.path:
             evaluations = {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)}
-            known = {"identity": run.identity | evaluations, "versions": versions(run.resident.device)}
-            checkpoints.record = known | {"config": config}
-        if resume:
-            done = resumed(run, folder, checkpoints, allow_version_change)
-            if isinstance(done, Result):
-                return done
-            now = done or now
+            checkpoints.record = {
+                "identity": run.identity | evaluations, "versions": versions(where), "config": config
+            }  # fmt: skip
+        earlier = resumed(run, folder, checkpoints, allow_version_change) if resume else None
+        if isinstance(earlier, Result):
+            return earlier
+        state = earlier or start
         folder.note(checkpoints.record)
-        trackers.begin(config, now.history)
+        trackers.begin(config, state.history)
         folder.config()
-        if folder.path and not now.round:
+        if folder.path and not state.round:
             folder.partition(holdings(data))
-        folder.begin(now.history)
-        personal, clock, stopped = Personal(run), Clock(run.resident.device), None
-        watch = nonfinite.Watch(run, start, lambda before: orders_of(run, bound(run, before.round), before), skip)
+        folder.begin(state.history)
+        watch = nonfinite.Watch(
+            run, start.states, lambda before: orders_of(run, bound(run, before.round), before),
+            skip=on_nonfinite == nonfinite.SKIP,
+        )  # fmt: skip
+        listeners = Listeners(folder, checkpoints, trackers, on_round)
+        return Loop(run, watch, listeners, evaluate_every, personalize_every, state).train()
 
-        def settle(wait: bool) -> None:
-            """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
-            for done in clock.settled(wait):
-                folder.row(done)
-                try:
-                    trackers.row(done)
-                    if on_round:
-                        on_round(done)
-                except BaseException:  # whoever stops a run here, with Ctrl-C say, finds it where it stood
-                    folder.sync()
-                    checkpoints.save(now)
-                    raise
 
-        def blamed(error: Exception) -> nonfinite.NonFiniteError:
-            """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
-            try:
-                settle(wait=True)
-                watch.check()
-            except nonfinite.NonFiniteError as found:
-                return found
-            raise error
+def check_every(evaluate: Any, personalize: Any) -> None:
+    require(whole(evaluate) and evaluate >= 1, f"evaluate_every must be 1 or more, not {evaluate!r}.")
+    fine = personalize is None or (whole(personalize) and personalize >= 1)
+    require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize!r}.")
 
+
+@dataclass(frozen=True)
+class Listeners:
+    """What is told of each round."""
+
+    folder: Folder
+    checkpoints: Checkpoints
+    trackers: Trackers
+    on_round: Callable[[dict[str, Any]], None] | None
+
+    @property
+    def impatient(self) -> bool:
+        """Whether anybody wants a round's row at once."""
+        return bool(self.trackers or self.on_round)
+
+    def row(self, row: dict[str, Any], state: Progress) -> None:
+        self.folder.row(row)
         try:
-            while now.round < rounds:
-                t, last, before = now.round, now.round == rounds - 1, now
-                if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
-                    settle(wait=True)
-                clock.start()
-                method, server = bound(run, t), run.server(t)
+            self.trackers.row(row)
+            if self.on_round:
+                self.on_round(row)
+        except BaseException:  # whoever stops a run here, with Ctrl-C say, can go on from where it is
+            self.save(state)
+            raise
 
-                orders = orders_of(run, method, now)
-                answers = collect(run, orders, skip)
-                cohort = answers.cohort
+    def save(self, state: Progress) -> None:
+        self.folder.sync()
+        self.checkpoints.save(state)
 
-                totals = Totals(cohort.sums, cohort.size, cohort.weight, run.population, cohort.update)
-                update, states = method.transform(totals, now.states)
-                untrack = run.model.track(nonfinite.unless_nobody(cohort, cohort.statistics, run.model.tracked))
-                params = method.refine(tree_add(now.params, update), server)
-                states = method.after(params, now.params, states)
-                params = nonfinite.unless_nobody(cohort, params, now.params)
-                states = [
-                    nonfinite.unless_nobody(cohort, new, old) for new, old in zip(states, now.states, strict=True)
-                ]
-                watch.add(before, answers, undo=[untrack, run.kept.commit(cohort.kept)])
-                plan, sampled = answers.plan, answers.clients
-                down = len(sampled) * tree_bytes([orders.shared["start"], orders.shared["received"], run.model.tracked])
-                up = len(plan.clients) * tree_bytes([cohort.update, cohort.sums, cohort.statistics, cohort.weight])
-                if last and method.overriding("finish"):
-                    params, sent = finish(run, method, params, t)
-                    down, up = down + run.population * tree_bytes(params), up + sent
-                watch.left(params, states)
+    def stopped(self, state: Progress, why: str) -> None:
+        self.save(state)
+        self.folder.stopped(why)
+        self.trackers.failed = True
 
-                now = replace(
-                    now,
-                    params=params,
-                    states=states,
-                    round=t + 1,
-                    total_steps=now.total_steps + int(plan.steps.sum()),
-                    constant_steps=now.constant_steps + int(run.steps_at(0, sampled).sum()),
-                    total_bytes=now.total_bytes + down + up,
-                )
-                row = {
-                    "round": t + 1,
-                    "clients": sampled.tolist(),
-                    **answers.columns,
-                    "steps": int(plan.steps.sum()),
-                    "total_steps": now.total_steps,
-                    "steps_fraction": now.total_steps / now.constant_steps,
-                    "local_steps": plan.span,
-                    "lr": float(plan.lr),
-                    "samples": answers.samples,
-                    "bytes_down": down,
-                    "bytes_up": up,
-                    "total_bytes": now.total_bytes,
-                }
-                clock.stop(row, partial(late_figures, watch, row, method, states))
-                if last or (t + 1) % evaluate_every == 0:
-                    row |= evaluate(run, params) | personal.shared(params, last)
-                if last or (personalize_every and (t + 1) % personalize_every == 0):
-                    row |= personal.tuned(params, states, method, t)
-                now.history.append(row)
-                due = checkpoints.due(now)
-                settle(wait=bool(last or due or trackers or on_round))
-                if due:
-                    folder.sync()
-                    checkpoints.save(now)
+
+@dataclass
+class Loop:
+    """A run under way: one round after another, each with its row of the history."""
+
+    run: Setup
+    watch: nonfinite.Watch
+    listeners: Listeners
+    evaluate_every: int
+    personalize_every: int | None
+    state: Progress
+
+    def __post_init__(self) -> None:
+        self.personal, self.clock = Personal(self.run), Clock(self.run.resident.device)
+
+    def train(self) -> Result:
+        """All rounds that are left, or as many as stay finite."""
+        stopped = None
+        try:
+            while self.state.round < self.run.rounds:
+                self.round()
         except Exception as error:
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
-            found = error if isinstance(error, nonfinite.NonFiniteError) else blamed(error)
-            now, stopped = watch.undo(found)
-        trained = run.model.load(now.params)
+            found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
+            self.state, stopped = self.watch.undo(found)
+        trained = self.run.model.load(self.state.params)
         if stopped:
-            folder.sync()
-            checkpoints.save(now)
-            folder.stopped(stopped)
-            trackers.failed = True
+            self.listeners.stopped(self.state, stopped)
         else:
-            folder.model(trained)
-    return Result(now.params, trained, now.history, run.choices, stopped)
+            self.listeners.folder.model(trained)
+        return Result(self.state.params, trained, self.state.history, self.run.choices, stopped)
+
+    def round(self) -> None:
+        """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""
+        run, before = self.run, self.state
+        last = before.round == run.rounds - 1
+        if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
+            self.settle(wait=True)
+        self.clock.start()
+        state, done = federated_round(run, before, self.watch.skip)
+        self.watch.add(before, done.answers, done.undo)
+        if last:
+            state, done = finish(run, state, done)
+        self.watch.left(state.params, state.states)
+        self.state = state
+
+        row = history_row(state, done)
+        self.clock.stop(row, partial(late_figures, self.watch, row, done.method, state.states))
+        row |= self.evaluations(done.method, last)
+        state.history.append(row)
+        due = self.listeners.checkpoints.due(state)
+        self.settle(wait=last or due or self.listeners.impatient)
+        if due:
+            self.listeners.save(state)
+
+    def evaluations(self, method: Method, last: bool) -> dict[str, Any]:
+        """The model on the test and validation data, and on clients' own, in the rounds in which that is due."""
+        state = self.state
+        row: dict[str, Any] = {}
+        if last or state.round % self.evaluate_every == 0:
+            row |= evaluate(self.run, state.params) | self.personal.shared(state.params, last)
+        if last or (self.personalize_every and state.round % self.personalize_every == 0):
+            row |= self.personal.tuned(state.params, state.states, method, state.round - 1)
+        return row
+
+    def settle(self, wait: bool) -> None:
+        """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
+        for row in self.clock.settled(wait):
+            self.listeners.row(row, self.state)
+
+    def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
+        """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
+        try:
+            self.settle(wait=True)
+            self.watch.check()
+        except nonfinite.NonFiniteError as found:
+            return found
+        raise error
+
+
+def history_row(state: Progress, done: Round) -> dict[str, Any]:
+    """What the history says of a round as soon as it is under way."""
+    plan, answers = done.answers.plan, done.answers
+    return {
+        "round": state.round,
+        "clients": answers.clients.tolist(),
+        **answers.columns,
+        "steps": int(plan.steps.sum()),
+        "total_steps": state.total_steps,
+        "steps_fraction": state.total_steps / state.constant_steps,
+        "local_steps": plan.span,
+        "lr": float(plan.lr),
+        "samples": answers.samples,
+        "bytes_down": done.bytes_down,
+        "bytes_up": done.bytes_up,
+        "total_bytes": state.total_bytes,
+    }
+
+
+def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
+    """What must be read from the device for a round's row. Raises `NonFiniteError`."""
+    settled, own = watch.settle(row), method.history(states)
+    for name in own:
+        require(
+            name not in row and not reserved(name),
+            f"A part's history has {name!r}, which is a column of the history already; rename it.",
+        )
+    return settled | own
 
 
 def resumed(
@@ -297,35 +345,3 @@ def resumed(
         rounds = len(folder.rows())
         log.warning("%s has no checkpoint, so its %d rounds are trained again from the first", folder.path, rounds)
     return now
-
-
-def orders_of(run: Setup, method: Method, now: Progress) -> Orders:
-    """The next round's orders to the engine: the cohort, its work, and what clients get beside the weights."""
-    plan = run.conditions.plan(run.checked(method.plan(run.plan(now.round), now.states)), run.seed)
-    received = method.broadcast(now.params, now.states, run.server(now.round))
-    return run.orders(plan, now.params, received)
-
-
-def bound(run: Setup, t: int) -> Method:
-    """The method with the numbers of round `t` in it."""
-    return run.method.bind(on_device(run.method.numbers(t), run.resident.device))
-
-
-def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
-    """What must be read from the device for a round's row. Raises `NonFiniteError`."""
-    settled, own = watch.settle(row), method.history(states)
-    for name in own:
-        require(
-            name not in row and not reserved(name),
-            f"A part's history has {name!r}, which is a column of the history already; rename it.",
-        )
-    return settled | own
-
-
-def finish(run: Setup, method: Method, params: Tree, t: int) -> tuple[Tree, int]:
-    """Once, after the last round: what parts make of what they measure over all clients, and the bytes sent for it."""
-    everyone = run.everyone(t, params)
-    sums = run.engine.survey(everyone)
-    size = torch.full((), run.population, dtype=torch.float64, device=run.resident.device)
-    totals = Totals(sums, size, everyone.lanes["weight"].sum(), run.population, None)
-    return method.finish(params, totals, run.server(t)), run.population * tree_bytes(sums)
