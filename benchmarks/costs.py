@@ -25,7 +25,7 @@ import undrift as ud
 from benchmarks import record
 from benchmarks.agree import Problem
 from undrift.method import Part, as_method
-from undrift.training.setup import prepare
+from undrift.training.build import prepare
 from undrift.tree import tree_bytes, tree_map
 
 TE = "target=TemporalEnsemble(0.2)"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from undrift.engine import choose, graph, lanes
-from undrift.training import setup
+from undrift.training import build
 
 DEVICES = [torch.device("cuda:0")]
 """The current device last, and below it those to go back to."""
@@ -114,7 +114,7 @@ def put_in_place(monkeypatch, compiler: str = "eager") -> list[Graph]:
     """Let steps on the CPU be captured; gives the graphs that are made from here on. torch.compile uses `compiler`."""
     compile = torch.compile
     torch.set_num_threads(1)  # with more, a CPU trains clients side by side, as no GPU does
-    for module in (setup, choose, graph, lanes):
+    for module in (build, choose, graph, lanes):
         monkeypatch.setattr(module, "captures", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile(f, backend=compiler, **rest))
     for name, value in {

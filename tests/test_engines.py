@@ -296,7 +296,7 @@ def test_rates_by_parameter_and_by_step_multiply(uneven, method):
 
 
 def test_the_step_is_traced_once(uneven):
-    from undrift.training.setup import prepare
+    from undrift.training.build import prepare
 
     arguments = {"loss": None, "metrics": None, "device": "cpu", "precision": "auto", "compile": None}
     run = prepare(

@@ -30,7 +30,7 @@ from undrift.errors import UndriftError
 from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
 from undrift.models.functional import Params
 from undrift.training.result import as_json
-from undrift.training.setup import Setup
+from undrift.training.run import Run
 from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")
@@ -80,7 +80,7 @@ class Series:
 class Checkpoints:
     """The checkpoints of one run; without a folder there are none."""
 
-    def __init__(self, folder: Path | None, run: Setup, every: int | str | None) -> None:
+    def __init__(self, folder: Path | None, run: Run, every: int | str | None) -> None:
         self.folder = folder / "checkpoint" if folder else None
         self.run = run
         self.rounds, self.seconds = parse_interval(every)

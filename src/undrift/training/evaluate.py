@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,12 @@ from undrift.data.dataset import Rows
 from undrift.engine.convolution import by_itself
 from undrift.losses import accuracy
 from undrift.models.functional import Params
-
-if TYPE_CHECKING:
-    from undrift.training.setup import Setup
+from undrift.training.run import Run
 
 BATCH = 1000
 
 
-def evaluate(run: Setup, params: Params) -> dict[str, Any]:
+def evaluate(run: Run, params: Params) -> dict[str, Any]:
     """Loss and metrics on the test set, and `validation_…` on the validation set, as far as there are such."""
     row = measured(run, params, run.test) if run.test else {}
     held = measured(run, params, run.validation) if run.validation else {}
@@ -26,7 +24,7 @@ def evaluate(run: Setup, params: Params) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measured(run: Setup, params: Params, rows: Rows) -> dict[str, Any]:
+def measured(run: Run, params: Params, rows: Rows) -> dict[str, Any]:
     """The mean loss and each metric; beside accuracy also `class_accuracy`, a list with None for a class not seen."""
     sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0

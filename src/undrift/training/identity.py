@@ -13,7 +13,7 @@ import hashlib
 import platform
 import re
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from undrift import __version__
 from undrift.errors import UndriftError
-
-if TYPE_CHECKING:
-    from undrift.training.setup import Setup
+from undrift.training.run import Run
 
 LIBRARIES = ("undrift", "torch", "numpy", "builtins", "math", "functools")
 """Packages whose code is known by their version."""
@@ -31,7 +29,7 @@ SHOWN = 120
 """How many characters of a difference a message shows."""
 
 
-def identity(run: Setup) -> dict[str, str]:
+def identity(run: Run) -> dict[str, str]:
     """What must be the same for a run to be the same run."""
     trained = {*run.model.start, *run.model.tracked}
     return {

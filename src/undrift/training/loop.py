@@ -22,15 +22,16 @@ from undrift.method import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic
+from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints, Progress
 from undrift.training.clock import Clock
 from undrift.training.evaluate import evaluate
-from undrift.training.identity import compare, compare_versions, versions
+from undrift.training.identity import compare, compare_versions, identity, versions
 from undrift.training.personal import Personal
 from undrift.training.record import record, same_settings
 from undrift.training.result import Folder, Result, intact
 from undrift.training.rounds import Round, bound, federated_round, finish, orders_of
-from undrift.training.setup import Setup, prepare, selected
+from undrift.training.run import Run
 from undrift.training.survivors import Conditions
 from undrift.training.track import Trackers
 from undrift.tree import Tree, tree_to
@@ -146,7 +147,7 @@ def train(
         if folder.path:
             evaluations = {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)}
             checkpoints.record = {
-                "identity": run.identity | evaluations, "versions": versions(where), "config": config
+                "identity": identity(run) | evaluations, "versions": versions(where), "config": config
             }  # fmt: skip
         earlier = resumed(run, folder, checkpoints, allow_version_change) if resume else None
         if isinstance(earlier, Result):
@@ -210,7 +211,7 @@ class Listeners:
 class Loop:
     """A run under way: one round after another, each with its row of the history."""
 
-    run: Setup
+    run: Run
     watch: nonfinite.Watch
     listeners: Listeners
     evaluate_every: int
@@ -315,9 +316,7 @@ def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, st
     return settled | own
 
 
-def resumed(
-    run: Setup, folder: Folder, checkpoints: Checkpoints, allow_version_change: bool
-) -> Result | Progress | None:
+def resumed(run: Run, folder: Folder, checkpoints: Checkpoints, allow_version_change: bool) -> Result | Progress | None:
     """The result of a run that is finished, where its last checkpoint stands, or None where there is no checkpoint.
 
     Compares before it changes anything. Raises `UndriftError` if the folder's run is not the one that is asked for.

@@ -22,7 +22,7 @@ from undrift.engine.cohort import Orders, Outcome
 from undrift.errors import UndriftError, quoted
 from undrift.models.functional import Params
 from undrift.training.checkpoint import Progress
-from undrift.training.setup import Setup
+from undrift.training.run import Run
 from undrift.training.survivors import Answers
 from undrift.tree import Tree, to_device, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
 
@@ -61,7 +61,7 @@ class Watch:
     `states` are the parts' states at the start: one that is not finite there, such as a minimum so far, may stay so.
     """
 
-    def __init__(self, run: Setup, states: list[Tree], repeat: Callable[[Progress], Orders], skip: bool) -> None:
+    def __init__(self, run: Run, states: list[Tree], repeat: Callable[[Progress], Orders], skip: bool) -> None:
         self.run, self.repeat, self.skip = run, repeat, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []

@@ -19,7 +19,7 @@ from undrift.method import Method
 from undrift.models.functional import Params
 from undrift.random import choose, derive
 from undrift.training.evaluate import BATCH, parts_of
-from undrift.training.setup import Setup
+from undrift.training.run import Run
 from undrift.tree import Tree, tree_map
 
 MOST = 1000
@@ -29,7 +29,7 @@ MOST = 1000
 class Personal:
     """Evaluation on `data.client_test`; without it there is nobody to look at."""
 
-    def __init__(self, run: Setup) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, own = run, run.data.client_test
         if own is None:
             self.clients = np.empty(0, np.int64)

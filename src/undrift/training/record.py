@@ -15,7 +15,7 @@ from undrift.losses import LOSSES, METRICS
 from undrift.method import Method, Part
 from undrift.schedule import decay, inverse
 from undrift.training.identity import plainly
-from undrift.training.setup import Setup
+from undrift.training.run import Run
 
 OF_PYTHON = "of Python, so this file alone does not repeat the run"
 
@@ -37,7 +37,7 @@ ORDER = (
 )  # fmt: skip
 
 
-def record(run: Setup, given: dict[str, Any]) -> str:
+def record(run: Run, given: dict[str, Any]) -> str:
     """TOML: the arguments of `ud.train`, with what was left to undrift filled in."""
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
     settings = {**given, **chosen, "method": run.method, "threads": torch.get_num_threads()}

@@ -12,8 +12,8 @@ from undrift.method import Method
 from undrift.roles import Totals
 from undrift.training.checkpoint import Progress
 from undrift.training.nonfinite import unless_nobody
-from undrift.training.setup import Setup
-from undrift.training.survivors import Answers, collect
+from undrift.training.run import Run
+from undrift.training.survivors import Answers
 from undrift.tree import tree_add, tree_bytes
 
 
@@ -30,13 +30,13 @@ class Round:
     """Restores what the round changed in place: running statistics, and what clients keep."""
 
 
-def federated_round(run: Setup, state: Progress, skip: bool) -> tuple[Progress, Round]:
+def federated_round(run: Run, state: Progress, skip: bool) -> tuple[Progress, Round]:
     """Train one more round. Returns the new state, and what happened."""
     t = state.round
     method, server = bound(run, t), run.server(t)
 
     orders = orders_of(run, method, state)
-    answers = collect(run, orders, skip)
+    answers = run.conditions.collect(run.engine, run.kept, orders, skip)
     cohort = answers.cohort
 
     totals = Totals(cohort.sums, cohort.size, cohort.weight, run.population, cohort.update)
@@ -61,19 +61,19 @@ def federated_round(run: Setup, state: Progress, skip: bool) -> tuple[Progress, 
     return after, Round(method, answers, down, up, undo)
 
 
-def bound(run: Setup, t: int) -> Method:
+def bound(run: Run, t: int) -> Method:
     """The method with the numbers of round `t` bound."""
     return run.method.bind(on_device(run.method.numbers(t), run.resident.device))
 
 
-def orders_of(run: Setup, method: Method, state: Progress) -> Orders:
+def orders_of(run: Run, method: Method, state: Progress) -> Orders:
     """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights."""
     plan = run.conditions.plan(run.checked(method.plan(run.plan(state.round), state.states)), run.seed)
     received = method.broadcast(state.params, state.states, run.server(state.round))
     return run.orders(plan, state.params, received)
 
 
-def traffic(run: Setup, orders: Orders, answers: Answers) -> tuple[int, int]:
+def traffic(run: Run, orders: Orders, answers: Answers) -> tuple[int, int]:
     """Bytes to the clients that were sampled, and from those that answered."""
     cohort = answers.cohort
     down = tree_bytes([orders.shared["start"], orders.shared["received"], run.model.tracked])
@@ -81,7 +81,7 @@ def traffic(run: Setup, orders: Orders, answers: Answers) -> tuple[int, int]:
     return len(answers.clients) * down, len(answers.plan.clients) * up
 
 
-def finish(run: Setup, state: Progress, done: Round) -> tuple[Progress, Round]:
+def finish(run: Run, state: Progress, done: Round) -> tuple[Progress, Round]:
     """Let parts change the final weights by what they measure over all clients. `done` is the last round."""
     if not done.method.overriding("finish"):
         return state, done

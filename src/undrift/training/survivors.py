@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from undrift.engine.client import Program
-from undrift.engine.cohort import Orders, Outcome
+from undrift.engine.cohort import Kept, Orders, Outcome
+from undrift.engine.lanes import LanesEngine
+from undrift.engine.plain import PlainEngine
 from undrift.errors import require, whole
 from undrift.faults import Faults, unharmed
 from undrift.roles import Plan
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
-
-if TYPE_CHECKING:
-    from undrift.training.setup import Setup
 
 Array = np.ndarray
 
@@ -84,6 +83,38 @@ class Conditions:
             return orders
         fates = orders.plan.fates or unharmed(orders.plan.steps)
         return _with_factor(orders, fates.factor)
+
+    def collect(self, engine: LanesEngine | PlainEngine, kept: Kept, orders: Orders, skip: bool) -> Answers:
+        """Train the round's cohort, and leave out what must not count."""
+        plan, counts = orders.plan, orders.batches.counts
+        if self.usual:
+            nobody = np.zeros(len(plan.clients), bool)
+            cohort = engine.run(orders, kept, skip=skip)
+            return Answers(cohort, plan.clients, plan, int(counts.sum()), nobody)
+        fates, ratio = plan.fates, self.max_norm_ratio
+        assert fates is not None
+        cohort = engine.run(orders, kept, skip=True)
+        columns: dict[str, Any] = {}
+        if self.faults:
+            columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
+        excused = fates.dropped
+        if ratio is not None:
+            assert cohort.finite is not None
+            far = outliers(cohort.sums[-1].cpu().numpy(), cohort.finite.cpu().numpy(), ratio)
+            if far.any():  # a round is a function of its orders, so it can be run once more without them
+                again = _with_factor(orders, np.where(far, np.nan, fates.factor))
+                cohort = engine.run(again, kept, skip=True)
+            cohort = replace(cohort, sums=cohort.sums[:-1])
+            excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
+        gone = set(plan.clients[excused].tolist())
+        own = {i: {c: state for c, state in states.items() if c not in gone} for i, states in cohort.kept.items()}
+        cohort, survivors, least = replace(cohort, kept=own), cohort.size, self.least(len(plan.clients))
+        if least > 1 and int(cohort.size) < least:  # a round without survivors is found on the device, without waiting
+            cohort = replace(cohort, size=torch.zeros_like(cohort.size), kept={})
+        answered = ~fates.dropped
+        work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
+        samples = int(counts[np.repeat(answered, plan.steps)].sum())
+        return Answers(cohort, plan.clients, work, samples, excused, least, survivors, columns)
 
 
 def _with_factor(orders: Orders, factor: Array) -> Orders:
@@ -155,36 +186,3 @@ class Answers:
     """How many do."""
     columns: dict[str, Any] = field(default_factory=dict)
     """What the history says of them."""
-
-
-def collect(run: Setup, orders: Orders, skip: bool) -> Answers:
-    """Train the round's cohort, and leave out what must not count."""
-    conditions, plan, counts = run.conditions, orders.plan, orders.batches.counts
-    if conditions.usual:
-        nobody = np.zeros(len(plan.clients), bool)
-        cohort = run.engine.run(orders, run.kept, skip=skip)
-        return Answers(cohort, plan.clients, plan, int(counts.sum()), nobody)
-    fates, ratio = plan.fates, conditions.max_norm_ratio
-    assert fates is not None
-    cohort = run.engine.run(orders, run.kept, skip=True)
-    columns: dict[str, Any] = {}
-    if conditions.faults:
-        columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
-    excused = fates.dropped
-    if ratio is not None:
-        assert cohort.finite is not None
-        far = outliers(cohort.sums[-1].cpu().numpy(), cohort.finite.cpu().numpy(), ratio)
-        if far.any():  # a round is a function of its orders, so it can be run once more without them
-            again = _with_factor(orders, np.where(far, np.nan, fates.factor))
-            cohort = run.engine.run(again, run.kept, skip=True)
-        cohort = replace(cohort, sums=cohort.sums[:-1])
-        excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
-    gone = set(plan.clients[excused].tolist())
-    kept = {i: {c: state for c, state in states.items() if c not in gone} for i, states in cohort.kept.items()}
-    cohort, survivors, least = replace(cohort, kept=kept), cohort.size, conditions.least(len(plan.clients))
-    if least > 1 and int(cohort.size) < least:  # a round without survivors is found on the device, without waiting
-        cohort = replace(cohort, size=torch.zeros_like(cohort.size), kept={})
-    answered = ~fates.dropped
-    work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
-    samples = int(counts[np.repeat(answered, plan.steps)].sum())
-    return Answers(cohort, plan.clients, work, samples, excused, least, survivors, columns)

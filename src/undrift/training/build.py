@@ -1,0 +1,157 @@
+"""A run from the arguments of `ud.train`: everything is checked, and what was left open is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from undrift import models
+from undrift.data.dataset import FederatedDataset, Rows
+from undrift.engine.choose import build, choose, compiles
+from undrift.engine.client import Program
+from undrift.engine.cohort import Kept, Resident
+from undrift.engine.graph import captures
+from undrift.errors import require, whole
+from undrift.local import Local
+from undrift.losses import Loss, Metric, get_loss, get_metrics
+from undrift.method import as_method
+from undrift.models import parse_model
+from undrift.models.functional import Model
+from undrift.random import derive
+from undrift.training.checks import check_augment, check_gradient, check_split, cohort_size_of, find_device
+from undrift.training.run import Problem, Run
+from undrift.training.survivors import Conditions
+
+log = logging.getLogger("undrift")
+
+
+def prepare(
+    model: Any,
+    data: Any,
+    method: Any,
+    *,
+    rounds: int,
+    local: Any,
+    participation: float,
+    seed: int,
+    loss: Any,
+    metrics: Any,
+    device: Any,
+    precision: str,
+    engine: str,
+    lanes: int | None,
+    compile: bool | None,
+    conditions: Conditions = Conditions(),  # noqa: B008 - frozen
+) -> Run:
+    """Check every argument of `ud.train` and choose what was left open. Raises `UndriftError`."""
+    check_types(data, local, rounds, engine, precision, lanes, compile)
+    method = as_method(method)
+    where = find_device(device)
+    cohort_size = cohort_size_of(participation, len(data.nonempty))
+    conditions.check(rounds, cohort_size)
+    local.check(data, rounds)
+    method.check(local, data, rounds)
+    derive(seed, "check")  # a seed that is no whole number is refused here
+
+    chosen_loss = get_loss(loss if loss is not None else data.task.loss)
+    chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
+    function = Model(module_of(model, data, seed), where, precision)
+    resident = Resident(data, where, function.exact)
+    check_data(function, data, where, chosen_loss, chosen_metrics)
+    for part in method.parts:
+        part.check_model(function, rounds)
+    problem = Problem(
+        method=method,
+        model=function,
+        data=data,
+        resident=resident,
+        local=local,
+        loss=chosen_loss,
+        metrics=chosen_metrics,
+        test=resident.place(data.test_rows) if data.test_rows else None,
+        validation=resident.place(data.validation_rows) if data.validation_rows else None,
+        server_data=tuple(t.to(where) for t in data.server) if data.server else None,
+        rounds=rounds,
+        cohort_size=cohort_size,
+        seed=seed,
+        kept=Kept(method, where, len(data.nonempty)),
+        conditions=conditions,
+    )
+    return with_engine(problem, engine, lanes, compile, precision)
+
+
+def check_types(data: Any, local: Any, rounds: Any, engine: Any, precision: Any, lanes: Any, compile: Any) -> None:
+    kind = type(data).__name__
+    require(isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}.")
+    require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
+    require(whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
+    require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
+    precisions = ("auto", "tf32", "bfloat16")
+    require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
+    fine = lanes is None or (whole(lanes) and lanes >= 1)
+    require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
+    require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
+
+
+def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
+    """The user's module, or a new one of the name that was given."""
+    if isinstance(model, str):
+        name, options = parse_model(model)
+        shape = data.take(data.store, data.index[:1])[0].shape[1:]
+        needs: dict[str, Any] = {"classes": data.outputs, "shape": shape, "vocabulary": data.task.vocabulary}
+        model = models.get(name, seed=seed, **needs, **options)
+    kind = type(model).__name__
+    require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
+    module: nn.Module = model
+    return module
+
+
+def check_data(
+    model: Model, data: FederatedDataset, device: torch.device, loss: Loss, metrics: dict[str, Metric]
+) -> None:
+    """Try the model, the loss, the metrics and the augmentation on samples of every split."""
+    splits = {"clients'": Rows(data.store, data.index, data.take)}
+    for name in ("test", "validation", "server"):
+        rows = getattr(data, f"{name}_rows")
+        splits |= {f"{name} data's": rows} if rows else {}
+    for whose, rows in splits.items():
+        check_split(model, whose, rows, device, loss, metrics)
+    check_gradient(model, splits["clients'"], device, loss)
+    if data.augment:
+        check_augment(data.augment, splits["clients'"], device)
+
+
+def with_engine(problem: Problem, engine: str, lanes: int | None, compile: bool | None, precision: str) -> Run:
+    """The run with the engine that was asked for, or that suits the problem."""
+    local, data, where = problem.local, problem.data, problem.resident.device
+    moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
+    program = Program(problem.model, problem.method, problem.loss, moves, decays, data.augment)
+    program = problem.conditions.program(program, problem.cohort_size)
+    steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
+    probe = problem.orders(problem.plan(0), problem.model.start, [() for _ in problem.method.parts])
+    width = local.widest(data.sizes)
+    with selected(where):
+        choice = choose(engine, lanes, program, problem.resident, probe, steps, width)
+    work = problem.cohort_size * float(steps.mean())
+    choice = replace(choice, compile=compiles(compile, choice, where, problem.rounds, work))
+    choices = {
+        "engine": choice.engine,
+        "lanes": choice.lanes,
+        "compile": choice.compile,
+        "device": str(where),
+        "precision": precision,
+        "dtype": str(problem.model.dtype),
+        "why": choice.why,
+    }
+    log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, where, choice.why)
+    return Run(**vars(problem), engine=build(choice, program, problem.resident, width), choices=choices)
+
+
+def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the current GPU: CUDA graphs and Triton's kernels go to that one, wherever their tensors are."""
+    return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()
