@@ -94,3 +94,13 @@ def test_every_module_has_a_layer_and_the_test_sees_lazy_imports():
     assert {name.partition(".")[0] for name in MODULES} - {""} == {top for tops in LAYERS.values() for top in tops}
     lazy = "def f():\n    from undrift.tools import cli\n    import undrift.training.loop\n"
     assert imports(lazy, set(MODULES)) == {"tools.cli", "training.loop"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_files_and_functions_stay_small(module):
+    text = MODULES[module].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and not module.startswith("kernels"):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            assert (node.end_lineno or 0) - body[0].lineno < 60, f"{node.name} is long; split it"

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from undrift.errors import UndriftError
-from undrift.reproduce import catalogue, page, verdict
+from undrift.reproduce import catalogue, comparison, page, readings, verdict
 from undrift.reproduce.catalogue import Paper, Table
+from undrift.reproduce.readings import chosen_variant
 from undrift.reproduce.results import DEFAULT, Results
-from undrift.reproduce.verdict import chosen_variant, judge
+from undrift.reproduce.verdict import judge
 
 ROOT = Path(__file__).parent.parent
 
@@ -239,7 +240,7 @@ def test_peak_is_of_the_mean_curve(results: Results, paper: Paper) -> None:
     assert found.columns[0].difference == pytest.approx(10.0)
     assert found.columns[0].each == pytest.approx([40.0, 40.0])
     table = paper.tables["main"]
-    assert verdict.measured(table.figures[2], table.at("easy", "new"), results).mean == pytest.approx(60.0)
+    assert readings.measured(table.figures[2], table.at("easy", "new"), results).mean == pytest.approx(60.0)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_a_target_that_is_never_reached_is_worse_than_any(results: Results, pape
     found = judged(results, paper, [[0.1, 0.6], [0.1, 0.6]], [[0.6, 0.6], [0.1, 0.4]], figure="rounds to 50")
     assert found.words == "did not hold here"
     table = paper.tables["main"]
-    value = verdict.measured(table.figures[3], table.at("easy", "new"), results)
+    value = readings.measured(table.figures[3], table.at("easy", "new"), results)
     assert (value.mean, value.missed, value.diverged, value.whole) == (1.0, 1, 0, False)
 
 
@@ -575,11 +576,11 @@ def test_quick_results_are_labelled_and_kept_apart(results: Results, known: Pape
     for row, value in (("old", 0.5), ("new", 0.6)):
         add(results, small.tables["main"], "easy", row, [value])
     text = page.page(results.folder, quick=True)
-    assert text.count(page.QUICK) == 1 + len(small.tables)
+    assert text.count(comparison.QUICK) == 1 + len(small.tables)
     assert line(text[: text.index("## The rule")], "New is more")[2] == "QUICK: **held**"
     assert "70.00" not in text  # the paper has nothing to compare a scaled-down run with
     assert "--quick" in text
-    assert page.QUICK in page.text_table(small.tables["main"], results)
+    assert comparison.QUICK in comparison.text_table(small.tables["main"], results)
     with pytest.raises(UndriftError, match="has scaled-down results"):
         page.page(results.folder)
     add(results, known.tables["main"], "easy", "old", [0.7])
@@ -596,7 +597,7 @@ def test_full_results_are_not_shown_as_quick(results: Results, known: Paper) -> 
 
 def test_table_for_terminals(results: Results, known: Paper) -> None:
     some_results(results, known)
-    lines = page.text_table(known.tables["main"], results).splitlines()
+    lines = comparison.text_table(known.tables["main"], results).splitlines()
     assert lines[0] == "tests main. Table 1: accuracy in percent"
     found = [x.split("  ") for x in lines if x.startswith("easy") and " accuracy " in x]
     assert [[word.strip() for word in x if word.strip()] for x in found] == [
@@ -604,7 +605,7 @@ def test_table_for_terminals(results: Results, known: Paper) -> None:
         ["easy", "new", "accuracy", "74.00 ± 1.00", "73.00 ± 1.41", "−1.00", "2"],
     ]
     assert sum("not run" in x for x in lines) == 2 * 4
-    assert "Variant: second" in page.text_table(known.tables["open"], results)
+    assert "Variant: second" in comparison.text_table(known.tables["open"], results)
 
 
 def test_a_curve_without_the_column_has_no_value(results: Results, known: Paper) -> None:

@@ -114,7 +114,7 @@ def command(asked: argparse.Namespace) -> int:
 def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts: Path, began: float) -> int:
     import torch
 
-    from undrift.reproduce import page
+    from undrift.reproduce import comparison
     from undrift.reproduce.runner import PAUSED, Runner
     from undrift.tools.stopping import stopping
     from undrift.training.arithmetic import threads
@@ -145,10 +145,10 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     if asked.cell:
         return PAUSED if runner.paused else int(bool(runner.failed))
     if asked.quick:
-        print(page.QUICK)
+        print(comparison.QUICK)
     for table in tables:
         if any(results.get(cell) for cell in table.cells):
-            print(f"\n{page.text_table(table, results)}")
+            print(f"\n{comparison.text_table(table, results)}")
     print(
         f"\n{len(runner.finished)} cells finished, {len(runner.paused)} paused, {len(runner.failed)} failed "
         f"in {time.monotonic() - began:.0f} s"

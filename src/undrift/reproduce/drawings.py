@@ -11,8 +11,8 @@ from typing import Any
 from undrift.errors import unknown
 from undrift.files import write_text
 from undrift.reproduce.catalogue import Table
+from undrift.reproduce.readings import chosen_variant
 from undrift.reproduce.results import Result, Results, series
-from undrift.reproduce.verdict import chosen_variant
 
 KINDS = ("curves", "layers", "path")
 WIDTH = 8.0

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from undrift.errors import UndriftError, unknown
 from undrift.files import write_text
-from undrift.reproduce import catalogue, drawings, verdict
-from undrift.reproduce.catalogue import Cell, Figure, Paper, Table, value_of
+from undrift.reproduce import catalogue, drawings, readings, verdict
+from undrift.reproduce.catalogue import Cell, Figure, Paper, Table
+from undrift.reproduce.comparison import NOT_RUN, QUICK, lines_of, ours_of, seeds_of, shown_variant
+from undrift.reproduce.readings import chosen_variant, find
 from undrift.reproduce.results import DEFAULT, Result, Results
-from undrift.reproduce.verdict import Verdict, chosen_variant, find, judge, measured, published, shortfall, signed
+from undrift.reproduce.verdict import Verdict, judge
 
-QUICK = "QUICK: scaled down, not the paper's experiment"
-NOT_RUN = "not run"
 NOT_JUDGED = "not judged yet"
 
 
@@ -26,21 +26,6 @@ class Place:
 
     results: str = f"../{DEFAULT.as_posix()}"
     drawings: str = "papers"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One column and row of a table, for one of its figures."""
-
-    column: str
-    row: str
-    figure: str
-    data: str
-    published: str
-    ours: str
-    difference: str
-    seeds: str
-    runs: list[Result]
 
 
 def page(results_folder: Path, quick: bool = False, place: Place | None = None) -> str:
@@ -83,31 +68,6 @@ def write(results_folder: Path, file: Path, quick: bool = False) -> list[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, text)
     return written
-
-
-def text_table(table: Table, results: Results) -> str:
-    """The table for a terminal: published, ours, difference and seeds for every row and column."""
-    lines = list(_lines(table, results))
-    shown = {
-        "setting": [line.column for line in lines],
-        "method": [line.row for line in lines],
-        "figure": [line.figure for line in lines] if len(table.figures) > 1 else [],
-        "published": [line.published for line in lines],
-        "ours": [line.ours for line in lines],
-        "difference": [line.difference for line in lines],
-        "seeds": [line.seeds for line in lines],
-    }
-    shown = {name: texts for name, texts in shown.items() if any(texts) or name == "ours"}
-    widths = {name: max(map(len, [name, *texts])) for name, texts in shown.items()}
-    grid = [[name.ljust(widths[name]) for name in shown], ["-" * widths[name] for name in shown]]
-    grid += [[texts[i].ljust(widths[name]) for name, texts in shown.items()] for i in range(len(lines))]
-    head = [f"{table.paper} {table.name}. {table.title}"]
-    head += [QUICK] if verdict.quick(table) else []
-    head += [f"Stand-in: {text}" for text in dict.fromkeys(table.standins.values())]
-    variant = chosen_variant(table, results)
-    if table.variants:
-        head.append("No variant is chosen yet." if variant is None else f"Variant: {variant}")
-    return "\n".join([*head, "", *("  ".join(cells).rstrip() for cells in grid)]) + "\n"
 
 
 def _check_kind(results: Results, quick: bool) -> None:
@@ -162,7 +122,7 @@ def _claimed(paper: Paper, claim: verdict.Claim) -> Table:
 
 def _words(found: Verdict, table: Table) -> str:
     words = f"**{found.words}**" if found.judged else found.words
-    return f"QUICK: {words}" if verdict.quick(table) and found.judged else words
+    return f"QUICK: {words}" if readings.quick(table) and found.judged else words
 
 
 def _rule() -> Iterator[str]:
@@ -202,7 +162,7 @@ def _cost(papers: list[Paper], results: Results) -> Iterator[str]:
 
 
 def _planned(table: Table, results: Results) -> list[Cell]:
-    shown = _shown_variant(table, results)
+    shown = shown_variant(table, results)
     return [cell for cell in table.cells if cell.variant == shown or results.get(cell) is not None]
 
 
@@ -227,7 +187,7 @@ def _paper(paper: Paper, results: Results, place: Place, quick: bool) -> Iterato
 
 def _table(paper: Paper, table: Table, results: Results, place: Place) -> Iterator[str]:
     yield f'### <a id="{_anchor(table)}"></a>{table.title}'
-    if verdict.quick(table):
+    if readings.quick(table):
         yield f"**{QUICK}.**"
     if table.note:
         yield table.note
@@ -253,12 +213,6 @@ def _standins(table: Table) -> Iterator[str]:
         yield f"**Stand-in for the paper's data**{where}: {text.rstrip('.')}."
 
 
-def _shown_variant(table: Table, results: Results) -> str:
-    """The chosen variant, or the first while none is chosen."""
-    chosen = chosen_variant(table, results)
-    return table.variants[0] if chosen is None else chosen
-
-
 def _variants(table: Table, results: Results, place: Place) -> Iterator[str]:
     """The calibration runs of all variants, and which variant they select."""
     told = table.calibration
@@ -268,10 +222,10 @@ def _variants(table: Table, results: Results, place: Place) -> Iterator[str]:
     lines = []
     for variant in table.variants:
         cells = table.at(column, told["row"], variant)
-        found = verdict.calibrated(table, variant, results)
+        found = readings.calibrated(table, variant, results)
         runs = [run for cell in cells if (run := results.get(cell)) is not None]
-        ours = _ours(which, found, bool(runs))
-        lines.append([_escape(variant), ours, _seeds(found.seeds, len(cells)), _evidence(runs, place)])
+        ours = ours_of(which, found, bool(runs))
+        lines.append([_escape(variant), ours, seeds_of(found.seeds, len(cells)), _evidence(runs, place)])
     where = ", ".join(word for word in (told["row"], column) if word)
     yield f"The paper leaves settings open. Variants are tried in this order, by the {which.name} of {_escape(where)}:"
     yield _markdown(["variant", which.name, "seeds", "evidence"], lines)
@@ -284,7 +238,7 @@ def _variants(table: Table, results: Results, place: Place) -> Iterator[str]:
 def _unused(table: Table, cell: Cell, column: str, results: Results) -> bool:
     assert table.calibration is not None
     calibrates = (cell.column, cell.row) == (column, table.calibration["row"])
-    return cell.variant != _shown_variant(table, results) and not calibrates
+    return cell.variant != shown_variant(table, results) and not calibrates
 
 
 def _choice(table: Table, which: Figure, results: Results) -> str:
@@ -294,73 +248,16 @@ def _choice(table: Table, which: Figure, results: Results) -> str:
     if chosen is None:
         shown = _escape(table.variants[0])
         return f"No variant is chosen yet, as runs are missing; the table is that of the first, {shown}."
-    value = verdict.calibrated(table, chosen, results).mean
+    value = readings.calibrated(table, chosen, results).mean
     sign = -1 if which.lower else 1
     if value is not None and sign * value >= sign * told["reaches"]:
         return f"**{_escape(chosen)}** is used: the first that reaches {target}."
     return f"**{_escape(chosen)}** is used: none reaches {target}, and it comes nearest."
 
 
-def _lines(table: Table, results: Results) -> Iterator[Line]:
-    """Every column and row of the table, for every figure."""
-    variant = _shown_variant(table, results)
-    for column in table.columns:
-        for row in table.rows:
-            cells = table.at(column, row, variant)
-            runs = [run for cell in cells if (run := results.get(cell)) is not None]
-            data = _data(cells[0], column in table.standins)
-            for which in table.figures:
-                printed = published(table, which, column, row)
-                found = measured(which, cells, results)
-                known = value_of(printed)
-                d = "" if known is None or not found.whole else signed((found.mean or 0.0) - known[0], which.digits)
-                ours, seeds = _ours(which, found, bool(runs)), _seeds(len(runs), len(cells))
-                yield Line(column, row, which.name, data, _printed(printed, which), ours, d, seeds, runs)
-            if not table.figures:
-                ours = _without_figure(runs)
-                yield Line(column, row, "", data, "", ours, "", _seeds(len(runs), len(cells)), runs)
-
-
-def _without_figure(runs: list[Result]) -> str:
-    stopped = sum(bool(run.get("stopped")) for run in runs)
-    if stopped:
-        return f"diverged ({stopped} of {len(runs)} seeds)"
-    return "drawn" if runs else NOT_RUN
-
-
-def _data(cell: Cell, standin: bool) -> str:
-    name = str(cell.settings.get("data", {}).get("name", ""))
-    return f"{name}, stand-in" if name and standin else name
-
-
-def _printed(text: str, which: Figure) -> str:
-    """ "72.66 (0.20)" as 72.66 ± 0.20, with the paper's digits."""
-    known, mark = value_of(text), " (calculated)" if which.calculated and text else ""
-    if known is None or known[1] is None:
-        return text.strip() + mark
-    value, _, spread = text.strip().rstrip(")").partition("(")
-    return f"{value.strip()} ± {spread.strip()}{mark}"
-
-
-def _ours(which: Figure, found: verdict.Measured, run: bool) -> str:
-    if not found.seeds:
-        return "no value" if run else NOT_RUN
-    mean = "" if found.mean is None else f"{found.mean:.{which.digits}f}".replace("-", "−")
-    if found.std is not None:
-        mean += f" ± {found.std:.{which.digits}f}"
-    short = shortfall(found)
-    if not short:
-        return mean
-    return f"{short}; {mean} otherwise" if mean else short
-
-
-def _seeds(done: int, planned: int) -> str:
-    return str(done) if done == planned else f"{done} of {planned}"
-
-
 def _comparison(table: Table, results: Results, place: Place) -> str:
     """Published beside ours, a line per column, row and figure; a column of which nothing was run has one line."""
-    lines = list(_lines(table, results))
+    lines = list(lines_of(table, results))
     idle = set(table.columns) - {line.column for line in lines if line.runs} if len(table.rows) > 1 else set()
     settings, several = table.columns != [""], len(table.figures) > 1
     head = [*(["setting"] if settings else []), "method", *(["figure"] if several else [])]
@@ -375,7 +272,7 @@ def _comparison(table: Table, results: Results, place: Place) -> str:
         if line.column in idle:
             if not new_column:
                 continue
-            runs = sum(len(table.at(line.column, row, _shown_variant(table, results))) for row in table.rows)
+            runs = sum(len(table.at(line.column, row, shown_variant(table, results))) for row in table.rows)
             method, rest = f"all {len(table.rows)}", [line.data, "", NOT_RUN, "", f"0 of {runs} runs"]
         first = [_escape(line.column) if new_column else ""] if settings else []
         first += [_escape(method) if new_row else ""]
@@ -413,7 +310,7 @@ def _details(claim: verdict.Claim, table: Table, results: Results) -> Iterator[s
 
 
 def _command(table: Table) -> str:
-    flag = " --quick" if verdict.quick(table) else ""
+    flag = " --quick" if readings.quick(table) else ""
     command = html.escape(f"undrift reproduce {table.paper} --table {table.name}{flag}")
     return f"<details><summary>Command</summary><pre><code>{command}</code></pre></details>"
 

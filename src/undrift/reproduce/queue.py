@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from undrift.reproduce.catalogue import FOLDER, Cell, Table, cells, papers
+from undrift.reproduce.readings import chosen_variant
 from undrift.reproduce.results import Results
-from undrift.reproduce.verdict import chosen_variant
 
 REFERENCE = "H200"
 """The GPU for which the files give minutes."""

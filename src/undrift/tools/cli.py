@@ -9,17 +9,16 @@ import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from undrift import __version__
 from undrift.errors import DEBUG
+from undrift.tools import launch
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from undrift.tools.config import Experiment
+    pass
 
 app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -68,10 +67,10 @@ def run(
     data_dir: DataDir = None,
 ) -> None:
     """Run an experiment."""
-    experiment = _experiment(file, set, imports, data_dir, trust)
+    experiment = launch.read_experiment(file, set, imports, data_dir, trust)
     from undrift.tools.experiment import new_folder, title
 
-    _run(experiment, out or new_folder(title(experiment)), file)
+    launch.run_experiment(experiment, out or new_folder(title(experiment)), file)
 
 
 @app.command()
@@ -108,8 +107,8 @@ def resume(
         typer.echo(f"{folder} is finished.")
         return
     changed = config.override(settings, [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else [])
-    experiment = config.checked(_allowed(changed, folder, imports, None, trust), str(folder))
-    _run(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
+    experiment = config.checked(launch.allowed(changed, folder, imports, None, trust), str(folder))
+    launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
 
 
 @app.command()
@@ -130,22 +129,22 @@ def compare(
     files = [path for path in paths if not path.is_dir()]
     points = []
     for file in files:
-        settings = _settings(file, set, imports, data_dir)
+        settings = launch.read_settings(file, set, imports, data_dir)
         settings.pop("sweep", None)
-        own = _points(settings, {"seed": _seeds(settings, seeds)}, str(file))
+        own = launch.grid_points(settings, {"seed": launch.seeds_from(settings, seeds)}, str(file))
         points += [type(point)(f"{file.stem},{point.name}", point.settings) for point in own]
     runs, problems = compared.read_runs(folders)
-    _warn(problems)
+    launch.warn(problems)
     failed: dict[str, str] = {}
     if points:
         from undrift.tools.experiment import new_folder
         from undrift.tools.sweep import unique
 
-        more, failed = _sweep(unique(points), out or new_folder("compare"), "compare", None)
+        more, failed = launch.run_points(unique(points), out or new_folder("compare"), "compare", None)
         runs += more
     if not runs:
         raise UndriftError("There is nothing to compare: no run finished.")
-    _console().print(compared.table(runs, target))
+    launch.new_console().print(compared.table(runs, target))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -171,19 +170,19 @@ def sweep(
     from undrift.tools import sweep as swept
     from undrift.tools.experiment import new_folder
 
-    settings = _settings(file, set, imports, data_dir, trust)
+    settings = launch.read_settings(file, set, imports, data_dir, trust)
     wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
     if seeds is not None or "seed" not in wanted:
-        wanted["seed"] = _seeds(settings, seeds)
+        wanted["seed"] = launch.seeds_from(settings, seeds)
     folder = out or new_folder(file.stem)
-    points = _points(settings, wanted, str(file))
-    runs, failed = _sweep(points, folder, str(file), workers)
+    points = launch.grid_points(settings, wanted, str(file))
+    runs, failed = launch.run_points(points, folder, str(file), workers)
     from rich.text import Text
 
-    console = _console()
+    console = launch.new_console()
     found = swept.summary(runs, folder, failed)
     if runs:
-        console.print(_sweep_table(found))
+        console.print(launch.sweep_table(found))
     if found["best"] is not None and len(found["settings"]) > 1:
         console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
     elif found["chosen_by"] and len(found["settings"]) > 1:
@@ -208,7 +207,7 @@ def report(
 
     found = folders(runs)
     told = gather(found)
-    _warn(told["left_out"])
+    launch.warn(told["left_out"])
     file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
     write(file, told)
     count = len(told["runs"])
@@ -258,7 +257,7 @@ def list_(
     table.add_column(style="bold")
     for name, line in getattr(listing, kind.value)().items():
         table.add_row(name, line)
-    _console().print(table)
+    launch.new_console().print(table)
 
 
 @app.command()
@@ -294,167 +293,8 @@ def show(
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     shown.picture(loaded, title, file)
-    _console().print(shown.report(loaded, title))
+    launch.new_console().print(shown.report(loaded, title))
     typer.echo(f"\ndrawn in {file}")
-
-
-# ---- what the commands share -------------------------------------------------------------------------------------
-
-
-def _console() -> Console:
-    """Where tables go. What users named is printed as it is: no markup, no emoji."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge, and tables need not be squeezed
-    return console
-
-
-def _warn(problems: list[str]) -> None:
-    for problem in problems:
-        typer.echo(f"warning: {problem} It is left out.", err=True)
-
-
-def _settings(
-    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool = False
-) -> dict[str, Any]:
-    from undrift.tools import config
-
-    return _allowed(config.override(config.read(file), set or []), file, imports, data_dir, trust)
-
-
-def _allowed(
-    settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool
-) -> dict[str, Any]:
-    """The settings with what the command line adds to them. Refuses imports that nobody has allowed."""
-    given = settings.get("imports", [])
-    if isinstance(given, list):
-        _check_trust(file, given, imports or [], trust)
-        if imports:
-            settings["imports"] = list(dict.fromkeys([*given, *imports]))
-    if data_dir and isinstance(settings.get("data"), dict):
-        settings["data"]["data_dir"] = str(data_dir)
-    return settings
-
-
-def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
-    """A file that the user names may import code; the folder of a run may come from somebody else, so it must not."""
-    from undrift.errors import UndriftError, quoted
-
-    strange = [name for name in given if name not in imports]
-    if strange and not trust and file.is_dir():
-        raise UndriftError(
-            f"{file / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which runs that code. If you "
-            f"trust it, allow it with {' '.join(f'--import {name}' for name in strange)}, or with --trust."
-        )
-
-
-def _experiment(
-    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool
-) -> Experiment:
-    from undrift.tools import config
-
-    settings = _settings(file, set, imports, data_dir, trust)
-    settings.pop("sweep", None)
-    return config.checked(settings, str(file))
-
-
-def _run(
-    experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
-) -> None:
-    from undrift.tools.display import Live, left_out, marks, score
-    from undrift.tools.experiment import about, run
-    from undrift.tools.stopping import stopping
-    from undrift.training.nonfinite import mute
-
-    console = _console()
-    mute()  # this command says it itself, below its progress bar
-    allowed = "".join(f" --import {name}" for name in experiment.imports)
-    with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
-
-        def on_round(row: dict[str, Any]) -> None:
-            live(row)
-            stop.check()
-
-        try:
-            result = run(experiment, folder, resume, on_round, allow_version_change)
-        except KeyboardInterrupt:
-            live.__exit__()
-            left = folder if (folder / "config.toml").exists() else None
-            typer.echo(f"stopped; go on with: undrift resume {left}{allowed}" if left else "stopped", err=True)
-            raise typer.Exit(130) from None
-    if result.stopped:
-        some = 'on_nonfinite="skip"' in result.stopped
-        rest = f"; to go on without such clients: undrift resume {folder}{allowed} --on-nonfinite skip" if some else ""
-        typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
-        raise typer.Exit(1)
-    found = score(result.history[-1])
-    said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
-    skipped = "".join(f", {mark}" for mark in marks(0, left_out(result.history)))
-    typer.echo(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
-
-
-def _seeds(settings: dict[str, Any], count: int | None) -> list[int]:
-    first = settings.get("seed", 0)
-    plain = isinstance(first, int) and not isinstance(first, bool)
-    return [first + i for i in range(count or 1)] if plain else [first]
-
-
-def _points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) -> Any:
-    from undrift.tools.sweep import points
-
-    return points(settings, grid, where)
-
-
-def _sweep(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], dict[str, str]]:
-    """The runs that finished or stopped, with a bar that counts them, and by name what went wrong with the others."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from undrift.tools.config import checked
-    from undrift.tools.experiment import about, arguments
-    from undrift.tools.sweep import sweep
-
-    with about(where):  # what is wrong with the data is wrong with all runs: better said before the first
-        arguments(checked(points[0].settings, where))
-    failed: dict[str, str] = {}
-    console = _console()
-    columns = (TextColumn("runs"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(points))
-
-        def done(point: Any, message: str | None) -> None:
-            progress.advance(task)
-            if message:
-                failed[point.name] = message
-                print(f"error: {point.name}: {message}", file=sys.stderr)
-
-        try:
-            return sweep(points, folder, where, workers, done), failed
-        except KeyboardInterrupt:
-            progress.stop()
-            typer.echo(f"stopped; the same command with --out {folder} goes on", err=True)
-            raise typer.Exit(130) from None
-
-
-def _sweep_table(found: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    keys = [key for key in (found["chosen_by"], found["metric"]) if key]
-    for column in ("", "runs", *(f"last {key.replace('_', ' ')}" for key in keys)):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
-    for row in found["settings"]:
-        cells = [_cell(row[key]) for key in keys]
-        table.add_row(row["name"], row["counted"], *cells)
-    return table
-
-
-def _cell(figures: dict[str, Any]) -> str:
-    """Mean ± deviation, of one run its figure, of what is no number a dash."""
-    if figures["mean"] is None:
-        return "–"
-    return f"{figures['mean']:.4f}" + (f" ± {figures['std']:.4f}" if figures["std"] is not None else "")
 
 
 def main() -> None:

@@ -1,0 +1,124 @@
+"""A table's figures over the seeds that have finished, and which of its variants it uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from undrift.errors import unknown
+from undrift.reproduce.catalogue import Cell, Figure, Table
+from undrift.reproduce.results import Result, Results, figure, over_seeds, series
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure of one column and row over the seeds that have finished."""
+
+    mean: float | None = None
+    """Over the seeds that have a value; those that diverged or missed their target have none."""
+    std: float | None = None
+    seeds: int = 0
+    """How many have finished, also if they diverged or missed their target."""
+    diverged: int = 0
+    missed: int = 0
+    """Seeds that never reached the target."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every finished seed is in the mean."""
+        return self.mean is not None and not self.diverged and not self.missed
+
+
+def chosen_variant(table: Table, results: Results) -> str | None:
+    """The variant that a table uses.
+
+    Variants are tried in order. The first whose calibration row reaches the value, on average over all of the table's
+    seeds, is used; if none does, the best of them.
+
+    Returns:
+        The variant's name, "" for a table without variants, or None while the runs that decide are missing.
+    """
+    if not table.variants:
+        return ""
+    if len(table.variants) == 1 or table.calibration is None:
+        return table.variants[0]
+    which = find(table, table.calibration["figure"])
+    sign = -1.0 if which.lower else 1.0
+    reached: dict[str, float] = {}
+    for variant in table.variants:
+        found = calibrated(table, variant, results)
+        if found.seeds < len(table.seeds):
+            return None
+        reached[variant] = sign * found.mean if found.whole and found.mean is not None else -math.inf
+        if reached[variant] >= sign * table.calibration["reaches"]:
+            return variant
+    return max(reached, key=lambda variant: reached[variant])
+
+
+def calibrated(table: Table, variant: str, results: Results) -> Measured:
+    """The figure that decides whether a variant is used. Without a `column`, it is read in the table's first."""
+    told = table.calibration
+    assert told is not None
+    column = told.get("column", table.columns[0])
+    return measured(find(table, told["figure"]), table.at(column, told["row"], variant), results)
+
+
+def measured(which: Figure, cells: Iterable[Cell], results: Results) -> Measured:
+    """The figure over these cells, which differ in their seeds."""
+    found = [result for cell in cells if (result := results.get(cell)) is not None]
+    values = [reading(which, result) for result in found]
+    good = [result for result, x in zip(found, values, strict=True) if x is not None and math.isfinite(x)]
+    mean, std, _ = over_seeds(which, good) or (None, None, 0)
+    broken = sum(diverged(which, result) for result in found)
+    missed = sum(x is not None and math.isinf(x) for x in values) - broken
+    return Measured(mean, std, sum(x is not None for x in values), broken, missed)
+
+
+def diverged(which: Figure, result: Result) -> bool:
+    """Whether the run was stopped, or left a figure that is no number."""
+    if result.get("stopped"):
+        return True
+    value = figure(which, result)
+    return value is not None and not math.isfinite(value)
+
+
+def reading(which: Figure, result: Result) -> float | None:
+    """One run's figure; infinitely bad if it diverged or missed its target, None if its curve lacks the column."""
+    worst = math.inf if which.lower else -math.inf
+    if diverged(which, result):
+        return worst
+    value = figure(which, result)
+    if value is None and which.take == "reach" and series(result, which.column):
+        return worst
+    return value
+
+
+def published(table: Table, which: Figure, column: str, row: str) -> str:
+    """The paper's number as printed, "" where it has none. Scaled-down runs have no counterpart in the paper."""
+    if quick(table):
+        return ""
+    entries = which.published.get(row, [])
+    place = table.columns.index(column)
+    return entries[place] if place < len(entries) else ""
+
+
+def find(table: Table, name: str) -> Figure:
+    """The table's figure of this name."""
+    for which in table.figures:
+        if which.name == name:
+            return which
+    raise unknown(f"figure of {table.paper}'s {table.name}", name, [which.name for which in table.figures])
+
+
+def quick(table: Table) -> bool:
+    """Whether this is the scaled-down table."""
+    return any(cell.quick for cell in table.cells)
+
+
+def shortfall(found: Measured) -> str:
+    """Which seeds have no value, and why; "" where all have one."""
+    said = [("diverged", found.diverged), ("not reached", found.missed)]
+    return ", ".join(
+        word if count == found.seeds else f"{word} ({count} of {found.seeds} seeds)" for word, count in said if count
+    )

@@ -1,0 +1,170 @@
+"""What commands do in a terminal: read an experiment file, start a run or a sweep, print tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from undrift.tools.config import Experiment
+
+
+def new_console() -> Console:
+    """Where tables go. What users named is printed as it is: no markup, no emoji."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge, and tables need not be squeezed
+    return console
+
+
+def warn(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"warning: {problem} It is left out.", err=True)
+
+
+def read_settings(
+    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool = False
+) -> dict[str, Any]:
+    from undrift.tools import config
+
+    return allowed(config.override(config.read(file), set or []), file, imports, data_dir, trust)
+
+
+def allowed(
+    settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool
+) -> dict[str, Any]:
+    """The settings with what the command line adds to them. Refuses imports that nobody has allowed."""
+    given = settings.get("imports", [])
+    if isinstance(given, list):
+        _check_trust(file, given, imports or [], trust)
+        if imports:
+            settings["imports"] = list(dict.fromkeys([*given, *imports]))
+    if data_dir and isinstance(settings.get("data"), dict):
+        settings["data"]["data_dir"] = str(data_dir)
+    return settings
+
+
+def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
+    """A file that the user names may import code; the folder of a run may come from somebody else, so it must not."""
+    from undrift.errors import UndriftError, quoted
+
+    strange = [name for name in given if name not in imports]
+    if strange and not trust and file.is_dir():
+        raise UndriftError(
+            f"{file / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which runs that code. If you "
+            f"trust it, allow it with {' '.join(f'--import {name}' for name in strange)}, or with --trust."
+        )
+
+
+def read_experiment(
+    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool
+) -> Experiment:
+    from undrift.tools import config
+
+    settings = read_settings(file, set, imports, data_dir, trust)
+    settings.pop("sweep", None)
+    return config.checked(settings, str(file))
+
+
+def run_experiment(
+    experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
+) -> None:
+    from undrift.tools.display import Live, left_out, marks, score
+    from undrift.tools.experiment import about, run
+    from undrift.tools.stopping import stopping
+    from undrift.training.nonfinite import mute
+
+    console = new_console()
+    mute()  # this command says it itself, below its progress bar
+    allowed = "".join(f" --import {name}" for name in experiment.imports)
+    with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
+
+        def on_round(row: dict[str, Any]) -> None:
+            live(row)
+            stop.check()
+
+        try:
+            result = run(experiment, folder, resume, on_round, allow_version_change)
+        except KeyboardInterrupt:
+            live.__exit__()
+            left = folder if (folder / "config.toml").exists() else None
+            typer.echo(f"stopped; go on with: undrift resume {left}{allowed}" if left else "stopped", err=True)
+            raise typer.Exit(130) from None
+    if result.stopped:
+        some = 'on_nonfinite="skip"' in result.stopped
+        rest = f"; to go on without such clients: undrift resume {folder}{allowed} --on-nonfinite skip" if some else ""
+        typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
+        raise typer.Exit(1)
+    found = score(result.history[-1])
+    said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
+    skipped = "".join(f", {mark}" for mark in marks(0, left_out(result.history)))
+    typer.echo(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
+
+
+def seeds_from(settings: dict[str, Any], count: int | None) -> list[int]:
+    first = settings.get("seed", 0)
+    plain = isinstance(first, int) and not isinstance(first, bool)
+    return [first + i for i in range(count or 1)] if plain else [first]
+
+
+def grid_points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str) -> Any:
+    from undrift.tools.sweep import points
+
+    return points(settings, grid, where)
+
+
+def run_points(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], dict[str, str]]:
+    """The runs that finished or stopped, with a bar that counts them, and by name what went wrong with the others."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from undrift.tools.config import checked
+    from undrift.tools.experiment import about, arguments
+    from undrift.tools.sweep import sweep
+
+    with about(where):  # what is wrong with the data is wrong with all runs: better said before the first
+        arguments(checked(points[0].settings, where))
+    failed: dict[str, str] = {}
+    console = new_console()
+    columns = (TextColumn("runs"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(points))
+
+        def done(point: Any, message: str | None) -> None:
+            progress.advance(task)
+            if message:
+                failed[point.name] = message
+                print(f"error: {point.name}: {message}", file=sys.stderr)
+
+        try:
+            return sweep(points, folder, where, workers, done), failed
+        except KeyboardInterrupt:
+            progress.stop()
+            typer.echo(f"stopped; the same command with --out {folder} goes on", err=True)
+            raise typer.Exit(130) from None
+
+
+def sweep_table(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    keys = [key for key in (found["chosen_by"], found["metric"]) if key]
+    for column in ("", "runs", *(f"last {key.replace('_', ' ')}" for key in keys)):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
+    for row in found["settings"]:
+        cells = [_cell(row[key]) for key in keys]
+        table.add_row(row["name"], row["counted"], *cells)
+    return table
+
+
+def _cell(figures: dict[str, Any]) -> str:
+    """Mean ± deviation, of one run its figure, of what is no number a dash."""
+    if figures["mean"] is None:
+        return "–"
+    return f"{figures['mean']:.4f}" + (f" ± {figures['std']:.4f}" if figures["std"] is not None else "")
