@@ -47,7 +47,7 @@ def test_python_m_undrift_is_the_same(here):
 
 
 def test_help_does_not_wait_for_torch():
-    script = "import sys; from undrift import cli; cli.app(['--help'], standalone_mode=False); "
+    script = "import sys; from undrift.tools import cli; cli.app(['--help'], standalone_mode=False); "
     script += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
