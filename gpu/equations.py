@@ -9,9 +9,9 @@ import torch
 
 import undrift as ud
 from gpu.checks import Check, Finding, counted_replays, flat, within
+from tests.equations import EVERYTHING, LOCALS, SEED, cases, neuron_scales
 from tests.problems import make_clients, net
 from tests.reference import simulate
-from tests.test_reference import EVERYTHING, LOCALS, SEED, cases, neuron_scales
 from undrift.engine import graph
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]

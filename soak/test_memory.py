@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.test_engines import copies_of_a_million
+from tests.problems import copies_of_a_million
 
 
 def test_a_thousand_clients_are_not_a_thousand_copies():

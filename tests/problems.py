@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import torch
 
@@ -55,3 +58,48 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+MILLION = """
+import resource, torch, undrift as ud
+import sys
+clients = int(sys.argv[1])
+x, y = torch.randn(2 * clients, 64), torch.arange(2 * clients) % 10
+data = ud.FederatedDataset.from_clients(list(zip(x.view(clients, 2, 64), y.view(clients, 2))))
+model = torch.nn.Sequential(torch.nn.Linear(64, 13_400), torch.nn.ReLU(), torch.nn.Linear(13_400, 10))
+assert sum(p.numel() for p in model.parameters()) > 1_000_000
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run = ud.train(model, data, rounds=1, local=ud.Local(steps=1, lr=0.1), engine="lanes")
+assert len(run.history[0]["clients"]) == clients
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 4e6, run.choices["lanes"])
+"""
+
+
+def copies_of_a_million(clients: int) -> tuple[float, float]:
+    """What a run adds to the process's memory, counted in copies of the weights, and its lanes."""
+    done = subprocess.run([sys.executable, "-c", MILLION, str(clients)], capture_output=True, text=True, check=True)
+    copies, lanes = (float(word) for word in done.stdout.split())
+    return copies, lanes
+
+
+def split(sizes: tuple[int, ...] = (12, 7, 0, 20, 9), tests: tuple[int, ...] = (5, 3, 4, 0, 11)) -> ud.FederatedDataset:
+    rng = np.random.default_rng(3)
+
+    def pairs(counts):
+        return [
+            (torch.tensor(rng.normal(size=(n, 6)) + i), torch.tensor(rng.integers(0, 4, n)))
+            for i, n in enumerate(counts)
+        ]
+
+    both = ud.FederatedDataset.from_clients(
+        [
+            (torch.cat(a), torch.cat(b))
+            for a, b in (zip(*p, strict=True) for p in zip(pairs(sizes), pairs(tests), strict=True))
+        ]
+    )
+    # The first rows of each client are for training, the others its own test.
+    owner = np.repeat(np.arange(len(sizes)), both.sizes)
+    held = np.concatenate([np.r_[np.zeros(n, bool), np.ones(m, bool)] for n, m in zip(sizes, tests, strict=True)])
+    rows = np.arange(len(owner))
+    own = ud.FederatedDataset.from_owners(both.store, rows[held], owner[held], len(sizes))
+    return ud.FederatedDataset.from_owners(both.store, rows[~held], owner[~held], len(sizes), client_test=own)

@@ -10,13 +10,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.test_config import GOOD, changed, toml
+from tests.experiments import GOOD, changed, toml, undrift
 from undrift import models
 from undrift.data import sources
 from undrift.errors import UndriftError
-from undrift.tools.cli import app
 from undrift.tools.compare import Run, brief, groups, spread
 from undrift.tools.sweep import summary
 
@@ -26,12 +24,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("e.toml").write_text(toml(GOOD))
     return tmp_path
-
-
-def undrift(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def test_help_reads_well_at_every_level():
@@ -84,6 +76,7 @@ def test_a_users_own_method_model_and_data(here, monkeypatch):
             import numpy as np
             import torch
             import undrift as ud
+from tests.experiments import undrift
 
             @dataclass(frozen=True)
             class Halve(ud.Part):

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from benchmarks.report_page import make_run
+from tests.experiments import GOOD, changed, toml
 from tests.problems import make_clients
-from tests.test_config import GOOD, changed, toml
 from undrift.data.augment import parse_augmentation
 from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, machine_trouble, quoted

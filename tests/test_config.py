@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 
 import undrift as ud
+from tests.experiments import GOOD, changed, toml
 from undrift.tools import cli, config
 from undrift.tools.experiment import arguments
-
-GOOD = {
-    "model": "mlp",
-    "method": "FedAvg()",
-    "rounds": 2,
-    "participation": 0.5,
-    "data": {"name": "digits", "partition": "IID()", "clients": 4},
-    "local": {"epochs": 1, "batch_size": 32, "lr": 0.1},
-}
-
-
-def toml(settings: dict) -> str:
-    from undrift.training.record import literal
-
-    lines = [f"{name} = {literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
-    for name, section in settings.items():
-        if isinstance(section, dict):
-            lines += [f"[{name}]", *(f"{key} = {literal(value)}" for key, value in section.items())]
-    return "\n".join(lines)
-
-
-def changed(key: str, value: object) -> dict:
-    settings = copy.deepcopy(GOOD)
-    section, _, name = key.rpartition(".")
-    into = settings.setdefault(section, {}) if section else settings
-    if value is None:
-        del into[name]
-    else:
-        into[name] = value
-    return settings
-
 
 WRONG = [
     # a key, what it is set to, and what the message says

@@ -22,9 +22,13 @@ from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, python, run
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if any(block.language in RUN for block in blocks(page))]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "benchmarks" / "results"
+LONG = ("reproduce",)
+"""Pages whose code runs in `make soak`; what this one shows, other tests run too."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.long] * (p.stem in LONG), id=p.stem) for p in PAGES]
+)
 def test_a_pages_code_runs_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
@@ -41,6 +45,7 @@ def test_the_tutorials_method_has_fifteen_lines():
     assert len([line for line in own.splitlines() if line]) <= 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebooks_code_runs_in_order(notebook, tmp_path, monkeypatch):
     import matplotlib

@@ -30,7 +30,14 @@ def test_where_constant_k_heads_for():
     assert [quadratic.surrogate(k) for k in (1, 10, 50)] == pytest.approx([0.5234, 0.5570, 0.5772], abs=5e-5)
 
 
-@pytest.mark.parametrize("name", ["K = 10", "K decays by 0.99", "K = 10, γ decays by 0.995"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("K = 10", marks=pytest.mark.long),
+        "K decays by 0.99",
+        pytest.param("K = 10, γ decays by 0.995", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_follows_what_is_expected(name):
     local = quadratic.SCHEMES[name]
     runs = [quadratic.curve(quadratic.population(), local, 300, seed)[0] for seed in range(2)]

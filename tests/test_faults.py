@@ -12,21 +12,16 @@ import torch
 
 import undrift as ud
 from tests import cuda_graphs
-from tests.problems import Point, distance, make_clients, net, quadratics, same_bits
+from tests.faulty import ALL, DATA, LOCAL, ROUNDS, SEED, train
+from tests.parts import METHOD, Normed
+from tests.problems import Point, distance, make_clients, net, quadratics, same_bits, split
 from tests.reference import simulate
-from tests.test_engines import METHOD, Normed
-from tests.test_personal import split
 from undrift.engine import lanes as lanes_engine
 from undrift.random import derive, philox
 from undrift.training.clock import Clock
 from undrift.training.survivors import norm, outliers
 
-SIZES = [23, 5, 0, 41, 10, 17, 1]
-DATA = make_clients(SIZES)
 EVERYONE = [0, 1, 3, 4, 5, 6]
-LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.05)
-SEED, ROUNDS = 171, 6
-ALL = ud.Faults(dropout=0.25, stragglers=0.4, nan=0.15, explode=0.15, explode_factor=1e4)
 METHODS = {
     "FedAvg": (ud.FedAvg(), []),
     "Scaffold": (ud.Scaffold(), [("Scaffold", None)]),
@@ -34,12 +29,6 @@ METHODS = {
     "FedNova": (ud.FedNova(), [("FedNova", None)]),
     "TwoDLRD": (ud.TwoDLRD(window=1, C=0.5), [("TwoDLRD", {"window": 1, "C": 0.5})]),
 }
-
-
-def train(method, faults=None, engine="lanes", rounds=ROUNDS, data=None, model=None, **more):
-    more = {"lanes": 3} | more if engine == "lanes" else more
-    settings = {"rounds": rounds, "local": LOCAL, "seed": SEED, "engine": engine, "faults": faults} | more
-    return ud.train(model or net(), DATA if data is None else data, method, **settings)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 import undrift as ud
+from tests.experiments import GOOD, StopError, stop_after, toml, undrift
+from tests.faulty import ALL, train
 from tests.problems import same_bits
-from tests.test_cli import undrift
-from tests.test_config import GOOD, toml
-from tests.test_faults import ALL, train
-from tests.test_runs import StopError, stop_after
 from undrift.tools import cli, config, experiment
 from undrift.tools.compare import Run, groups
 from undrift.tools.report.gather import gather

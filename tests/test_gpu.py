@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import undrift as ud
+from tests.equations import EVERYTHING
+from tests.parts import METHOD, Normed
 from tests.problems import distance, make_clients, net, same_bits
-from tests.test_engines import METHOD, Normed
-from tests.test_reference import EVERYTHING
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)

@@ -40,7 +40,7 @@ def test_a_check_passes_on_the_cpu(key):
 
 
 def test_every_group_has_checks_and_nothing_of_the_reference_is_left_out():
-    from tests.test_reference import cases
+    from tests.equations import cases
 
     counts = {group: sum(check.group == group for check in CHECKS.values()) for group in GROUPS}
     assert min(counts.values()) > 0 and counts["a"] == len(list(cases()))
@@ -128,6 +128,7 @@ def test_a_warm_up_on_live_state_is_noticed(monkeypatch):
         assert engines.compare("linear", torch.float64, COHORTS[name], "cpu").status == status, name
 
 
+@pytest.mark.long
 def test_bits_of_two_processes():
     assert bits.same("float32", False, "cpu").status == "ok"
 

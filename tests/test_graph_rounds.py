@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import undrift as ud
 from tests import cuda_graphs
+from tests.parts import METHOD
 from tests.problems import distance, make_clients, net
-from tests.test_engines import METHOD
 from undrift.engine import graph
 from undrift.engine.graph import StepGraph
 from undrift.engine.packing import pack, stretches

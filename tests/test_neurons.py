@@ -303,7 +303,7 @@ def test_what_fednlr_cannot_see_is_said(caplog):
 
 @pytest.mark.parametrize("method", [ud.FedCurv(weight=1.0), ud.FedCL(weight=1.0), ud.ServerTraining(lr=0.1)])
 def test_methods_that_differentiate_work_on_models_that_do_not_vmap(method):
-    from tests.test_engines import Branching, Normed, Recurrent
+    from tests.parts import Branching, Normed, Recurrent
 
     for module in (Branching, Normed, Recurrent):
         data, local = make_clients([12, 8, 20]), ud.Local(epochs=1, batch_size=8, lr=0.1)

@@ -12,9 +12,9 @@ import torch
 
 import undrift as ud
 from tests import cuda_graphs
+from tests.parts import Normed
 from tests.problems import Point, distance, make_clients, net, quadratics, same_bits
 from tests.reference import simulate
-from tests.test_engines import Normed
 from undrift.training import nonfinite
 from undrift.training.clock import Clock
 from undrift.tree import tree_finite

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_cli import undrift
-from tests.test_config import GOOD, toml
+from tests.experiments import GOOD, toml, undrift
 from undrift.tools.cli import app
 from undrift.tools.compare import Run
 from undrift.tools.report.gather import folders, gather

@@ -10,32 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import undrift as ud
-from tests.problems import net
+from tests.problems import net, split
 from undrift.training.personal import summary
-
-
-def split(sizes: tuple[int, ...] = (12, 7, 0, 20, 9), tests: tuple[int, ...] = (5, 3, 4, 0, 11)) -> ud.FederatedDataset:
-    rng = np.random.default_rng(3)
-
-    def pairs(counts):
-        return [
-            (torch.tensor(rng.normal(size=(n, 6)) + i), torch.tensor(rng.integers(0, 4, n)))
-            for i, n in enumerate(counts)
-        ]
-
-    both = ud.FederatedDataset.from_clients(
-        [
-            (torch.cat(a), torch.cat(b))
-            for a, b in (zip(*p, strict=True) for p in zip(pairs(sizes), pairs(tests), strict=True))
-        ]
-    )
-    # The first rows of each client are for training, the others its own test.
-    owner = np.repeat(np.arange(len(sizes)), both.sizes)
-    held = np.concatenate([np.r_[np.zeros(n, bool), np.ones(m, bool)] for n, m in zip(sizes, tests, strict=True)])
-    rows = np.arange(len(owner))
-    own = ud.FederatedDataset.from_owners(both.store, rows[held], owner[held], len(sizes))
-    return ud.FederatedDataset.from_owners(both.store, rows[~held], owner[~held], len(sizes), client_test=own)
-
 
 LOCAL = ud.Local(epochs=2, batch_size=4, lr=0.1, momentum=0.5)
 

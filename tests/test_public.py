@@ -105,6 +105,7 @@ accuracy: float = result.history[-1]["accuracy"]
 '''
 
 
+@pytest.mark.long
 def test_a_users_part_passes_strict_type_checking(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     done = subprocess.run(

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import undrift as ud
+from tests.experiments import StopError, stop_after
 from tests.problems import make_clients, net, same_bits
-from tests.test_runs import StopError, stop_after
 from undrift.files import digest, replacing, seal, unseal, write_text
 from undrift.tools import config, experiment
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import undrift as ud
+from tests.experiments import StopError, stop_after
 from tests.killing import EXPERIMENT, count, finish, kill_and_resume, undrift, what_it_left
 from tests.problems import make_clients, net, same_bits
 from undrift import files
@@ -43,18 +44,6 @@ METHODS = {
     "ServerYogi": ud.ServerYogi(0.01),
     "ServerAdagrad": ud.ServerAdagrad(0.01),
 }
-
-
-class StopError(Exception):
-    pass
-
-
-def stop_after(rounds: int):
-    def on_round(row):
-        if row["round"] == rounds:
-            raise StopError
-
-    return on_round
 
 
 def test_every_method_is_tried_here():
@@ -309,6 +298,7 @@ def test_bytes_are_those_of_what_travels():
     assert [row["bytes_up"] for row in scaffold] == [2 * (2 * weights + 8)] * 3
 
 
+@pytest.mark.long  # soak/test_kill.py has a hundred
 def test_a_kill(tmp_path):
     """One here; `make soak` has ten for each of five methods."""
     kill_and_resume(tmp_path, "Scaffold()", rounds=30, kills=1, seed=0)

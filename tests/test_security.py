@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_config import GOOD, toml
+from tests.experiments import GOOD, toml
 from undrift.errors import UndriftError
 from undrift.tools.cli import app
 

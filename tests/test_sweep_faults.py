@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_config import GOOD, changed, toml
+from tests.experiments import GOOD, changed, toml
 from undrift.tools.cli import app
 from undrift.tools.compare import Run
 from undrift.tools.sweep import Point, summary, unique
@@ -194,7 +194,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs L
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_workers_end_with_their_parent(tmp_path, number):
     parent = start(tmp_path)
     folders = [tmp_path / "s" / f"seed={seed}" for seed in (0, 1)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import undrift as ud
+from tests.parts import METHOD
 from tests.problems import distance, make_clients, net, same_bits
-from tests.test_engines import METHOD
 from undrift.engine import lanes
 from undrift.engine.threads import at_once
 

@@ -246,6 +246,7 @@ class Server:
             self.process.wait()
 
 
+@pytest.mark.long
 @needs_server
 @of_others
 def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeypatch, caplog):

@@ -1,0 +1,57 @@
+"""Experiment files, and commands and runs that tests start from them."""
+
+from __future__ import annotations
+
+import copy
+
+from typer.testing import CliRunner
+
+from undrift.tools.cli import app
+
+GOOD = {
+    "model": "mlp",
+    "method": "FedAvg()",
+    "rounds": 2,
+    "participation": 0.5,
+    "data": {"name": "digits", "partition": "IID()", "clients": 4},
+    "local": {"epochs": 1, "batch_size": 32, "lr": 0.1},
+}
+
+
+def toml(settings: dict) -> str:
+    from undrift.training.record import literal
+
+    lines = [f"{name} = {literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
+    for name, section in settings.items():
+        if isinstance(section, dict):
+            lines += [f"[{name}]", *(f"{key} = {literal(value)}" for key, value in section.items())]
+    return "\n".join(lines)
+
+
+def changed(key: str, value: object) -> dict:
+    settings = copy.deepcopy(GOOD)
+    section, _, name = key.rpartition(".")
+    into = settings.setdefault(section, {}) if section else settings
+    if value is None:
+        del into[name]
+    else:
+        into[name] = value
+    return settings
+
+
+def undrift(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(rounds: int):
+    def on_round(row):
+        if row["round"] == rounds:
+            raise StopError
+
+    return on_round
