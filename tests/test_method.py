@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
+from typing import Optional
 
 import pytest
 import torch
@@ -125,10 +126,18 @@ class Aliased(ud.Part):
     how: NumberFormat | str = "short"  # no Number, though its name begins like one
 
 
+# As a module without `from __future__ import annotations` would have them.
+Quoted = make_dataclass(
+    "Quoted", [("mu", "Number"), ("maybe", Optional["Number"], None), ("each", dict[str, "Number"], None)],  # noqa: F821
+    bases=(ud.Part,), frozen=True,
+)  # fmt: skip
+
+
 def test_numbers_are_found_by_type_not_by_name():
     part = Aliased(mu=ud.decay(8, 0.5), by_layer={"a": lambda t: t})
     assert as_method(part).numbers(3) == [{"mu": 1.0, "by_layer": {"a": 3.0}}]
     assert as_method(Aliased(mu=1, maybe=2)).numbers(0) == [{"mu": 1.0, "maybe": 2.0}]
+    assert as_method(Quoted(1, 2, {"a": 3})).numbers(0) == [{"mu": 1.0, "maybe": 2.0, "each": {"a": 3.0}}]
 
 
 def test_numbers_of_a_part_that_is_defined_where_no_module_sees_its_names():

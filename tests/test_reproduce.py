@@ -269,6 +269,18 @@ def test_what_is_longer_than_the_budget_runs_in_parts(tmp_path, monkeypatch):
     assert len(found.paused) == 1 and clock.now <= 400
 
 
+def test_what_is_too_long_does_not_take_the_room_of_what_can_be_finished(tmp_path, monkeypatch):
+    Clock(monkeypatch, {"large": 100, "long": 1000})
+    large, long = (quick_cell(row=name, options={"name": name}) for name in ("large", "long"))
+    tables = [table_of(dataclasses.replace(large, share=1.0), dataclasses.replace(long, share=0.5))]
+    found = runner(tmp_path, 400)
+    found.whole = found.left
+    costs = queue.Costs(found.results, "a clock")
+    assert found.next(tables, costs, room=0.5) is None, "it waits for the room"
+    assert found.next(tables, costs, room=1.0).row == "large"
+    assert found.next(tables, costs, room=0.5, busy=[large.key]).row == "long"
+
+
 def test_a_cell_that_fails_does_not_end_the_queue(tmp_path, monkeypatch):
     cells = [quick_cell(row="bad"), quick_cell(2, row="good")]
     cells[0] = dataclasses.replace(cells[0], settings={**cells[0].settings, "method": "FedProx(mu=-1)"})

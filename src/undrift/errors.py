@@ -1,4 +1,4 @@
-"""The exception that users see, and the wording of errors."""
+"""The exception that users see, when to raise it, and the wording of errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require(fine: bool, sentence: str) -> None:
 
 
 def whole(x: object) -> bool:
-    """Whether `x` is a whole number, numpy's included; True and False are none."""
+    """Whether `x` is a whole number, numpy's included; True and False are not."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 

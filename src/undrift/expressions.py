@@ -20,23 +20,25 @@ def parse_number(text: str) -> Any:
     try:
         float(text)
     except ValueError:
-        return parse(text, "schedule", {"decay": decay, "inverse": inverse})
+        return parse(text, "schedule", {"decay": decay, "inverse": inverse}, "decay(0.1, 0.99)")
     raise UndriftError(f"{quoted(text)} is a string; write the number without quotes.")
 
 
 def parse(
-    text: str, kind: str, names: Mapping[str, Callable[..., Any]], inner: Mapping[str, Callable[..., Any]] | None = None
+    text: str,
+    kind: str,
+    names: Mapping[str, Callable[..., Any]],
+    example: str,
+    inner: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Any:
     """Build what `text` writes: a call of a known name with plain values, of methods also a sum of such calls.
 
-    `inner` may stand in arguments.
+    `inner` may stand in arguments. Errors show the `example`.
     """
     adds_up = kind == "method"
 
     def refuse(node: ast.AST) -> UndriftError:
-        return UndriftError(
-            f"Cannot read {_source(node)} in the {kind} {quoted(text)}; write a {kind} such as {_example(names)}."
-        )
+        return UndriftError(f"Cannot read {_source(node)} in the {kind} {quoted(text)}; write it like {example}.")
 
     def call(node: ast.Call, allowed: Mapping[str, Callable[..., Any]]) -> Any:
         if not isinstance(node.func, ast.Name) or any(k.arg is None for k in node.keywords):
@@ -79,7 +81,7 @@ def parse(
             raise unknown(kind, node.id, names)
         raise refuse(node)
 
-    return build(_tree(text, kind, names))
+    return build(_tree(text, kind, example))
 
 
 LONGEST = 10_000
@@ -88,7 +90,7 @@ DEEPEST = 100
 """How many levels it may nest; each `+` is one."""
 
 
-def _tree(text: str, kind: str, names: Mapping[str, Any]) -> ast.expr:
+def _tree(text: str, kind: str, example: str) -> ast.expr:
     """The expression's syntax tree, refused if it is too large to handle."""
     if len(text) > LONGEST:
         raise UndriftError(f"The {kind} has {len(text):,} characters; at most {LONGEST:,} are read.")
@@ -99,7 +101,7 @@ def _tree(text: str, kind: str, names: Mapping[str, Any]) -> ast.expr:
         tree = None
     one = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and len(tree.args) == 1 and not tree.keywords
     if not one:
-        raise UndriftError(f"Cannot read the {kind} {quoted(text)}; write a {kind} such as {_example(names)}.")
+        raise UndriftError(f"Cannot read the {kind} {quoted(text)}; write it like {example}.")
     assert isinstance(tree, ast.Call)
     level: list[ast.AST] = [tree]
     for _ in range(DEEPEST):
@@ -141,14 +143,3 @@ def _check_arguments(name: str, function: Callable[..., Any], given: int, keywor
     missing = [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in filled]
     if missing:
         raise UndriftError(f"{name} needs the argument {missing[0]!r}; {listed}.")
-
-
-def _example(names: Mapping[str, Any]) -> str:
-    examples = (
-        "Dirichlet(0.1)",
-        "CropFlip(padding=4)",
-        "vgg9(dropout=False)",
-        "decay(0.1, 0.99)",
-        "FedProx(mu=0.1) + ServerSGD(momentum=0.9)",
-    )
-    return next(example for example in examples if example.partition("(")[0] in names)

@@ -221,7 +221,7 @@ def as_method(method: Any) -> Method:
 def parse_method(text: str) -> Method:
     """`"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"` as a `Method`."""
     inner = {"decay": decay, "inverse": inverse, "TemporalEnsemble": undrift.TemporalEnsemble}
-    return as_method(parse(text, "method", known_parts(), inner))
+    return as_method(parse(text, "method", known_parts(), "FedProx(mu=0.1) + ServerSGD(momentum=0.9)", inner))
 
 
 def known_parts() -> dict[str, Callable[..., Any]]:

@@ -9,8 +9,8 @@ import math
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from undrift.errors import UndriftError, first_line, quoted
@@ -69,16 +69,22 @@ def whole_steps(x: float) -> int:
 
 def number_fields(owner: Any) -> Iterator[str]:
     """The names of a dataclass's fields that are annotated `Number`; those that may be None only where they are set."""
-    kind: type = type(owner)
-    for name, may_be_none in _annotated(kind).items():
+    for name, may_be_none in _annotated(type(owner)).items():
         if getattr(owner, name) is not None or not may_be_none:
             yield name
 
 
-@cache
+_found: weakref.WeakKeyDictionary[type, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
 def _annotated(owner: type) -> dict[str, bool]:
     """The fields of a dataclass whose annotation has `Number` in it, by whatever name, and whether each may be None."""
-    found = {}
+    if owner not in _found:
+        _found[owner] = dict(_find(owner))
+    return _found[owner]
+
+
+def _find(owner: type) -> Iterator[tuple[str, bool]]:
     for field in dataclasses.fields(owner):
         hint = _resolved(owner, field)
         if isinstance(hint, str):  # it names what is only imported for type checkers, or inside a function
@@ -86,20 +92,17 @@ def _annotated(owner: type) -> dict[str, bool]:
         else:
             number, optional = _mentions(hint, Number), _mentions(hint, type(None))
         if number:
-            found[field.name] = optional or field.default is None
-    return found
+            yield field.name, optional or field.default is None
 
 
 def _resolved(owner: type, field: dataclasses.Field[Any]) -> Any:
     """The field's annotation as an object, or as its text where that cannot be had."""
-    if not isinstance(field.type, str):
-        return field.type
     home = next(cls for cls in owner.__mro__ if field.name in inspect.get_annotations(cls))
     holder = types.SimpleNamespace(__annotations__={field.name: field.type})
     try:
         return get_type_hints(holder, vars(sys.modules[home.__module__]), dict(vars(home)))[field.name]
     except Exception:  # a name that is unknown there, or what is no type
-        return field.type
+        return field.type if isinstance(field.type, str) else str(field.type)
 
 
 def _mentions(hint: Any, wanted: type) -> bool:

@@ -62,5 +62,5 @@ def _reflected(position: Tensor, size: int) -> Tensor:
 
 def parse_augmentation(text: str) -> CropFlip:
     """`"CropFlip(padding=4)"` as an augmentation."""
-    found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip})
+    found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
     return found

@@ -310,5 +310,6 @@ def _count(where: str, x: int) -> None:
 
 def parse_partition(text: str) -> Partition:
     """`"Dirichlet(0.1)"` as a partition."""
-    found: Partition = parse(text, "partition", {name: getattr(undrift, name) for name in undrift.PARTITIONS})
+    known = {name: globals()[name] for name in undrift.PARTITIONS}
+    found: Partition = parse(text, "partition", known, "Dirichlet(0.1)")
     return found

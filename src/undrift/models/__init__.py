@@ -124,7 +124,7 @@ def parse_model(text: str) -> tuple[str, dict[str, Any]]:
     """`vgg9` or `vgg9(dropout=False)`: a model's name and its options."""
     if "(" not in text:
         return text, {}
-    name, options = parse(text, "model", {name: partial(_named, name) for name in MODELS})
+    name, options = parse(text, "model", {name: partial(_named, name) for name in MODELS}, "vgg9(dropout=False)")
     check_options(name, options)
     return name, options
 

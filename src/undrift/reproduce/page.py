@@ -1,4 +1,4 @@
-"""`docs/papers.md`, written from results alone, and the same tables as plain text for a terminal."""
+"""`docs/papers.md`, written from results alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Cells from the queue, within a budget of time; on a GPU several side by side.
 
-A cell that is not expected to finish in what is left of the budget is not started. Once none is, one that takes longer
-than the whole budget runs in parts: it goes on from its checkpoint the next time. The same happens to a cell that takes
-longer than expected.
+A cell that is not expected to finish in what is left of the budget is not started. When no cell is expected to finish
+any more, one that takes longer than the whole budget is run in part, and goes on from its checkpoint the next time. The
+same happens to a cell that takes longer than expected.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Runner:
     finished: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    whole: float = float("inf")
+    """What was left of the budget when the first cell could start."""
 
     def folder(self, cell: Cell) -> Path:
         found = self.parts / cell.digest
@@ -78,10 +80,11 @@ class Runner:
     def too_long(self, cell: Cell, costs: Costs) -> bool:
         """Whether the cell would not finish in the whole budget either."""
         expected = costs.seconds(cell)
-        return self.budget is not None and expected is not None and expected * SLACK + MARGIN > self.budget
+        return expected is not None and expected * SLACK + MARGIN > self.whole
 
     def run(self, tables: list[Table]) -> None:
         """Run cells until none is left that fits."""
+        self.whole = self.left
         costs = Costs(self.results, work.hardware(self.device))
         if self.processes:
             self._side_by_side(tables, costs)
@@ -89,17 +92,18 @@ class Runner:
             self._one_by_one(tables, costs)
 
     def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
-        """The first cell of the queue that has not been tried, fits into the room on the GPU and into the time."""
+        """The first untried cell that fits into the time, if there is room for it on the GPU.
+
+        If none fits into the time, the first that does not fit into the whole budget either.
+        """
         if self.stop.asked:
             return None
         tried = {*self.paused, *self.failed, *busy}
-        waiting = [
-            cell for cell in ordered(tables, self.results) if cell.key not in tried and cell.share <= room + 1e-9
-        ]
-        whole = next((cell for cell in waiting if self.fits(cell, costs)), None)
-        if whole is not None or self.left < LEAST:
-            return whole
-        return next((cell for cell in waiting if self.too_long(cell, costs)), None)
+        waiting = [cell for cell in ordered(tables, self.results) if cell.key not in tried]
+        fitting = [cell for cell in waiting if self.fits(cell, costs)]
+        if not fitting and self.left > LEAST:
+            fitting = [cell for cell in waiting if self.too_long(cell, costs)]
+        return next((cell for cell in fitting if cell.share <= room + 1e-9), None)
 
     def _one_by_one(self, tables: list[Table], costs: Costs) -> None:
         while cell := self.next(tables, costs, 1.0):

@@ -9,16 +9,13 @@ import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from undrift import __version__
 from undrift.errors import DEBUG
 from undrift.tools import launch
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -107,7 +104,7 @@ def resume(
         typer.echo(f"{folder} is finished.")
         return
     changed = config.override(settings, [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else [])
-    experiment = config.checked(launch.allowed(changed, folder, imports, None, trust), str(folder))
+    experiment = config.checked(launch.with_options(changed, folder, imports, None, trust), str(folder))
     launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
 
 
@@ -134,7 +131,7 @@ def compare(
         own = launch.grid_points(settings, {"seed": launch.seeds_from(settings, seeds)}, str(file))
         points += [type(point)(f"{file.stem},{point.name}", point.settings) for point in own]
     runs, problems = compared.read_runs(folders)
-    launch.warn(problems)
+    launch.warn_left_out(problems)
     failed: dict[str, str] = {}
     if points:
         from undrift.tools.experiment import new_folder
@@ -207,7 +204,7 @@ def report(
 
     found = folders(runs)
     told = gather(found)
-    launch.warn(told["left_out"])
+    launch.warn_left_out(told["left_out"])
     file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
     write(file, told)
     count = len(told["runs"])

@@ -24,7 +24,7 @@ def new_console() -> Console:
     return console
 
 
-def warn(problems: list[str]) -> None:
+def warn_left_out(problems: list[str]) -> None:
     for problem in problems:
         typer.echo(f"warning: {problem} It is left out.", err=True)
 
@@ -34,10 +34,10 @@ def read_settings(
 ) -> dict[str, Any]:
     from undrift.tools import config
 
-    return allowed(config.override(config.read(file), set or []), file, imports, data_dir, trust)
+    return with_options(config.override(config.read(file), set or []), file, imports, data_dir, trust)
 
 
-def allowed(
+def with_options(
     settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool
 ) -> dict[str, Any]:
     """The settings with what the command line adds to them. Refuses imports that nobody has allowed."""
@@ -83,7 +83,7 @@ def run_experiment(
 
     console = new_console()
     mute()  # this command says it itself, below its progress bar
-    allowed = "".join(f" --import {name}" for name in experiment.imports)
+    flags = "".join(f" --import {name}" for name in experiment.imports)
     with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
 
         def on_round(row: dict[str, Any]) -> None:
@@ -95,11 +95,11 @@ def run_experiment(
         except KeyboardInterrupt:
             live.__exit__()
             left = folder if (folder / "config.toml").exists() else None
-            typer.echo(f"stopped; go on with: undrift resume {left}{allowed}" if left else "stopped", err=True)
+            typer.echo(f"stopped; go on with: undrift resume {left}{flags}" if left else "stopped", err=True)
             raise typer.Exit(130) from None
     if result.stopped:
         some = 'on_nonfinite="skip"' in result.stopped
-        rest = f"; to go on without such clients: undrift resume {folder}{allowed} --on-nonfinite skip" if some else ""
+        rest = f"; to go on without such clients: undrift resume {folder}{flags} --on-nonfinite skip" if some else ""
         typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
         raise typer.Exit(1)
     found = score(result.history[-1])

@@ -1,10 +1,10 @@
-"""A run from the arguments of `ud.train`: everything is checked, and what was left open is chosen."""
+"""A run from the arguments of `ud.train`: what decides the training is checked, and what was left open is chosen."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,20 @@ from undrift.engine.choose import build, choose, compiles
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Resident
 from undrift.engine.graph import captures
-from undrift.errors import require, whole
-from undrift.local import Local
+from undrift.errors import require
 from undrift.losses import Loss, Metric, get_loss, get_metrics
 from undrift.method import as_method
 from undrift.models import parse_model
 from undrift.models.functional import Model
 from undrift.random import derive
-from undrift.training.checks import check_augment, check_gradient, check_split, cohort_size_of, find_device
+from undrift.training.checks import (
+    check_augment,
+    check_gradient,
+    check_split,
+    check_types,
+    cohort_size_of,
+    find_device,
+)
 from undrift.training.run import Problem, Run
 from undrift.training.survivors import Conditions
 
@@ -48,7 +54,7 @@ def prepare(
     compile: bool | None,
     conditions: Conditions = Conditions(),  # noqa: B008 - frozen
 ) -> Run:
-    """Check every argument of `ud.train` and choose what was left open. Raises `UndriftError`."""
+    """Check what decides the training, and choose what was left open. Raises `UndriftError`."""
     check_types(data, local, rounds, engine, precision, lanes, compile)
     method = as_method(method)
     where = find_device(device)
@@ -83,19 +89,6 @@ def prepare(
         conditions=conditions,
     )
     return with_engine(problem, engine, lanes, compile, precision)
-
-
-def check_types(data: Any, local: Any, rounds: Any, engine: Any, precision: Any, lanes: Any, compile: Any) -> None:
-    kind = type(data).__name__
-    require(isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}.")
-    require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
-    require(whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
-    require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
-    precisions = ("auto", "tf32", "bfloat16")
-    require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
-    fine = lanes is None or (whole(lanes) and lanes >= 1)
-    require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
-    require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
@@ -149,7 +142,8 @@ def with_engine(problem: Problem, engine: str, lanes: int | None, compile: bool 
         "why": choice.why,
     }
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, where, choice.why)
-    return Run(**vars(problem), engine=build(choice, program, problem.resident, width), choices=choices)
+    given = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return Run(**given, engine=build(choice, program, problem.resident, width), choices=choices)
 
 
 def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrift.data.dataset import Rows
+from undrift.data.dataset import FederatedDataset, Rows
 from undrift.errors import UndriftError, first_line, quoted, require, whole
+from undrift.local import Local
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.models.functional import Model
 from undrift.random import Key
@@ -117,3 +118,24 @@ def find_device(device: Any) -> torch.device:
         ) from error
     require(found.type != "meta", "device 'meta' holds no values, so nothing can be trained there; leave it out.")
     return found
+
+
+def check_types(data: Any, local: Any, rounds: Any, engine: Any, precision: Any, lanes: Any, compile: Any) -> None:
+    kind = type(data).__name__
+    require(isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}.")
+    require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
+    require(whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
+    require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
+    precisions = ("auto", "tf32", "bfloat16")
+    require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
+    fine = lanes is None or (whole(lanes) and lanes >= 1)
+    require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
+    require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
+
+
+def check_listening(evaluate_every: Any, personalize_every: Any, on_round: Any) -> None:
+    fine = whole(evaluate_every) and evaluate_every >= 1
+    require(fine, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
+    fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
+    require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
+    require(on_round is None or callable(on_round), f"on_round must be a function of a round's row, not {on_round!r}.")

@@ -14,7 +14,7 @@ from torch import nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
-from undrift.errors import UndriftError, require, whole
+from undrift.errors import UndriftError, require
 from undrift.faults import Faults
 from undrift.local import Local
 from undrift.losses import reserved
@@ -24,6 +24,7 @@ from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints, Progress
+from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
 from undrift.training.evaluate import evaluate
 from undrift.training.identity import compare, compare_versions, identity, versions
@@ -134,8 +135,7 @@ def train(
         metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
         conditions=Conditions(faults, max_norm_ratio, min_clients),
     )  # fmt: skip
-    check_every(evaluate_every, personalize_every)
-    require(on_round is None or callable(on_round), f"on_round must be a function of a round's row, not {on_round!r}.")
+    check_listening(evaluate_every, personalize_every, on_round)
     nonfinite.check(on_nonfinite)
     nonfinite.check_start(run.model.start)
     files, where = Folder(out, resume), run.resident.device
@@ -167,15 +167,9 @@ def train(
         return Loop(run, watch, listeners, evaluate_every, personalize_every, state).train()
 
 
-def check_every(evaluate: Any, personalize: Any) -> None:
-    require(whole(evaluate) and evaluate >= 1, f"evaluate_every must be 1 or more, not {evaluate!r}.")
-    fine = personalize is None or (whole(personalize) and personalize >= 1)
-    require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize!r}.")
-
-
 @dataclass(frozen=True)
 class Listeners:
-    """What is told of each round."""
+    """Who is told of each round: the folder, checkpoints, trackers, `on_round`."""
 
     folder: Folder
     checkpoints: Checkpoints
@@ -193,7 +187,7 @@ class Listeners:
             self.trackers.row(row)
             if self.on_round:
                 self.on_round(row)
-        except BaseException:  # whoever stops a run here, with Ctrl-C say, can go on from where it is
+        except BaseException:  # whoever stops a run here, with Ctrl-C say, can resume it from this round
             self.save(state)
             raise
 
@@ -254,22 +248,20 @@ class Loop:
 
         row = history_row(state, done)
         self.clock.stop(row, partial(late_figures, self.watch, row, done.method, state.states))
-        row |= self.evaluations(done.method, last)
+        self.evaluate(row, done.method, last)
         state.history.append(row)
         due = self.listeners.checkpoints.due(state)
         self.settle(wait=last or due or self.listeners.impatient)
         if due:
             self.listeners.save(state)
 
-    def evaluations(self, method: Method, last: bool) -> dict[str, Any]:
-        """The model on the test and validation data, and on clients' own, in the rounds in which that is due."""
+    def evaluate(self, row: dict[str, Any], method: Method, last: bool) -> None:
+        """Add to the row how the model does on the test and validation data and on clients' own, if that is due."""
         state = self.state
-        row: dict[str, Any] = {}
         if last or state.round % self.evaluate_every == 0:
             row |= evaluate(self.run, state.params) | self.personal.shared(state.params, last)
         if last or (self.personalize_every and state.round % self.personalize_every == 0):
             row |= self.personal.tuned(state.params, state.states, method, state.round - 1)
-        return row
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""

@@ -31,7 +31,11 @@ class Round:
 
 
 def federated_round(run: Run, state: Progress, skip: bool) -> tuple[Progress, Round]:
-    """Train one more round. Returns the new state, and what happened."""
+    """Train one more round. Returns the new state, and what happened.
+
+    What clients keep and the model's running statistics are changed in place; `Round.undo` restores them. `skip` leaves
+    out clients that send or keep anything that is not finite.
+    """
     t = state.round
     method, server = bound(run, t), run.server(t)
 

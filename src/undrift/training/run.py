@@ -1,4 +1,8 @@
-"""A run, built once: what is trained, on which data, by which engine. What changes as it trains is its `Progress`."""
+"""A run, built once: what is trained, on which data, by which engine.
+
+What changes as it trains is its `Progress`; and in place, what clients keep (`kept`) and the model's running
+statistics.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from undrift.files import write_text
+from undrift.training.record import flat
 from undrift.training.track import Scalars
 
 MOST = 1000
@@ -82,8 +83,6 @@ class Tracker:
         return run, metrics.get("round", 0.0)
 
     def _created(self, config: str) -> str:
-        from undrift.training.record import flat
-
         name = self.folder.resolve().name if self.folder else None
         run = str(self.client.create_run(self._experiment(), run_name=name).info.run_id)
         settings = flat(tomllib.loads(config))
