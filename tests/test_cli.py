@@ -76,7 +76,6 @@ def test_a_users_own_method_model_and_data(here, monkeypatch):
             import numpy as np
             import torch
             import undrift as ud
-from tests.experiments import undrift
 
             @dataclass(frozen=True)
             class Halve(ud.Part):
