@@ -47,7 +47,7 @@ TROUBLES: dict[str, dict[str, Any]] = {
         "local": {"steps": [1, 2, 4, 8, 16, 32] * 3, "batch_size": 32},
     },
     "few take part": {
-        "what": "2 of 40 clients a round, `Dirichlet(0.1)`",
+        "what": "2 of 40 clients per round, `Dirichlet(0.1)`",
         "data": {"partition": "Dirichlet(0.1)", "clients": 40},
         "run": {"rounds": 60, "participation": 2},
         "local": EPOCHS,

@@ -54,7 +54,7 @@ WRONG = [
     ),
     ("loss", "crossentropy", "There is no loss called 'crossentropy'. Did you mean 'cross_entropy'?"),
     ("metrics", ["acuracy"], "There is no metric called 'acuracy'. Did you mean 'accuracy'?"),
-    ("participation", 9, "participation asks for 9 clients a round, but only 4 have data."),
+    ("participation", 9, "participation asks for 9 clients per round, but only 4 have data."),
     ("participation", 1.5, "participation as a fraction must be in (0, 1], not 1.5."),
     ("local.steps", 3, "local: Local needs either steps or epochs, and not both."),
     ("local.lr", "decy(0.1, 0.9)", "local.lr: There is no schedule called 'decy'. Did you mean 'decay'?"),

@@ -146,7 +146,7 @@ def test_the_sign_rule_with_two_agents():
 
 
 def test_the_diagnostic_as_the_paper_tells_it():
-    """2D-LRD: the first decay in round window + 1 at the earliest, α = 1 − C·d, one step a round once C·d ≥ 1."""
+    """2D-LRD: the first decay in round window + 1 at the earliest, α = 1 − C·d, one step per round once C·d ≥ 1."""
     # A rate of 0.9 overshoots a quadratic with a = 2, so successive updates oppose each other.
     data = quadratics([(2.0, 1.0), (2.0, 3.0)])
     history = ud.train(Point(), data, ud.TwoDLRD(window=3, C=0.5), rounds=12, local=ud.Local(steps=5, lr=0.9)).history
@@ -170,7 +170,7 @@ def test_the_diagnostic_as_the_paper_tells_it():
 
 
 def test_five_times_a_fifth_is_one():
-    """C·d is compared so that five decays at C = 0.2 are enough for one step a round at the full rate."""
+    """C·d is compared so that five decays at C = 0.2 are enough for one step per round at the full rate."""
     part = (
         as_method("TwoDLRD(window=1)")
         .bind([{"window": torch.tensor(1.0), "C": torch.tensor(0.2, dtype=torch.float64)}])

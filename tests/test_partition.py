@@ -198,7 +198,7 @@ def test_tails_leave_a_gap():
 @pytest.mark.parametrize(
     ("partition", "clients", "sentence"),
     [
-        (ud.Shards(11), 20, "asks for 11 classes a client, but the data have 10"),
+        (ud.Shards(11), 20, "asks for 11 classes per client, but the data have 10"),
         (ud.Shards(2), 4, "leaves some of the 10 classes without a holder; take at least 5 clients"),
         (ud.LabelSplit(), 11, "serves at most 10 clients"),
         (ud.ByKey(), None, "needs data with a client column"),

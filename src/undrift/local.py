@@ -118,7 +118,7 @@ def cohort_batches(
     """
     per = steps_per_epoch(sizes, batch_size)
     epochs = -(-steps // per)
-    # One segment a client and epoch: its length, and where it begins in the sequence of all of them.
+    # One segment per client and epoch: its length, and where it begins in the sequence of all of them.
     client_of = np.repeat(np.arange(len(clients)), epochs)
     lengths = sizes[client_of]
     begins = np.cumsum(lengths) - lengths

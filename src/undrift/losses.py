@@ -1,6 +1,6 @@
-"""Losses, one value a sample, and metrics.
+"""Losses, one value per sample, and metrics.
 
-A metric is a function of (output, target) that gives one value a sample, averaged over the test set, or a pair
+A metric is a function of (output, target) that gives one value per sample, averaged over the test set, or a pair
 (numerators, denominators), each summed before they are divided: recall in the top 5, say.
 """
 

@@ -72,7 +72,7 @@ class Client:
     model: Model
     """`client.model(params, x)`: the outputs, in evaluation mode."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """`client.loss(output, target)`: one loss a sample."""
+    """`client.loss(output, target)`: one loss per sample."""
     received: Tree = None
     """What this part broadcast."""
     kept: Tree = None

@@ -105,7 +105,7 @@ class FederatedDataset:
         validation: tuple[Any, Any] | None = None,
         task: Task | None = None,
     ) -> FederatedDataset:
-        """Data that are split already: one `(x, y)` of arrays or tensors a client. Rows keep their order."""
+        """Data that are split already: one `(x, y)` of arrays or tensors per client. Rows keep their order."""
         if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
             raise UndriftError(f"from_clients needs a list with one (x, y) a client, not {type(clients).__name__}.")
         pairs = [as_pair(pair, f"client {i}", copy=False) for i, pair in enumerate(clients)]
@@ -176,7 +176,7 @@ class FederatedDataset:
 
     @property
     def labels(self) -> Tensor | None:
-        """The store's targets, where they are classes (one whole number a sample)."""
+        """The store's targets, where they are classes (one whole number per sample)."""
         y = self.store["y"]
         return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
 
@@ -237,7 +237,7 @@ class FederatedDataset:
     def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
         """How many samples of each class each client holds: clients × classes. All clients, unless some are named."""
         if self.labels is None:
-            raise UndriftError("label_counts needs targets that are classes: one whole number a sample.")
+            raise UndriftError("label_counts needs targets that are classes: one whole number per sample.")
         asked = len(self) if clients is None else len(clients)
         if asked * self.classes > MOST_COUNTS:
             raise UndriftError(

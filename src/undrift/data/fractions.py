@@ -21,8 +21,8 @@ def stratified_by_group(
 ) -> np.ndarray:
     """A class-balanced fraction of each group, which never takes a group's last row.
 
-    Where a group is small, chance says which of its classes give a row: each group's classes stand in an order of
-    its own, and counting begins anywhere.
+    Classes come in a random order per group, counted from a random offset, so that small groups are sampled without
+    bias.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     order = np.lexsort((rng.random(len(labels)), shuffled(labels, groups, rng), groups))

@@ -42,7 +42,7 @@ def label_distance(counts: np.ndarray) -> float:
 
 
 def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
-    """Sizes, classes a client, and the distance of clients' mixes from everybody's, beside what chance alone gives."""
+    """Sizes, classes per client, and how far clients' mixes are from the whole's, beside what chance alone gives."""
     sizes = data.sizes[data.nonempty]
     found: dict[str, Any] = {
         "clients": len(data.nonempty),

@@ -205,7 +205,7 @@ def _pictures(root: Path) -> Place:
         log.warning("%s: %s stands beside train and test and is not read", root, listed(sorted(others)))
     found = [(split, tuple(_in_classes(folder))) for split, folder in splits]
     if not dict(found).get("train"):
-        raise UndriftError(f"{root} has neither parquet files nor pictures in a subfolder a class.")
+        raise UndriftError(f"{root} has neither parquet files nor pictures in a subfolder per class.")
     return Place(str(root), "pictures", tuple(found))
 
 

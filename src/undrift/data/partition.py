@@ -163,13 +163,13 @@ class Shards:
         each, classes = self.classes_per_client, len(pools)
         if each > classes:
             raise UndriftError(
-                f"Shards({each}) asks for {each} classes a client, but the data have {classes}; "
+                f"Shards({each}) asks for {each} classes per client, but the data have {classes}; "
                 f"ask for at most {classes}."
             )
         if each * clients < classes:
             raise UndriftError(
                 f"Shards({each}) over {clients} clients leaves some of the {classes} classes without a holder; "
-                f"take at least {-(-classes // each)} clients or {-(-classes // clients)} classes a client."
+                f"take at least {-(-classes // each)} clients or {-(-classes // clients)} classes per client."
             )
         holders: list[list[int]] = [[] for _ in range(classes)]
         for client in range(clients):

@@ -166,7 +166,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class PictureFolder(Pictures):
-    """Pictures in a subfolder a class, with or without `train` and `test` above them."""
+    """Pictures in a subfolder per class, with or without `train` and `test` above them."""
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
         def named(split: str) -> list[str]:

@@ -17,7 +17,10 @@ LISTED = 20
 
 
 def picture(data: FederatedDataset, title: str, file: str | Path) -> None:
-    """A bar a client, as tall as it has samples, in the colours of their classes. The file's ending says the format."""
+    """A bar per client, as tall as its number of samples, in the colours of their classes.
+
+    The file's ending says the format.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

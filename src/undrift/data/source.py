@@ -11,7 +11,7 @@ from undrift.data.dataset import Rows, Store, Take, Task, take
 
 @dataclass(frozen=True)
 class Source:
-    """A store, the class that each of its training rows counts as, and where it has them natural clients."""
+    """A data set that is not partitioned yet: arrays, labels, and the client of each sample where the data name one."""
 
     store: Store
     labels: np.ndarray

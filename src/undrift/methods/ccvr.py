@@ -22,7 +22,7 @@ from undrift.tree import Tree, tree_map
 @dataclass(frozen=True)
 class CCVR(Part):
     """Every client sends counts, sums and outer products of its penultimate features by class. The server forms each
-    class's mean and covariance (`n − 1`), draws `samples_per_class` virtual features a class, and retrains the last
+    class's mean and covariance (`n − 1`), draws `samples_per_class` virtual features per class, and retrains the last
     layer alone on them, from where it stands.
 
     The paper gives neither rate nor epochs: here SGD with `lr`, `epochs` and `batch_size`. A class of one sample
@@ -44,7 +44,7 @@ class CCVR(Part):
 
     def check(self, local: Any, data: Any) -> None:
         if data.labels is None:
-            raise UndriftError("CCVR needs labels that are classes: one whole number a sample.")
+            raise UndriftError("CCVR needs labels that are classes: one whole number per sample.")
 
     def check_model(self, model: Model, rounds: int) -> None:
         if not _ends_with(model, *classifier(model)):

@@ -79,7 +79,7 @@ class Pflug(StepRates):
 
 @dataclass(frozen=True)
 class TwoDLRD(Pflug):
-    """Local step k uses `γ·α^k`, `α = 1 − C·d`; once `C·d ≥ 1`, one step a round at the full rate. `C=0` is FedAvg."""
+    """Local step k uses `γ·α^k`, `α = 1 − C·d`; once `C·d ≥ 1`, one step per round at full rate. `C=0` is FedAvg."""
 
     C: Number = 0.2
 

@@ -1,4 +1,4 @@
-"""Losses that know which classes a client holds: FedRS (Li and Zhan, 2021) and FedLC (Zhang et al., 2022)."""
+"""Losses that know which classes per client holds: FedRS (Li and Zhan, 2021) and FedLC (Zhang et al., 2022)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ByClass(Part):
 
     def check(self, local: Any, data: Any) -> None:
         if data.labels is None:
-            raise UndriftError(f"{type(self).__name__} needs labels that are classes: one whole number a sample.")
+            raise UndriftError(f"{type(self).__name__} needs labels that are classes: one whole number per sample.")
 
     def known(self, counts: Tensor, z: Tensor) -> Tensor:
         if counts.shape[-1] != z.shape[-1]:

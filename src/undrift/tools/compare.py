@@ -19,7 +19,7 @@ from undrift.tools.display import left_out, marks, number, score
 from undrift.training.record import flat, repeats
 from undrift.training.result import finished, history, stopped
 
-UNTOLD = set(
+IGNORED_KEYS = set(
     """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
     personalize_every track imports""".split()  # noqa: SIM905
 )
@@ -56,7 +56,9 @@ class Run:
             settings = {"on_nonfinite": "stop"} | flat(read(folder))  # which older folders do not mention
             _check_settings(settings)
             if not repeats((folder / "config.toml").read_text(encoding="utf-8-sig")):
-                settings["run"] = folder.name  # what is of Python cannot be compared, so it stands for itself
+                settings["run"] = (
+                    folder.name
+                )  # configured with Python objects, which cannot be compared: a group of its own
         with damage(folder, "metrics.jsonl"):
             rows = history(folder)
             for t, row in enumerate(rows):
@@ -181,7 +183,7 @@ def lower_is_better(metric: str) -> bool:
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in their seed alone, under a name that says what tells the groups apart."""
     runs = list({run.folder.resolve(): run for run in runs}.values())
-    keys = {key for run in runs for key in run.settings} - UNTOLD
+    keys = {key for run in runs for key in run.settings} - IGNORED_KEYS
     told = {key for key in keys if len({_same(run.settings.get(key)) for run in runs}) > 1}
     found: dict[str, list[Run]] = {}
     for run in runs:

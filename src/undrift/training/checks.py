@@ -25,7 +25,7 @@ def check_split(
     if classes:
         sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
         require(not y.is_floating_point(), sentence + "or choose another loss.")
-        several = f"The {whose} labels have shape {tuple(y.shape)}, but this loss needs one a sample; "
+        several = f"The {whose} labels have shape {tuple(y.shape)}, but this loss needs one per sample; "
         require(y.dim() == 1, several + 'where a sample has several, choose loss="binary_cross_entropy".')
     pair = rows.index[:1].repeat(2)
     x, target = (t.to(device) for t in rows.take(rows.store, pair))
@@ -57,7 +57,8 @@ def check_split(
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             require(
-                fine, f"The {name} must give one value a sample, shape (2,) for two samples, not {found}; got {shapes}."
+                fine,
+                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}.",
             )
 
 
@@ -100,7 +101,7 @@ def cohort_size_of(participation: Any, population: int) -> int:
         require(participation >= 1, f"participation must be at least 1 client, not {participation}.")
         require(
             participation <= population,
-            f"participation asks for {participation} clients a round, but only {population} have data.",
+            f"participation asks for {participation} clients per round, but only {population} have data.",
         )
         return int(participation)
     require(0 < participation <= 1, f"participation as a fraction must be in (0, 1], not {participation}.")

@@ -88,7 +88,7 @@ class Personal:
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure(output, y))).cpu()
                 sums[name].index_add_(1, whose[part], both)
-        # Of a client without a single true label recall is no number; a loss that is none is as bad as can be.
+        # Recall is undefined (NaN) for a client without positive labels; a loss of NaN counts as infinite.
         return {
             n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
             for n, (top, bottom) in sums.items()

@@ -38,7 +38,7 @@ log = logging.getLogger("undrift")
 
 @dataclass(frozen=True)
 class Result:
-    """The trained weights, the model that holds them, one dict a round, and what was chosen automatically."""
+    """The trained weights, the model that holds them, one dict per round, and what was chosen automatically."""
 
     params: dict[str, Tensor]
     model: nn.Module
@@ -62,7 +62,7 @@ class Result:
         return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
 
     def frame(self) -> pd.DataFrame:
-        """The history as a pandas table, a row a round."""
+        """The history as a pandas table, one row per round."""
         import pandas as pd
 
         return pd.DataFrame(self.history)

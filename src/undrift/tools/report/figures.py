@@ -78,7 +78,7 @@ def figures(told: Told) -> dict[str, Callable[[Any], None]]:
             name = metric if source == "test" else f"{source}_{metric}"
             found[name] = partial(curves, told=told, where="curves", grid="evaluated", key=key, label=name)
     for key in {key: None for group in told["groups"] for key in group["schedules"]}:
-        label = {"lr": "learning rate", "local_steps": "local steps a client", "diagnostic": "diagnostic $S$"}.get(
+        label = {"lr": "learning rate", "local_steps": "local steps per client", "diagnostic": "diagnostic $S$"}.get(
             key, key
         )
         found[key] = partial(curves, told=told, where="schedules", grid="every", key=key, label=label)

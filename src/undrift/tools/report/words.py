@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from undrift.tools.compare import UNTOLD, Run, brief, spread
+from undrift.tools.compare import IGNORED_KEYS, Run, brief, spread
 from undrift.tools.display import left_out, marks, number
 from undrift.training.result import finished
 
@@ -64,7 +64,7 @@ def shared(runs: list[Run]) -> dict[str, str]:
 
 
 def differing(run: Run, same: dict[str, str]) -> dict[str, str]:
-    return {key: _text(value) for key, value in run.settings.items() if key not in same and key not in UNTOLD}
+    return {key: _text(value) for key, value in run.settings.items() if key not in same and key not in IGNORED_KEYS}
 
 
 def _text(value: Any) -> str:
@@ -88,7 +88,7 @@ def subtitle(runs: list[Run]) -> str:
     said = [same.get("model", ""), same.get("data.partition", "")]
     said += [f"{same[key]} {word}" for key, word in (("data.clients", "clients"), ("rounds", "rounds")) if key in same]
     cohorts = {len(row["clients"]) for run in runs for row in run.rows[:1]}
-    said += [f"{cohorts.pop():,} clients a round"] if len(cohorts) == 1 else []
+    said += [f"{cohorts.pop():,} clients per round"] if len(cohorts) == 1 else []
     return " · ".join(word for word in said if word)
 
 

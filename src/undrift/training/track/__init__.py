@@ -21,7 +21,7 @@ log = logging.getLogger("undrift")
 
 KNOWN = ("mlflow", "tensorboard")
 BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out")
-"""What a row has one entry a client of: ids and figures for `metrics.jsonl`, too many to draw."""
+"""What a row has one entry per client of: ids and figures for `metrics.jsonl`, too many to draw."""
 
 Scalars = dict[str, float]
 """One round's figures by name, `round` first."""
