@@ -1,4 +1,4 @@
-"""Losses that know which classes per client holds: FedRS (Li and Zhan, 2021) and FedLC (Zhang et al., 2022)."""
+"""Losses that know which classes a client holds: FedRS (Li and Zhan, 2021) and FedLC (Zhang et al., 2022)."""
 
 from __future__ import annotations
 

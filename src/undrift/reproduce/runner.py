@@ -100,10 +100,13 @@ class Runner:
             return None
         tried = {*self.paused, *self.failed, *busy}
         waiting = [cell for cell in ordered(tables, self.results) if cell.key not in tried]
-        fitting = [cell for cell in waiting if self.fits(cell, costs)]
-        if not fitting and self.left > LEAST:
-            fitting = [cell for cell in waiting if self.too_long(cell, costs)]
-        return next((cell for cell in fitting if cell.share <= room + 1e-9), None)
+        possible = [cell for cell in waiting if cell.share <= room + 1e-9]
+        whole = next((cell for cell in possible if self.fits(cell, costs)), None)
+        if whole is not None or not possible or self.left < LEAST:
+            return whole
+        if any(self.fits(cell, costs) for cell in waiting):  # it waits for room
+            return None
+        return next((cell for cell in possible if self.too_long(cell, costs)), None)
 
     def _one_by_one(self, tables: list[Table], costs: Costs) -> None:
         while cell := self.next(tables, costs, 1.0):
