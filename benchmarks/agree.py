@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import undrift as ud
-from undrift.method import as_method
+from undrift.method.parse import as_method
 
 Weights = Mapping[str, Tensor]
 

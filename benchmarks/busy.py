@@ -18,7 +18,7 @@ import numpy as np
 
 import undrift as ud
 from undrift.engine.packing import busy, pack
-from undrift.local import steps_per_epoch
+from undrift.method.local import steps_per_epoch
 from undrift.random import host_generator
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.agree import check
 from benchmarks.cifar10 import DEVICE
-from undrift.models.patches import correlate, gradient
+from undrift.functional.convolution.operations import correlate, gradient
 
 LAYERS = {  # lanes, batch, size, inputs, outputs, kernel, padding
     "VGG-9, 8 × 64, 32², 3 → 32": (8, 64, 32, 3, 32, 3, 1),

@@ -24,7 +24,8 @@ import torch
 import undrift as ud
 from benchmarks import record
 from benchmarks.agree import Problem
-from undrift.method import Part, as_method
+from undrift.method.parse import as_method
+from undrift.method.part import Part
 from undrift.training.build import prepare
 from undrift.tree import tree_bytes, tree_map
 

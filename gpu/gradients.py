@@ -20,8 +20,8 @@ import undrift as ud
 from benchmarks.convolutions import LAYERS
 from gpu.checks import Check, Finding, relative, start_of, update_distance, within
 from undrift.engine import graph
-from undrift.engine.convolution import LaneConvolutions
-from undrift.models.recurrent import adopt
+from undrift.functional.convolution.lanes import LaneConvolutions
+from undrift.functional.recurrent.layers import adopt
 
 Layer = Callable[..., Tensor]
 BOUNDS = {"tf32": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}

@@ -18,7 +18,7 @@ from undrift.data.augment import parse_augmentation
 from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError
 from undrift.expressions import parse_number
-from undrift.method import parse_method
+from undrift.method.parse import parse_method
 from undrift.models import parse_model
 from undrift.tools import config
 from undrift.tools.compare import Run, table

@@ -10,9 +10,10 @@ from itertools import product
 
 import torch
 
-from undrift.kernels import convolution, recurrent
-from undrift.models import patches as meant
-from undrift.models import recurrent as loops
+from undrift.functional.convolution import kernels as convolution
+from undrift.functional.convolution import operations as meant
+from undrift.functional.recurrent import kernels as recurrent
+from undrift.functional.recurrent import layers as loops
 
 SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 import undrift as ud
-from undrift.method import REFINE, part_stream
+from undrift.method.part import REFINE, part_stream
 from undrift.random import Key, bits, derive, normal
 
 

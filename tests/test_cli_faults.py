@@ -26,7 +26,7 @@ from undrift.data.augment import parse_augmentation
 from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, machine_trouble, quoted
 from undrift.expressions import parse_number
-from undrift.method import parse_method
+from undrift.method.parse import parse_method
 from undrift.models import parse_model
 from undrift.schedule import check_number, sampled_rounds
 from undrift.tools import cli, config

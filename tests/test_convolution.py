@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 
 import undrift as ud
 from undrift.engine import lanes
-from undrift.engine.convolution import ChannelsLast, LaneConvolutions
+from undrift.functional.convolution.lanes import ChannelsLast, LaneConvolutions
 
 SHAPES = [  # inputs, outputs, size, kernel, stride, padding
     (3, 8, 9, 3, 1, 0),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.problems import distance
-from undrift.models import recurrent
-from undrift.models.patches import correlate, gradient
+from undrift.functional.convolution.operations import correlate, gradient
+from undrift.functional.recurrent import layers as recurrent
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CLOSE = {"bfloat16": 1e-2, "tf32": 5e-3, "float32": 1e-5}

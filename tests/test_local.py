@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import undrift as ud
-from undrift.local import cohort_batches
+from undrift.method.local import cohort_batches
 
 
 def test_batches_are_successive_permutations_with_a_short_last_batch(uneven):

@@ -10,7 +10,7 @@ import torch
 
 import undrift as ud
 from tests.problems import net
-from undrift.method import as_method
+from undrift.method.parse import as_method
 
 
 @dataclass(frozen=True)

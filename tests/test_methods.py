@@ -8,7 +8,7 @@ import torch
 
 import undrift as ud
 from tests.problems import Point, distance, make_clients, net, quadratics, same_bits
-from undrift.method import as_method
+from undrift.method.parse import as_method
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1)

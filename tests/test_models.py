@@ -13,8 +13,8 @@ from torch.func import functional_call, grad, vmap
 import undrift as ud
 from tests.problems import distance, same_bits
 from undrift import models
-from undrift.models.functional import Model
-from undrift.models.recurrent import GRU, LSTM, adopt, gru
+from undrift.functional.model import Model
+from undrift.functional.recurrent.layers import GRU, LSTM, adopt, gru
 from undrift.random import Key
 
 

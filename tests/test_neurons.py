@@ -13,10 +13,10 @@ from torch import nn
 
 import undrift as ud
 from tests.problems import distance, make_clients, net
+from undrift.functional.model import Model
+from undrift.method.context import Server
 from undrift.methods.fednlr import neuron_scales
-from undrift.models.functional import Model
 from undrift.random import Key
-from undrift.roles import Server
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=40), st.floats(1.01, 20))

@@ -14,7 +14,7 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net
-from undrift.method import parse_method
+from undrift.method.parse import parse_method
 
 
 @pytest.mark.parametrize("function", [ud.train, ud.load, ud.Local], ids=lambda f: f.__name__)

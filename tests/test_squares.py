@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
+from undrift.functional.model import Model
+from undrift.method.context import Batch
 from undrift.methods.curvature import _at_once, _each_row, _row_by_row, squared_gradients
-from undrift.models.functional import Model
-from undrift.roles import Batch
 
 PICTURES, ROWS = (3, 12, 12), 7
 

@@ -20,15 +20,16 @@ from torch.func import grad, vmap
 
 import undrift as ud
 from tests.problems import Point, make_clients, net, quadratics
-from undrift import method, random
+from undrift import random
 from undrift.engine import choose, client, compiler, lanes
-from undrift.engine.convolution import LaneConvolutions
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
-from undrift.method import as_method, part_stream
+from undrift.functional.convolution.lanes import LaneConvolutions
+from undrift.method.context import Server
+from undrift.method.parse import as_method
+from undrift.method.part import BROADCAST, FINISH, REFINE, part_stream
 from undrift.methods import curvature
 from undrift.random import MASK, Key, bits, derive, philox, uniform
-from undrift.roles import Server
 from undrift.schedule import CHECKED, sampled_rounds
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic, threads
@@ -51,9 +52,7 @@ def dataclasses_of(*packages: str) -> list[type]:
 
 @pytest.mark.parametrize(
     "cls",
-    dataclasses_of(
-        "undrift.engine", "undrift.methods", "undrift.roles", "undrift.local", "undrift.random", "undrift.schedule"
-    ),
+    dataclasses_of("undrift.engine", "undrift.methods", "undrift.method", "undrift.random", "undrift.schedule"),
     ids=lambda cls: cls.__name__,
 )
 def test_what_hooks_and_engines_are_given_is_immutable(cls):
@@ -82,7 +81,7 @@ def test_defaults_are_the_documented_ones(part, text):
 
 def test_no_two_hooks_and_no_two_parts_share_their_draws():
     """Local steps count from 0, so hooks outside of them have steps far above; all are words of 32 bits."""
-    steps = [method.BROADCAST, method.REFINE, method.FINISH]
+    steps = [BROADCAST, REFINE, FINISH]
     assert len(set(steps)) == 3 and all(2**31 <= step < 2**32 for step in steps)
     assert client.AUGMENT < 2**16, "the model's own streams"
     for name in ud.METHODS:
@@ -163,7 +162,7 @@ def test_additive_tuning_never_steps_backwards():
 
 
 def _client():
-    from undrift.roles import Client
+    from undrift.method.context import Client
 
     fields = {f.name: None for f in dataclasses.fields(Client)}
     return Client(**fields)

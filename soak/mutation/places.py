@@ -19,7 +19,7 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
 
 FILES = [
-    "engine/*.py", "methods/*.py", "method.py", "roles.py", "local.py", "random.py", "schedule.py", "tree.py",
+    "engine/*.py", "methods/*.py", "method/*.py", "random.py", "schedule.py", "tree.py",
     "training/nonfinite.py",
 ]  # fmt: skip
 STANDS_IN = "engine/graph.py"

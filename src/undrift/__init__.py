@@ -52,19 +52,19 @@ _PUBLIC = (
         "Task": "undrift.data.dataset",
         "load": "undrift.data.load",
         "CropFlip": "undrift.data.augment",
-        "Faults": "undrift.faults",
-        "Local": "undrift.local",
-        "batches": "undrift.local",
+        "Faults": "undrift.method.faults",
+        "Local": "undrift.method.local",
+        "batches": "undrift.method.local",
         "decay": "undrift.schedule",
         "inverse": "undrift.schedule",
         "Number": "undrift.schedule",
-        "Part": "undrift.method",
-        "Method": "undrift.method",
-        "Plan": "undrift.roles",
-        "Batch": "undrift.roles",
-        "Client": "undrift.roles",
-        "Server": "undrift.roles",
-        "Totals": "undrift.roles",
+        "Part": "undrift.method.part",
+        "Method": "undrift.method.part",
+        "Plan": "undrift.method.context",
+        "Batch": "undrift.method.context",
+        "Client": "undrift.method.context",
+        "Server": "undrift.method.context",
+        "Totals": "undrift.method.context",
         "tree_map": "undrift.tree",
         "register_data": "undrift.data.sources",
         "register_model": "undrift.models",
@@ -91,11 +91,16 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.data.partition import SortedShards as SortedShards
     from undrift.data.sources import register_data as register_data
     from undrift.errors import UndriftError as UndriftError
-    from undrift.faults import Faults as Faults
-    from undrift.local import Local as Local
-    from undrift.local import batches as batches
-    from undrift.method import Method as Method
-    from undrift.method import Part as Part
+    from undrift.method.context import Batch as Batch
+    from undrift.method.context import Client as Client
+    from undrift.method.context import Plan as Plan
+    from undrift.method.context import Server as Server
+    from undrift.method.context import Totals as Totals
+    from undrift.method.faults import Faults as Faults
+    from undrift.method.local import Local as Local
+    from undrift.method.local import batches as batches
+    from undrift.method.part import Method as Method
+    from undrift.method.part import Part as Part
     from undrift.methods.ccvr import CCVR as CCVR
     from undrift.methods.curvature import FedCL as FedCL
     from undrift.methods.curvature import FedCurv as FedCurv
@@ -122,11 +127,6 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.methods.techniques import SignAgreement as SignAgreement
     from undrift.methods.temporal import TemporalEnsemble as TemporalEnsemble
     from undrift.models import register_model as register_model
-    from undrift.roles import Batch as Batch
-    from undrift.roles import Client as Client
-    from undrift.roles import Plan as Plan
-    from undrift.roles import Server as Server
-    from undrift.roles import Totals as Totals
     from undrift.schedule import Number as Number
     from undrift.schedule import decay as decay
     from undrift.schedule import inverse as inverse

@@ -1,6 +1,6 @@
 """Expressions in strings, `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed by known names, never evaluated.
 
-Which names are known is up to the caller: `parse_method` (method.py), `parse_partition` (data/partition.py), ….
+Which names are known is up to the caller: `parse_method` (method/parse.py), `parse_partition` (data/partition.py), ….
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.errors import UndriftError
-from undrift.models.functional import NORMS, Model, Params
-from undrift.models.recurrent import THEIRS, adopt, release
+from undrift.functional.model import NORMS, Model, Params
+from undrift.functional.recurrent.layers import THEIRS, adopt, release
 from undrift.random import Key
 from undrift.tree import tree_expand
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undrift.functional.model import Model, Params
 from undrift.losses import Loss
-from undrift.method import Method, Part, aligned, part_stream
-from undrift.models.functional import Model, Params
+from undrift.method.context import Batch, Client
+from undrift.method.part import Method, Part, aligned, part_stream
 from undrift.random import Key
-from undrift.roles import Batch, Client
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
 # Where a hook draws outside a local step, these stand in the step's place, so that no two hooks draw alike.

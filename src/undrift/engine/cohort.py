@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.local import Batches
-from undrift.method import Method
-from undrift.models.functional import Params
+from undrift.functional.model import Params
+from undrift.method.context import Batch, Plan
+from undrift.method.local import Batches
+from undrift.method.part import Method
 from undrift.random import derive
-from undrift.roles import Batch, Plan
 from undrift.tree import Tree, to_device, tree_add, tree_bytes, tree_map, tree_stack, tree_to
 
 Visit = Callable[[Params, np.ndarray], None]

@@ -19,14 +19,14 @@ from torch.func import grad, vmap
 
 from undrift.engine.client import MEASURE, Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
-from undrift.engine.convolution import LaneConvolutions, by_itself
 from undrift.engine.graph import StepGraph, captures
 from undrift.engine.packing import Stretch, busy, pack, stretches
 from undrift.engine.threads import at_once
 from undrift.engine.trace import CALLING, Traced
-from undrift.kernels import available
-from undrift.models.functional import Params
-from undrift.roles import Batch
+from undrift.functional.convolution.lanes import LaneConvolutions, by_itself
+from undrift.functional.model import Params
+from undrift.functional.triton import available
+from undrift.method.context import Batch
 from undrift.tree import Tree, to_device, tree_add, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 THREADS_BUSY = 0.9

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
-from undrift.engine.convolution import by_itself
-from undrift.models.functional import Params, ordinary_gradient
-from undrift.roles import Batch
+from undrift.functional.convolution.lanes import by_itself
+from undrift.functional.model import Params, ordinary_gradient
+from undrift.method.context import Batch
 from undrift.tree import Tree, tree_add, tree_map
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.func import grad
 
 from undrift.errors import UndriftError
+from undrift.functional.model import Model
 from undrift.losses import cross_entropy
-from undrift.method import Part
-from undrift.models.functional import Model
+from undrift.method.context import Batch, Client, Server, Totals
+from undrift.method.part import Part
 from undrift.random import bits, normal
-from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from undrift.errors import UndriftError
-from undrift.method import Part
+from undrift.functional.model import Model, ordinary_gradient
+from undrift.functional.per_sample import Squares
+from undrift.method.context import Batch, Client, Server, Totals
+from undrift.method.part import Part
 from undrift.methods.temporal import Targeted, TemporalEnsemble
-from undrift.models.functional import Model, ordinary_gradient
-from undrift.models.squares import Squares
-from undrift.roles import Batch, Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
 

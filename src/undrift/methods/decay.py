@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.method import Part
-from undrift.roles import Client, Plan, Server, Totals
+from undrift.method.context import Client, Plan, Server, Totals
+from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
 

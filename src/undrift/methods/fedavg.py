@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from undrift.errors import UndriftError
-from undrift.method import Part
+from undrift.method.part import Part
 
 
 @dataclass(frozen=True)

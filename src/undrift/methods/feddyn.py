@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from undrift.method import Part
-from undrift.roles import Client, Totals
+from undrift.method.context import Client, Totals
+from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map, tree_zeros
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from undrift.errors import UndriftError, unknown
-from undrift.method import Part
-from undrift.models.functional import Model
-from undrift.models.layers import Layer
-from undrift.roles import Batch, Client, Totals
+from undrift.functional.layers import Layer
+from undrift.functional.model import Model
+from undrift.method.context import Batch, Client, Totals
+from undrift.method.part import Part
 from undrift.schedule import Number, sampled_rounds, value
 from undrift.tree import Tree, tree_map
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from undrift.method import Part
-from undrift.roles import Client, Totals
+from undrift.method.context import Client, Totals
+from undrift.method.part import Part
 from undrift.tree import Tree, tree_map
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from undrift.method.context import Client
 from undrift.methods.temporal import Targeted, TemporalEnsemble
-from undrift.roles import Client
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.method import Part
-from undrift.roles import Client
+from undrift.method.context import Client
+from undrift.method.part import Part
 from undrift.schedule import Number
 
 

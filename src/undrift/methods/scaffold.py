@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.method import Part
-from undrift.roles import Client, Server, Totals
+from undrift.method.context import Client, Server, Totals
+from undrift.method.part import Part
 from undrift.tree import Tree, tree_add, tree_map, tree_sub, tree_zeros
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undrift.method import Part
-from undrift.roles import Totals
+from undrift.method.context import Totals
+from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map, tree_zeros
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.method import Part
-from undrift.models.functional import ordinary_gradient
+from undrift.functional.model import ordinary_gradient
+from undrift.method.context import Client, Server, Totals
+from undrift.method.part import Part
 from undrift.random import Key, bits, normal
-from undrift.roles import Client, Server, Totals
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
 

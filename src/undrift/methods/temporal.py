@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 
 from undrift.errors import UndriftError, quoted
-from undrift.method import Part
-from undrift.roles import Client, Server
+from undrift.method.context import Client, Server
+from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map, tree_zeros
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.expressions import parse_number
-from undrift.local import Local
-from undrift.method import Part, as_method, parse_method
+from undrift.functional.model import Model
+from undrift.method.local import Local
+from undrift.method.parse import as_method, parse_method
+from undrift.method.part import Part
 from undrift.models import get, parse_model
-from undrift.models.functional import Model
 from undrift.training.loop import train
 from undrift.tree import Tree
 

@@ -17,8 +17,9 @@ from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.errors import UndriftError
 from undrift.files import write_text
-from undrift.local import Local
-from undrift.method import Method, as_method, parse_method
+from undrift.method.local import Local
+from undrift.method.parse import as_method, parse_method
+from undrift.method.part import Method
 from undrift.reproduce import parts, problems
 from undrift.reproduce.catalogue import Cell, Settings
 from undrift.reproduce.results import Result

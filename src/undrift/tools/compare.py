@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from undrift.errors import UndriftError, first_line, machine_trouble, quoted
-from undrift.method import parse_method
+from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
 from undrift.training.record import flat, repeats

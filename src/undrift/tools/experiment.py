@@ -19,9 +19,10 @@ from undrift.data.load import load
 from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, first_line, quoted
 from undrift.expressions import parse_number
-from undrift.faults import Faults
-from undrift.local import Local
-from undrift.method import Method, parse_method
+from undrift.method.faults import Faults
+from undrift.method.local import Local
+from undrift.method.parse import parse_method
+from undrift.method.part import Method
 from undrift.models import parse_model
 from undrift.tools.config import Experiment, Section, Settings, read
 from undrift.tools.plugins import import_plugins

@@ -9,7 +9,7 @@ import undrift
 from undrift import losses as known_losses
 from undrift import models as known_models
 from undrift.data import sources
-from undrift.method import known_parts
+from undrift.method.parse import known_parts
 
 Lines = dict[str, str]
 

@@ -17,10 +17,10 @@ from undrift.engine.client import Program
 from undrift.engine.cohort import Kept, Resident
 from undrift.engine.graph import captures
 from undrift.errors import require
+from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
-from undrift.method import as_method
+from undrift.method.parse import as_method
 from undrift.models import parse_model
-from undrift.models.functional import Model
 from undrift.random import derive
 from undrift.training.checks import (
     check_augment,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from undrift.errors import UndriftError
 from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
-from undrift.models.functional import Params
+from undrift.functional.model import Params
 from undrift.training.result import as_json
 from undrift.training.run import Run
 from undrift.tree import Tree, tree_to

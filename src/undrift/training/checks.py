@@ -10,9 +10,9 @@ from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.errors import UndriftError, first_line, quoted, require, whole
-from undrift.local import Local
+from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
-from undrift.models.functional import Model
+from undrift.method.local import Local
 from undrift.random import Key
 
 

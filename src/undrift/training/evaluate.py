@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.engine.convolution import by_itself
+from undrift.functional.convolution.lanes import by_itself
+from undrift.functional.model import Params
 from undrift.losses import accuracy
-from undrift.models.functional import Params
 from undrift.training.run import Run
 
 BATCH = 1000

@@ -15,10 +15,10 @@ from torch import nn
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
 from undrift.errors import UndriftError, require
-from undrift.faults import Faults
-from undrift.local import Local
 from undrift.losses import reserved
-from undrift.method import Method, Part
+from undrift.method.faults import Faults
+from undrift.method.local import Local
+from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic

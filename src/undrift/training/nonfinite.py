@@ -20,7 +20,7 @@ from torch import Tensor
 
 from undrift.engine.cohort import Orders, Outcome
 from undrift.errors import UndriftError, quoted
-from undrift.models.functional import Params
+from undrift.functional.model import Params
 from undrift.training.checkpoint import Progress
 from undrift.training.run import Run
 from undrift.training.survivors import Answers

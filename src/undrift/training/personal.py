@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.local import steps_per_epoch
-from undrift.method import Method
-from undrift.models.functional import Params
+from undrift.functional.model import Params
+from undrift.method.local import steps_per_epoch
+from undrift.method.part import Method
 from undrift.random import choose, derive
 from undrift.training.evaluate import BATCH, parts_of
 from undrift.training.run import Run

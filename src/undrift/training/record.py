@@ -12,7 +12,7 @@ import torch
 
 from undrift import __version__
 from undrift.losses import LOSSES, METRICS
-from undrift.method import Method, Part
+from undrift.method.part import Method, Part
 from undrift.schedule import decay, inverse
 from undrift.training.identity import plainly
 from undrift.training.run import Run

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from undrift.engine.cohort import Orders, on_device
-from undrift.method import Method
-from undrift.roles import Totals
+from undrift.method.context import Totals
+from undrift.method.part import Method
 from undrift.training.checkpoint import Progress
 from undrift.training.nonfinite import unless_nobody
 from undrift.training.run import Run

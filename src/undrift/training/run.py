@@ -17,12 +17,12 @@ from undrift.engine.cohort import Kept, Orders, Resident, draw_up
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.errors import require
-from undrift.local import Local, cohort_batches
+from undrift.functional.model import Model, Params
 from undrift.losses import Loss, Metric
-from undrift.method import Method
-from undrift.models.functional import Model, Params
+from undrift.method.context import Plan, Server
+from undrift.method.local import Local, cohort_batches
+from undrift.method.part import Method
 from undrift.random import Key, choose, derive
-from undrift.roles import Plan, Server
 from undrift.schedule import value
 from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device

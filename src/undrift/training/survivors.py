@@ -20,8 +20,8 @@ from undrift.engine.cohort import Kept, Orders, Outcome
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
 from undrift.errors import require, whole
-from undrift.faults import Faults, unharmed
-from undrift.roles import Plan
+from undrift.method.context import Plan
+from undrift.method.faults import Faults, unharmed
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 Array = np.ndarray

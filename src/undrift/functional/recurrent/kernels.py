@@ -1,7 +1,7 @@
 """Steps of recurrent layers on a GPU, each a kernel of its own: kernels in Triton.
 
 A step's product with the hidden weights and everything after it are one kernel, which writes straight into the tensors
-over all time. What the tensors are and what is computed is in `models/recurrent.py`; sums are in float32.
+over all time. What the tensors are and what is computed is in `layers.py`; sums are in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.kernels import memory, precision, stages
+from undrift.functional.triton import memory, precision, stages
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 `vmap` makes one grouped convolution of them, channels first, for which GPUs have no good kernel. Two-dimensional
 convolutions are therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own, in
 which channels come last in memory and two operations do all the work: a correlation of every lane, which with the
-kernel turned round is also the way back to the input, and the gradient of the weights (`models/patches.py`). On a GPU
+kernel turned round is also the way back to the input, and the gradient of the weights (`operations.py`). On a GPU
 they are kernels of ours, 1.3 to 10 times as fast for the layers of the papers' models (`python -m
 benchmarks.convolutions`).
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from undrift.kernels import lanes_of
-from undrift.models.patches import Pair, arguments, as_weight, channels_last, correlate, gradient
+from undrift.functional.convolution.operations import Pair, arguments, as_weight, channels_last, correlate, gradient
+from undrift.functional.triton import lanes_of
 
 Wanted = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

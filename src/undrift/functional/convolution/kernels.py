@@ -1,6 +1,6 @@
 """A cohort's convolutions as products with matrices that are never made: kernels in Triton.
 
-A convolution is the product of a picture's patches with the weights (`models/patches.py`). Here a tile of the patches
+A convolution is the product of a picture's patches with the weights (`operations.py`). Here a tile of the patches
 is gathered straight from the picture when its turn comes, so nothing is written but the result. Tensors are lanes ×
 batch × height × width × channels, weights lanes × outputs × kernel × kernel × channels.
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.kernels import memory, precision, stages
+from undrift.functional.triton import memory, precision, stages
 
 WARPS = 2112
 """How many warps a sum over positions is split between, where there are positions enough: sixteen for each processor

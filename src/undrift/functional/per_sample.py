@@ -3,7 +3,7 @@
 Where samples do not touch and a weight is used once, by a linear layer or a plain convolution, its gradient is a sum
 over samples, and what each of them adds is known from the layer's input x and the gradient g of its output. For a
 linear layer it is `gxᵀ`, whose square is `g²(x²)ᵀ`: the sum over samples is one product of matrices. For a convolution
-it is a product over the positions, sample by sample: on a GPU a kernel of `kernels/convolution.py`, which adds up the
+it is a product over the positions, sample by sample: on a GPU a kernel of `convolution/kernels.py`, which adds up the
 squares of what it never writes. So no gradient of a single sample is ever asked of autograd.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from undrift.models.patches import Pair, arguments, as_weight, channels_last, gradient
+from undrift.functional.convolution.operations import Pair, arguments, as_weight, channels_last, gradient
 
 
 class Squares(TorchFunctionMode):

@@ -13,8 +13,8 @@ from undrift.random import Key
 from undrift.tree import Tree
 
 if TYPE_CHECKING:
-    from undrift.faults import Fates
-    from undrift.models.functional import Model
+    from undrift.functional.model import Model
+    from undrift.method.faults import Fates
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Convolutions as products of matrices: the patches of a picture, times the weights.
 
-Two operations do it for all lanes at once; on a GPU they are the kernels of `kernels/convolution.py`.
+Two operations do it for all lanes at once; on a GPU they are the kernels of `kernels.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.kernels import available, more_lanes
+from undrift.functional.triton import available, more_lanes
 
 Pair = tuple[int, int]
 
@@ -63,9 +63,9 @@ def as_weight(matrix: Tensor, weight: Tensor) -> Tensor:
 def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
     """Σ over kernel and channels of patches · weights, plus bias: lanes × batch × height × width × outputs."""
     if available(x.device, x.dtype):
-        from undrift.kernels import convolution
+        from undrift.functional.convolution import kernels
 
-        return convolution.correlate(x, weight, bias, stride, padding)
+        return kernels.correlate(x, weight, bias, stride, padding)
     columns, size = patches(x, weight.shape[2:4], stride, padding)
     return (columns @ weight.flatten(2).mT + bias[:, None]).unflatten(1, (x.shape[1], *size))
 
@@ -87,9 +87,9 @@ def gradient(
     `squared`: Σ over samples of the square of each one's.
     """
     if available(x.device, x.dtype):
-        from undrift.kernels import convolution
+        from undrift.functional.convolution import kernels
 
-        return convolution.gradient(g, x, kernel, stride, padding, squared)
+        return kernels.gradient(g, x, kernel, stride, padding, squared)
     columns, rows = patches(x, kernel, stride, padding)[0], g.flatten(1, 3)
     if squared:
         columns, rows = (t.unflatten(1, (x.shape[1], -1)) for t in (columns, rows))

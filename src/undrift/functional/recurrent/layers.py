@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from undrift.errors import UndriftError
-from undrift.kernels import available, lanes_of
+from undrift.functional.triton import available, lanes_of
 
 State = Any
 """Hidden states, layers × batch × units: one tensor, or for an LSTM the pair (h, c)."""
@@ -103,9 +103,9 @@ class _GRULoopBack(_LoopBack):
 @torch.library.custom_op("undrift::gru", mutates_args=())
 def _gru(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if available(inner.device, inner.dtype):
-        from undrift.kernels import recurrent
+        from undrift.functional.recurrent import kernels
 
-        return recurrent.gru(weight, base, inner, h)
+        return kernels.gru(weight, base, inner, h)
     width, across, steps = h.shape[-1], weight.mT, []
     for base_t, inner_t in zip(base.unbind(1), inner.unbind(1), strict=True):
         a_rz, a_n = torch.baddbmm(base_t, h, across).split([2 * width, width], -1)
@@ -127,9 +127,9 @@ def _(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, T
 @torch.library.custom_op("undrift::gru_back", mutates_args=())
 def _gru_back(weight: Tensor, d_out: Tensor, factors: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     if available(d_out.device, d_out.dtype):
-        from undrift.kernels import recurrent
+        from undrift.functional.recurrent import kernels
 
-        return recurrent.gru_back(weight, d_out, factors, z)
+        return kernels.gru_back(weight, d_out, factors, z)
     outs, steps = list(d_out.unbind(1)), []
     d, earlier = outs[-1], [torch.zeros_like(outs[0]), *outs[:-1]]
     for d_earlier, factors_t, z_t in reversed(list(zip(earlier, factors.unbind(1), z.unbind(1), strict=True))):
@@ -180,9 +180,9 @@ class _LSTMLoopBack(_LoopBack):
 @torch.library.custom_op("undrift::lstm", mutates_args=())
 def _lstm(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if available(base.device, base.dtype):
-        from undrift.kernels import recurrent
+        from undrift.functional.recurrent import kernels
 
-        return recurrent.lstm(weight, base, h, c)
+        return kernels.lstm(weight, base, h, c)
     width, across, steps = h.shape[-1], weight.mT, []
     for base_t in base.unbind(1):
         a = torch.baddbmm(base_t, h, across)
@@ -207,9 +207,9 @@ def _lstm_back(
     weight: Tensor, d_out: Tensor, d_c: Tensor, factors: Tensor, to_c: Tensor, f: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     if available(d_out.device, d_out.dtype):
-        from undrift.kernels import recurrent
+        from undrift.functional.recurrent import kernels
 
-        return recurrent.lstm_back(weight, d_out, d_c, factors, to_c, f)
+        return kernels.lstm_back(weight, d_out, d_c, factors, to_c, f)
     outs, steps = list(d_out.unbind(1)), []
     d, earlier = outs[-1], [torch.zeros_like(outs[0]), *outs[:-1]]
     known = list(zip(earlier, factors.unbind(1), to_c.unbind(1), f.unbind(1), strict=True))

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-import undrift
 from undrift.errors import UndriftError
-from undrift.expressions import parse
-from undrift.roles import Batch, Client, Plan, Server, Totals
-from undrift.schedule import check_number, decay, inverse, nested, number_fields, value
+from undrift.method.context import Batch, Client, Plan, Server, Totals
+from undrift.method.numbers import bind, check_numbers, numbers_at
 from undrift.tree import Tree
 
 BROADCAST, REFINE, FINISH = 2**31, 2**31 + 1, 2**31 + 2
@@ -136,7 +133,7 @@ class Method:
     def __add__(self, other: Part | Method) -> Method:
         if not isinstance(other, Part | Method):
             raise UndriftError(f"A method is a sum of parts; {other!r} is not a part.")
-        return Method(*self.parts, *as_method(other).parts)
+        return Method(*self.parts, *(other.parts if isinstance(other, Method) else (other,)))
 
     def __repr__(self) -> str:
         return " + ".join(repr(part) for part in self.parts)
@@ -151,17 +148,17 @@ class Method:
     # ---- numbers ---------------------------------------------------------------------------------------------
     def numbers(self, t: int) -> list[dict[str, Any]]:
         """Every part's numbers as they are in round `t`."""
-        return [_numbers(part, t) for part in self.parts]
+        return [numbers_at(part, t) for part in self.parts]
 
     def bind(self, numbers: list[dict[str, Any]]) -> Method:
         """The same method with its numbers replaced: by this round's tensors, under `vmap` one per lane."""
         bound = copy.copy(self)
-        bound.parts = tuple(_bind(part, own) for part, own in zip(self.parts, numbers, strict=True))
+        bound.parts = tuple(bind(part, own) for part, own in zip(self.parts, numbers, strict=True))
         return bound
 
     def check(self, local: Any, data: Any, rounds: int) -> None:
         for part in self.parts:
-            _check_numbers(part, rounds, type(part).__name__)
+            check_numbers(part, rounds, type(part).__name__)
             part.check(local, data)
 
     # ---- the hooks of the sum: server ------------------------------------------------------------------------
@@ -205,39 +202,6 @@ class Method:
         for part, state in zip(self.parts, states, strict=True):
             row |= part.history(state)
         return row
-
-
-def as_method(method: Any) -> Method:
-    """A part, a sum of parts, or their expression in a string, as a `Method`."""
-    if isinstance(method, Method):
-        return method
-    if isinstance(method, Part):
-        return Method(method)
-    if isinstance(method, str):
-        return parse_method(method)
-    raise UndriftError(f"method must be a part such as FedAvg(), a sum of parts, or a string, not {method!r}.")
-
-
-def parse_method(text: str) -> Method:
-    """`"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"` as a `Method`."""
-    inner = {"decay": decay, "inverse": inverse, "TemporalEnsemble": undrift.TemporalEnsemble}
-    return as_method(parse(text, "method", known_parts(), "FedProx(mu=0.1) + ServerSGD(momentum=0.9)", inner))
-
-
-def known_parts() -> dict[str, Callable[..., Any]]:
-    """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
-    found: dict[str, Callable[..., Any]] = {}
-    for cls in _subclasses(Part):
-        if not cls.__module__.startswith("undrift."):  # of ours, METHODS says which are for users
-            found[cls.__name__] = cls
-    return found | {name: getattr(undrift, name) for name in undrift.METHODS}
-
-
-def _subclasses(cls: type[Part]) -> Iterator[type[Part]]:
-    """All classes below `cls`, in the order in which they were defined among their siblings."""
-    for below in cls.__subclasses__():
-        yield below
-        yield from _subclasses(below)
 
 
 def part_stream(part: Part) -> int:
@@ -291,31 +255,3 @@ def _weighting(parts: tuple[Part, ...]) -> str:
             needs = [f"{type(p).__name__} needs the {p.implies_weighting} mean" for p in (implying[0], part)]
             raise UndriftError(f"{' and '.join(needs)}; they contradict each other.")
     return str(implying[0].implies_weighting) if implying else "samples"
-
-
-def _numbers(owner: Any, t: int) -> dict[str, Any]:
-    own: dict[str, Any] = {}
-    for name in number_fields(owner):
-        number = getattr(owner, name)
-        own[name] = {k: value(v, t) for k, v in number.items()} if isinstance(number, dict) else value(number, t)
-    return own | {name: _numbers(inner, t) for name, inner in nested(owner)}
-
-
-def _bind(owner: Any, numbers: dict[str, Any]) -> Any:
-    inners = dict(nested(owner))
-    bound = copy.copy(owner)
-    for name, number in numbers.items():
-        # Not dataclasses.replace: a part's __post_init__ checks what users write, and this is a tensor.
-        object.__setattr__(bound, name, _bind(inners[name], number) if name in inners else number)
-    return bound
-
-
-def _check_numbers(owner: Any, rounds: int, where: str) -> None:
-    ranges = getattr(owner, "ranges", {})
-    for name in number_fields(owner):
-        number, interval = getattr(owner, name), ranges.get(name, "[0, inf)")
-        entries = number.items() if isinstance(number, dict) else [(None, number)]
-        for key, entry in entries:
-            check_number(entry, rounds, f"{where}({name})" if key is None else f"{where}({name}[{key!r}])", interval)
-    for name, inner in nested(owner):
-        _check_numbers(inner, rounds, f"{where}({name}={type(inner).__name__})")

@@ -1,0 +1,1 @@
+"""A module as a pure function: keyed draws, layers, per-sample gradients, and lanes' convolutions and recurrences."""
