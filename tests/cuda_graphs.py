@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from undrift.engine import choose, graph, lanes
+from undrift.engine import choose, graph
 from undrift.training import build
 
 DEVICES = [torch.device("cuda:0")]
@@ -114,7 +114,7 @@ def put_in_place(monkeypatch, compiler: str = "eager") -> list[Graph]:
     """Let steps on the CPU be captured; gives the graphs that are made from here on. torch.compile uses `compiler`."""
     compile = torch.compile
     torch.set_num_threads(1)  # with more, a CPU trains clients side by side, as no GPU does
-    for module in (build, choose, graph, lanes):
+    for module in (build, choose, graph):
         monkeypatch.setattr(module, "captures", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile(f, backend=compiler, **rest))
     for name, value in {

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from undrift.engine.base import Engine
 from undrift.engine.client import Program
-from undrift.engine.cohort import Orders, Resident
+from undrift.engine.device_data import DeviceData
 from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
+from undrift.engine.steps import EagerSteps, GraphSteps
+from undrift.engine.threads import ThreadedEngine
+from undrift.engine.vectorized import Vectorized
 from undrift.errors import UndriftError
-from undrift.functional.model import NORMS, Model, Params
-from undrift.functional.recurrent.layers import THEIRS, adopt, release
-from undrift.random import Key
-from undrift.tree import tree_expand
+from undrift.functional.model import Model
 
 CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
@@ -44,49 +44,32 @@ class Choice:
     compile: bool = False
 
 
-def obstacle(model: Model) -> str | None:
-    """Why a model cannot run as lanes, by its layers."""
-    for layer in model.module.modules():
-        name = type(layer).__name__
-        if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
-            return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases, one direction and no dropout"
-        if isinstance(layer, NORMS) and (
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
-        ):
-            return f"{name} in training mode looks across the rows of a batch and changes its statistics"
-    return f"training changes its buffer {next(iter(model.tracked))!r}" if model.tracked else None
-
-
 def choose(
-    engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
+    engine: str, lanes: int | None, model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width: int
 ) -> Choice:
-    """The engine for a run whose rounds look like `orders`; `steps` are all non-empty clients', `width` a batch's."""
-    if engine != "plain":
-        adopt(program.model.module)
-    choice = _choose(engine, lanes, program, data, orders, steps, width)
-    if choice.engine == "plain":
-        release(program.model.module)
-    return choice
+    """The engine for a run.
 
-
-def _choose(
-    engine: str, lanes: int | None, program: Program, data: Resident, orders: Orders, steps: np.ndarray, width: int
-) -> Choice:
-    blocked = obstacle(program.model) or _vmap_failure(program, data, orders)
-    program.model.vmaps = blocked is None
-    if engine == "lanes" and blocked:
-        raise UndriftError(f'engine="lanes" cannot train this model: {blocked}. Use engine="plain" or "auto".')
+    Args:
+        engine: What the user asked for.
+        lanes: Likewise.
+        model: The model as it would run in lanes.
+        data: The clients' data.
+        cohort: How many clients train in a round.
+        steps: The local steps of every client that has data.
+        width: The largest batch.
+    """
     if engine == "plain":
         return Choice("plain", 1, "asked for")
-    if blocked:
-        return Choice("plain", 1, blocked)
-    cohort = len(orders.plan.clients)
+    if engine == "lanes" and model.obstacle:
+        raise UndriftError(f'engine="lanes" cannot train this model: {model.obstacle}. Use engine="plain" or "auto".')
+    if model.obstacle:
+        return Choice("plain", 1, model.obstacle)
     if lanes is not None:
         return Choice("lanes", min(lanes, cohort), "asked for")
     batches = np.minimum(data.data.sizes[data.data.nonempty], width)
     if engine == "auto" and data.device.type == "cpu" and width > CPU_PADDING * batches.mean():
         return Choice("plain", 1, "clients' batches differ so much in size that padding costs more than lanes save")
-    return Choice("lanes", *_lanes(program.model, data, cohort, steps, width))
+    return Choice("lanes", *_lanes(model, data, cohort, steps, width))
 
 
 COMPILE_STEPS = 3000
@@ -101,12 +84,18 @@ def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: i
     return able and (bool(asked) if asked is not None else rounds * steps / choice.lanes >= COMPILE_STEPS)
 
 
-def build(choice: Choice, program: Program, data: Resident, width: int) -> LanesEngine | PlainEngine:
+def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Engine:
+    """The engine that was chosen."""
     if choice.engine == "plain":
         return PlainEngine(program, data)
-    one_by_one = data.device.type == "cpu" and choice.lanes == 1
-    threads = torch.get_num_threads() if one_by_one and _largest(program.model, width) <= CPU_THREAD_BYTES else 1
-    return LanesEngine(program, data, choice.lanes, choice.compile, threads)
+    functions, compiled = Vectorized(program, data), program.model.compute if choice.compile else None
+    if captures(data.device):
+        steps = GraphSteps(functions.step, compiled)
+        return LanesEngine(functions, steps, choice.lanes, trace_passes=True, compiled=compiled)
+    alone = data.device.type == "cpu" and choice.lanes == 1
+    threads = torch.get_num_threads() if alone and _largest(program.model, width) <= CPU_THREAD_BYTES else 1
+    engine = LanesEngine(functions, EagerSteps(functions.step), choice.lanes, trace_passes=threads > 1)
+    return ThreadedEngine(engine, threads) if threads > 1 else engine
 
 
 def _largest(model: Model, width: int) -> float:
@@ -116,7 +105,7 @@ def _largest(model: Model, width: int) -> float:
     return width * max((out.numel() * out.element_size() for out in outputs), default=0)
 
 
-def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
+def _lanes(model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
     """How many lanes, and why: as many as keep busy while the longest client trains, and as memory holds."""
     device = data.device
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
@@ -133,27 +122,10 @@ def _lanes(model: Model, data: Resident, cohort: int, steps: np.ndarray, width: 
     return math.ceil(busy / math.ceil(busy / room)), "as many as memory serves well"
 
 
-def convolution_flops(model: Model, data: Resident, width: int) -> float:
+def convolution_flops(model: Model, data: DeviceData, width: int) -> float:
     """Operations that the convolutions of one lane's forward pass take, counted on one sample."""
     row = torch.zeros(1, dtype=torch.int64, device=data.device)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.start, data.batch(row, row).x)
     counts = counter.get_flop_counts().get("Global", {})
     return float(sum(flops for op, flops in counts.items() if "convolution" in str(op))) * width
-
-
-def _vmap_failure(program: Program, data: Resident, orders: Orders) -> str | None:
-    """Why vmap refuses the model, from a tiny step of two lanes, or None."""
-    rows = torch.zeros(2, 2, dtype=torch.int64, device=data.device)
-    keys = orders.lanes["key"][[0, 0]]
-
-    def output(params: Params, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        return program.model.train(params, x, Key(words, torch.zeros_like(words[0]))).sum()
-
-    try:
-        torch.func.vmap(torch.func.grad(output))(tree_expand(program.model.start, 2), data.batch(rows, rows).x, keys)
-    except UndriftError:
-        raise
-    except Exception as error:  # whatever a user's forward pass may raise under vmap
-        return f"the model does not run under vmap ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
-    return None

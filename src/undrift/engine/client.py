@@ -4,8 +4,8 @@ A local step is, in this order: the gradient of the loss (with the `logits` hook
 `gradient` hooks in the order of `+`, then momentum, then the rate, the step, and the `project` hooks. The lanes
 engine maps these functions over a lane axis, the plain engine calls them as they are.
 
-`lane` is what belongs to one client, `shared` what the whole cohort has in common, `state` what training changes:
-all of them trees of tensors.
+`given` is everything one client is given, its own or common to the cohort alike; `state` is what training changes. Both
+are trees of tensors.
 """
 
 from __future__ import annotations
@@ -49,57 +49,57 @@ class Program:
         """Only `update` and `upload` may read `rate_sum` and `work`; where none does, nobody pays for the sums."""
         return any(part.reads_rates for hook in ("update", "upload") for _, part in self.method.overriding(hook))
 
-    def clients(self, lane: Tree, shared: Tree, step: Tensor | int) -> list[tuple[Part, Client]]:
+    def clients(self, given: Tree, step: Tensor | int) -> list[tuple[Part, Client]]:
         """Every part, with this round's numbers in it, beside the client as that part sees it."""
-        step = torch.full_like(lane["id"], step) if isinstance(step, int) else step
+        step = torch.full_like(given["id"], step) if isinstance(step, int) else step
         base = Client(
-            id=lane["id"],
-            round=shared["round"],
-            n=lane["n"],
-            weight=lane["weight"],
-            label_counts=lane["label_counts"],
-            steps=lane["steps"],
-            lr=shared["lr"],
-            start=shared["start"],
-            key=Key(lane["key"], step),
-            model=self.model,
+            id=given["id"],
+            round=given["round"],
+            n=given["n"],
+            weight=given["weight"],
+            label_counts=given["label_counts"],
+            steps=given["steps"],
+            lr=given["lr"],
+            start=given["start"],
+            key=Key(given["key"], step),
+            model=self.model.at(given["tracked"]),
             loss=self.loss,
         )
-        own = {name: lane[name] for name in ("kept", "measured", "prepared") if name in lane}
+        own = {name: given[name] for name in ("kept", "measured", "prepared") if name in given}
         views = []
-        for i, part in enumerate(self.method.bind(shared["numbers"]).parts):
+        for i, part in enumerate(self.method.bind(given["numbers"]).parts):
             mine: dict[str, Any] = {name: trees[i] for name, trees in own.items()}
             key = base.key.stream_at(part_stream(part))
-            views.append((part, replace(base, key=key, received=shared["received"][i], **mine)))
+            views.append((part, replace(base, key=key, received=given["received"][i], **mine)))
         return views
 
-    def measure(self, params: Params, lane: Tree, shared: Tree, batch: Batch, when: str, number: Tensor) -> Tree:
+    def measure(self, params: Params, given: Tree, batch: Batch, when: str, number: Tensor) -> Tree:
         """Each measuring part's sums over batch `number` of a pass over the client's data."""
         return [
             tree_map(_summable, part.measure(params, batch, client)) if part.measures == when else ()
-            for part, client in self.clients(lane, shared, MEASURE[when] + number)
+            for part, client in self.clients(given, MEASURE[when] + number)
         ]
 
-    def prepare(self, lane: Tree, shared: Tree) -> Tree:
-        return [part.prepare(client) for part, client in self.clients(lane, shared, PREPARE)]
+    def prepare(self, given: Tree) -> Tree:
+        return [part.prepare(client) for part, client in self.clients(given, PREPARE)]
 
-    def begin(self, lane: Tree, shared: Tree) -> Tree:
+    def begin(self, given: Tree) -> Tree:
         """Training state before the first step."""
-        state: dict[str, Any] = {"params": tree_map(torch.clone, shared["start"])}
+        state: dict[str, Any] = {"params": tree_map(torch.clone, given["start"])}
         if self.momentum:
-            state["velocity"] = tree_zeros(shared["start"])
+            state["velocity"] = tree_zeros(given["start"])
         if self.reads_rates:
-            k = torch.zeros_like(lane["id"])
-            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(lane, shared, k), shared["start"]))
-            state |= {"rate_sum": zeros, "work": zeros, "inertia": torch.zeros_like(shared["lr"])}
+            k = torch.zeros_like(given["id"])
+            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k), given["start"]))
+            state |= {"rate_sum": zeros, "work": zeros, "inertia": torch.zeros_like(given["lr"])}
         return state
 
     def objective(
-        self, params: Params, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params | None = None
+        self, params: Params, given: Tree, batch: Batch, k: Tensor, statistics: Params | None = None
     ) -> Tensor:
         """The mean loss of a batch over its real rows."""
-        clients = self.clients(lane, shared, k)
-        key = Key(lane["key"], k)
+        clients = self.clients(given, k)
+        key = Key(given["key"], k)
         x = self.augment(batch.x, key.stream_at(AUGMENT)) if self.augment else batch.x
         z = self.model.train(params, x, key, statistics)
         for part, client in clients:
@@ -108,25 +108,25 @@ class Program:
         mask = batch.mask.to(losses.dtype)
         return (losses * mask).sum() / mask.sum()
 
-    def advance(self, state: Tree, g: Params, lane: Tree, shared: Tree, k: Tensor) -> Tree:
+    def advance(self, state: Tree, g: Params, given: Tree, k: Tensor) -> Tree:
         """One local step, given the gradient of the loss."""
-        clients, params, after = self.clients(lane, shared, k), state["params"], dict(state)
+        clients, params, after = self.clients(given, k), state["params"], dict(state)
         if self.weight_decay:
-            g = tree_map(lambda g, w: g + shared["weight_decay"] * w, g, params)
+            g = tree_map(lambda g, w: g + given["weight_decay"] * w, g, params)
         for part, client in clients:
             g = aligned(part.gradient(g, params, client), params, part, "gradient")
         if self.momentum:
-            velocity = tree_map(lambda v, g: shared["momentum"] * v + g, state["velocity"], g)
+            velocity = tree_map(lambda v, g: given["momentum"] * v + g, state["velocity"], g)
             g = after["velocity"] = {n: v.to(params[n].dtype) for n, v in velocity.items()}
         multiplier = self.multiplier(k, clients, params)
-        rate = tree_map(lambda m: m * shared["lr"], multiplier)
+        rate = tree_map(lambda m: m * given["lr"], multiplier)
         rates: Tree = rate if isinstance(rate, dict) else dict.fromkeys(params, rate)
         params = {n: torch.addcmul(w, rates[n].to(w.dtype), g[n], value=-1) for n, w in params.items()}
         for part, client in clients:
             params = aligned(part.project(params, client), params, part, "project")
         after["params"] = params
         if self.reads_rates:
-            after["inertia"] = shared["momentum"] * state["inertia"] + 1
+            after["inertia"] = given["momentum"] * state["inertia"] + 1
             after["rate_sum"] = tree_map(torch.add, state["rate_sum"], rate)
             after["work"] = tree_map(lambda a, m: a + m * after["inertia"], state["work"], multiplier)
         return after
@@ -151,34 +151,32 @@ class Program:
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
-    def conclude(
-        self, state: Tree, lane: Tree, shared: Tree, statistics: Tree = (), skip: bool = False
-    ) -> tuple[Tree, Tree, Tree]:
+    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> tuple[Tree, Tree, Tree]:
         """What the client sends (its weighted update, each part's sums, weighted statistics) and what it keeps.
 
         With `skip`, a client with anything in these that is not finite sends zeros and keeps what it had; the third
         result then says whether all is finite.
         """
-        delta = tree_sub(state["params"], shared["start"])
+        delta = tree_sub(state["params"], given["start"])
         update, sums, kept = delta, [], []
         rates: dict[str, Any] = {}
         for name in ("rate_sum", "work") if self.reads_rates else ():
             rates[name] = state[name] if isinstance(state[name], dict) else dict.fromkeys(delta, state[name])
-        for part, client in [(p, replace(c, **rates)) for p, c in self.clients(lane, shared, CONCLUDE)]:
+        for part, client in [(p, replace(c, **rates)) for p, c in self.clients(given, CONCLUDE)]:
             update = aligned(part.update(update, client), delta, part, "update")
             own_sums, own_kept = part.upload(delta, client)
             sums.append(tree_map(_summable, own_sums))
             kept.append(own_kept)
         # In at least float32: a half-precision update times a client's samples would overflow.
         weighted = [
-            tree_map(lambda t: t.to(self.model.exact) * lane["weight"], tree) for tree in (update, statistics or {})
+            tree_map(lambda t: t.to(self.model.exact) * given["weight"], tree) for tree in (update, statistics or {})
         ]
         sent = (weighted[0], sums, weighted[1])
         if not skip:
             return sent, kept, ()
         numbers = [t for t in tree_leaves((sent, kept)) if t.is_floating_point()]
         finite = torch.stack([t.isfinite().all() for t in numbers]).all()
-        return tree_where(finite, sent, tree_zeros(sent)), tree_where(finite, kept, lane["kept"]), finite
+        return tree_where(finite, sent, tree_zeros(sent)), tree_where(finite, kept, given["kept"]), finite
 
 
 def _summable(leaf: Any) -> Tensor:

@@ -29,12 +29,12 @@ def busy(steps: np.ndarray, queues: list[list[int]]) -> float:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A stretch of steps in which no lane changes its client."""
+class Segment:
+    """Local steps during which no lane changes its client."""
 
     begins: list[tuple[int, int]]
     """(lane, client) pairs that start here."""
-    rows: np.ndarray
+    steps: np.ndarray
     """steps × lanes: the local step each lane takes; an idle lane repeats its last."""
     clients: np.ndarray
     """The client on each lane; an idle lane keeps its last."""
@@ -42,8 +42,8 @@ class Stretch:
     """(lane, client) pairs that have finished after it."""
 
 
-def stretches(steps: np.ndarray, queues: list[list[int]]) -> Iterator[Stretch]:
-    """The whole round as stretches between changes of client, given each lane's clients."""
+def segments(steps: np.ndarray, queues: list[list[int]]) -> Iterator[Segment]:
+    """The whole round as segments between changes of client, given each lane's clients."""
     lanes, queues = len(queues), [queue[::-1] for queue in queues]
     clients, done = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
     busy = np.zeros(lanes, bool)
@@ -56,10 +56,10 @@ def stretches(steps: np.ndarray, queues: list[list[int]]) -> Iterator[Stretch]:
         if not busy.any():
             return
         length = int((steps[clients] - done)[busy].min())
-        rows = np.minimum(done[None] + np.arange(length)[:, None], steps[clients][None] - 1)
+        taken = np.minimum(done[None] + np.arange(length)[:, None], steps[clients][None] - 1)
         done = done + np.where(busy, length, 0)
         ended = busy & (done == steps[clients])
         busy = busy & ~ended
-        yield Stretch(
-            begins, rows, clients.copy(), [(lane, int(clients[lane])) for lane in np.flatnonzero(ended).tolist()]
+        yield Segment(
+            begins, taken, clients.copy(), [(lane, int(clients[lane])) for lane in np.flatnonzero(ended).tolist()]
         )

@@ -10,70 +10,69 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
-from undrift.engine.cohort import Kept, Orders, Outcome, Resident, Sums, Visit, outcome
-from undrift.functional.convolution.lanes import by_itself
+from undrift.engine.device_data import DeviceData
+from undrift.engine.sums import Sums
 from undrift.functional.model import Params, ordinary_gradient
 from undrift.method.context import Batch
 from undrift.tree import Tree, tree_add, tree_map
 
 
 class PlainEngine:
-    def __init__(self, program: Program, data: Resident) -> None:
+    def __init__(self, program: Program, data: DeviceData) -> None:
         self.program, self.data = program, data
 
-    def run(self, orders: Orders, kept: Kept, visit: Visit | None = None, skip: bool = False) -> Outcome:
-        sums = Sums()
-        for c, client in enumerate(orders.plan.clients.tolist()):
-            lane = tree_map(lambda t, c=c: t[c], orders.lanes)
-            lane["measured"] = self.measure(orders.shared["start"], lane, orders.shared, client, "before")
-            lane["prepared"] = self.program.prepare(lane, orders.shared)
-            state = self.program.begin(lane, orders.shared)
-            statistics = tree_map(torch.clone, self.program.model.tracked)
-            first = orders.batches.first[c]
-            for k in range(int(orders.plan.steps[c])):
-                count = orders.batches.counts[first + k]
-                batch = self.batch(client, orders.batches.rows[first + k, :count])
-                step = torch.tensor(k, device=self.data.device)
-                state = self.step(state, lane, orders.shared, batch, step, statistics)
+    def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
+        program, sums = self.program, Sums(self.program)
+        for c, client in enumerate(inputs.plan.clients.tolist()):
+            given = self.given(inputs, c)
+            given["measured"] = self.measure(given["start"], given, client, "before")
+            given["prepared"] = program.prepare(given)
+            state = program.begin(given)
+            statistics = tree_map(torch.clone, given["tracked"])
+            first = inputs.batches.first[c]
+            for k in range(int(inputs.plan.steps[c])):
+                count = inputs.batches.counts[first + k]
+                batch = self.batch(client, inputs.batches.positions[first + k, :count])
+                state = self.step(state, given, batch, torch.tensor(k, device=self.data.device), statistics)
             if visit:
                 visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
-            after = self.measure(state["params"], lane, orders.shared, client, "after")
-            lane["measured"] = self.program.latest(lane["measured"], after)
-            sent, keeps, finite = self.program.conclude(state, lane, orders.shared, statistics, skip)
+            after = self.measure(state["params"], given, client, "after")
+            given["measured"] = program.latest(given["measured"], after)
+            sent, keeps, finite = program.conclude(state, given, statistics, skip)
             sums.add(sent)
-            sums.keep(tree_map(lambda t: t[None], keeps), kept, [client])
+            sums.keep(tree_map(lambda t: t[None], keeps), [client])
             if skip:
                 sums.note(finite[None], [c])
-        return outcome(sums, orders)
+        return sums.outcome(inputs)
 
-    def step(self, state: Tree, lane: Tree, shared: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
-        with by_itself(self.data.device):
-            g = ordinary_gradient(
-                lambda w: self.program.objective(w, lane, shared, batch, k, statistics), state["params"]
-            )
-        return self.program.advance(state, g, lane, shared, k)
+    def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
+        """What the client at position `c` of the cohort is given."""
+        return {**inputs.shared, **tree_map(lambda t: t[c], inputs.clients)}
 
-    def survey(self, orders: Orders) -> list[Tree]:
-        """The "finish" measures, summed over the clients of `orders`."""
-        sums = Sums()
-        for c, client in enumerate(orders.plan.clients.tolist()):
-            lane = tree_map(lambda t, c=c: t[c], orders.lanes)
-            sums.add(self.measure(orders.shared["start"], lane, orders.shared, client, "finish"))
+    def step(self, state: Tree, given: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
+        g = ordinary_gradient(lambda w: self.program.objective(w, given, batch, k, statistics), state["params"])
+        return self.program.advance(state, g, given, k)
+
+    def measure_all(self, inputs: RoundInputs) -> list[Tree]:
+        sums = Sums(self.program)
+        for c, client in enumerate(inputs.plan.clients.tolist()):
+            given = self.given(inputs, c)
+            sums.add(self.measure(given["start"], given, client, "finish"))
         return sums.total
 
-    def measure(self, params: Params, lane: Tree, shared: Tree, client: int, when: str) -> list[Tree]:
+    def measure(self, params: Params, given: Tree, client: int, when: str) -> list[Tree]:
         """A pass over all of a client's data without training."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         n, width, found = int(self.data.data.sizes[client]), self.data.measure_width, None
         for number, begin in enumerate(range(0, n, width)):
             batch = self.batch(client, np.arange(begin, min(n, begin + width)))
-            turn = torch.tensor(number, device=self.data.device)
-            sums = self.program.measure(params, lane, shared, batch, when, turn)
+            sums = self.program.measure(params, given, batch, when, torch.tensor(number, device=self.data.device))
             found = sums if found is None else tree_add(found, sums)
         return found  # type: ignore[return-value]
 
     def batch(self, client: int, positions: np.ndarray) -> Batch:
-        rows = torch.from_numpy(self.data.rows(np.array([client]), positions[None])[0]).to(self.data.device)
-        return self.data.batch(rows, torch.ones(len(rows), device=self.data.device))
+        indices = torch.from_numpy(self.data.indices(np.array([client]), positions[None])[0]).to(self.data.device)
+        return self.data.batch(indices, torch.ones(len(indices), device=self.data.device))

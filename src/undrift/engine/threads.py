@@ -1,7 +1,7 @@
-"""Clients on the threads of a CPU: each trains one client, on its share of the cores.
+"""Clients on the threads of a CPU: each thread trains one client at a time, on its share of the cores.
 
-Where a model is large enough for one client at a time, a core a client beats all cores on each operation of one. What
-is run must be traced: modules are not to be called from two threads.
+Where a model is large enough for one client at a time, one core per client beats all cores on each operation of one
+client. What a thread runs must be traced: modules must not be called from two threads.
 """
 
 from __future__ import annotations
@@ -12,9 +12,43 @@ from typing import Any
 
 import torch
 
+from undrift.engine.base import Outcome, RoundInputs, Visit
+from undrift.engine.client import Program
+from undrift.engine.lanes import LanesEngine
+from undrift.engine.packing import busy, pack
+from undrift.engine.sums import Sums
+from undrift.tree import Tree
+
+THREADS_BUSY = 0.9
+"""The share of the time that threads must be busy; below it, one client at a time gets all cores."""
+
+
+class ThreadedEngine:
+    """A lanes engine of one lane on several threads. Sums are added in the order that the packing fixes."""
+
+    def __init__(self, engine: LanesEngine, threads: int) -> None:
+        self.engine, self.threads = engine, threads
+
+    @property
+    def program(self) -> Program:
+        return self.engine.program
+
+    def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
+        steps = inputs.plan.steps
+        queues = pack(steps, min(self.threads, len(steps)))
+        if busy(steps, queues) < THREADS_BUSY:
+            return self.engine.run(inputs, visit, skip)
+        total = Sums(self.program)
+        for sums in at_once(lambda queue: self.engine.train([queue], inputs, visit, skip), queues):
+            total.join(sums)
+        return total.outcome(inputs)
+
+    def measure_all(self, inputs: RoundInputs) -> list[Tree]:
+        return self.engine.measure_all(inputs)
+
 
 def at_once(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The function's results, in the order of the items, a thread an item."""
+    """The function's results in the order of the items, with one thread per item."""
     threads = torch.get_num_threads()
 
     def alone(item: Any) -> Any:

@@ -14,10 +14,12 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError
-from undrift.functional.draws import KeyedDraws, RefuseDraws
+from undrift.functional.convolution.lanes import Convolutions, convolutions
+from undrift.functional.draws import KeyedDraws
+from undrift.functional.examine import NORMS, examine, find_obstacle
 from undrift.functional.layers import Layer, Watch
-from undrift.functional.per_sample import Uses
-from undrift.functional.recurrent.layers import release
+from undrift.functional.per_sample import Squares, Uses
+from undrift.functional.recurrent.layers import adopt, release
 from undrift.random import Key
 
 Params = dict[str, Tensor]
@@ -40,14 +42,14 @@ class Model:
     """`model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
 
     Trainable parameters are the function's argument; frozen ones (`requires_grad=False`) stay in the module, one
-    copy for all clients, and are never sent. So do buffers; those that training changes, such as a norm's running
-    statistics, are `tracked`: the module holds the global ones, and a client trains on a copy.
+    copy for all clients, and are never sent. So do buffers, except for those that training changes, such as a norm's
+    running statistics: `tracked` has their values, and `at` gives the same model with others.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, precision: str = "auto") -> None:
         _check_values(module)
-        # The caller's module keeps its weights. What is frozen nobody writes, so that is not copied, unless it must
-        # move: `to` would move the caller's own.
+        # The caller's module keeps its weights. Nothing writes to frozen parameters, so these are not copied, unless
+        # they have to move: `to` would move the caller's own.
         shared = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device}
         self.module = copy.deepcopy(module, shared).to(device)
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
@@ -60,9 +62,36 @@ class Model:
         self.norms = _of_norms(self.module)
         self.outputs = 0
         self.tracked: Params = {}
-        self.vmaps = True
-        """Whether the model runs under vmap; the choice of an engine finds out."""
         self.sample: Tensor | None = None
+
+    def examined(self, x: Tensor) -> tuple[Model, Tensor]:
+        """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
+
+        Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for draws that no key
+        governs, and whatever the module itself raises.
+        """
+        output, changed = examine(self, x)
+        outputs = output.shape[-1] if output.dim() > 1 else 0
+        tracked = {name: self.module.get_buffer(name).clone() for name in changed}
+        return self._with(outputs=outputs, tracked=tracked, sample=x), output
+
+    def in_lanes(self) -> Model:
+        """This model with recurrent layers that run under vmap, where it has torch's own."""
+        module = copy.deepcopy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
+        adopt(module)
+        return self._with(module=module)
+
+    def at(self, tracked: Params) -> Model:
+        """This model with these running statistics."""
+        return self._with(tracked=tracked) if self.tracked else self
+
+    def _with(self, **changes: Any) -> Model:
+        other = copy.copy(self)
+        for name in ("layers", "squares", "obstacle"):  # what was found out about the module, this one or another
+            if "module" in changes or "sample" in changes:
+                other.__dict__.pop(name, None)
+        other.__dict__ |= changes
+        return other
 
     @cached_property
     def layers(self) -> list[Layer]:
@@ -88,52 +117,28 @@ class Model:
                 self._call(self.start, self.sample[:1].expand(uses.rows, *self.sample.shape[1:]), {}, False, uses)
         return found[0].largest if all(uses.fine(self.start) for uses in found) else None
 
-    def examine(self, x: Tensor) -> Tensor:
-        """Run the model once on `x` in each mode, on a copy: refuses draws that no key governs, finds what it tracks.
-
-        Returns the outputs in evaluation mode.
-        """
-        twin = copy.copy(self)
-        twin.module = copy.deepcopy(self.module, {id(p): p for p in self.module.parameters()})
-        before = dict(twin.module.named_buffers())
-        values = {name: b.clone() for name, b in before.items()}
-        key = Key(
-            torch.zeros(2, dtype=torch.int64, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
-        )
-        given = x.to(self.dtype) if x.is_floating_point() else x
-        with torch.no_grad(), RefuseDraws():
-            output = twin(twin.start, x)
-            twin.module.train()
-            with KeyedDraws(key):
-                first = twin.module(given)
-            for name, after in twin.module.named_buffers():
-                if before[name] is not after:
-                    raise UndriftError(
-                        f"The model replaces its buffer {name!r}; change it in place instead ({name}.copy_(…))."
-                    )
-                if not torch.equal(values[name], after):
-                    self.tracked[name] = self.module.get_buffer(name)
-                    after.copy_(values[name])
-            with KeyedDraws(key):
-                second = twin.module(given)
-        if isinstance(first, Tensor) and not _alike(first, second):
-            raise UndriftError(
-                "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
-                "its forward pass draws from Python's or numpy's generator, or counts its calls. Use torch.rand or "
-                "torch.randn, which undrift draws from the client's key, and buffers for what must change."
-            )
-        self.outputs = output.shape[-1] if output.dim() > 1 else 0
-        self.sample = x
-        return output
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why this model cannot run under vmap; None if it can."""
+        return find_obstacle(self)
 
     def __call__(self, params: Params, x: Tensor) -> Tensor:
         """Outputs in evaluation mode: no dropout, running statistics as they are."""
         return self._call(params, x, {}, training=False)
 
     def train(self, params: Params, x: Tensor, key: Key, statistics: Params | None = None) -> Tensor:
-        """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`."""
+        """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`, if given."""
+        if statistics is None:
+            statistics = {name: value.clone() for name, value in self.tracked.items()}
         with KeyedDraws(key):
-            return self._call(params, x, statistics or {}, training=True)
+            return self._call(params, x, statistics, training=True)
+
+    def squared(self, params: Params, x: Tensor) -> Tensor:
+        """Outputs in evaluation mode whose gradient is, per parameter, the sum over samples of squared gradients.
+
+        Only where `squares` is not None.
+        """
+        return self._call(params, x, {}, False, Squares())
 
     def activations(self, params: Params, x: Tensor) -> dict[str, Tensor]:
         """What each layer's neurons do, in evaluation mode: by layer, samples × neurons."""
@@ -150,23 +155,26 @@ class Model:
         return seen
 
     def _call(
-        self, params: Params, x: Tensor, statistics: Params, training: bool, watch: Watch | Uses | None = None
+        self, params: Params, x: Tensor, statistics: Params, training: bool, watch: Watch | Uses | Squares | None = None
     ) -> Tensor:
         if self.module.training != training:
             self.module.train(training)
         x = x.to(self.compute) if x.is_floating_point() else x
-        tensors = {**dict(self.module.named_parameters()), **params} if watch else params
+        tensors = {**dict(self.module.named_parameters()), **self.tracked, **params} if watch else self.tracked | params
         if self.compute != self.dtype:  # activations in low precision, parameters and all after the output in their own
-            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | params
+            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | self.tracked | params
             whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
             tensors = {n: t.to(self.compute) for n, t in rest.items() if n not in whole} | whole
-        if watch:
+        if isinstance(watch, Watch | Uses):
             watch.names = {id(tensor): name for name, tensor in tensors.items()}
-        with watch or contextlib.nullcontext(), self._differentiable(training):
+        mode = convolutions(params, x, self.compute)
+        with mode, watch or contextlib.nullcontext(), self._differentiable(training):
             output = functional_call(self.module, {**tensors, **statistics}, (x,))
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise UndriftError(f"The model must return one tensor, not {kind}; wrap it in a module that does.")
+        if isinstance(mode, Convolutions):  # its outputs may be strided as nobody outside expects
+            output = output.contiguous()
         return output.to(self.dtype) if output.is_floating_point() else output
 
     def _differentiable(self, training: bool) -> contextlib.AbstractContextManager[Any]:
@@ -177,26 +185,26 @@ class Model:
         cudnn = torch.backends.cudnn
         return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
 
-    def track(self, statistics: Params) -> Callable[[], None]:
-        """Make these the global running statistics. Returns a function that restores the previous ones."""
-        before = {name: self.tracked[name].clone() for name in statistics}
-
-        def undo() -> None:
-            for name, value in before.items():
-                self.tracked[name].copy_(value)
-
-        for name, value in statistics.items():
-            whole = not self.tracked[name].is_floating_point()  # a counter of batches
-            self.tracked[name].copy_(value.round() if whole else value)
-        return undo
+    def track(self, statistics: Params) -> None:
+        """Make these the running statistics of this model, which the server's is for one round."""
+        if statistics:
+            new = {name: as_buffer(value, self.tracked[name]) for name, value in statistics.items()}
+            self.tracked = self.tracked | new
 
     def load(self, params: Params) -> nn.Module:
-        """The module with these weights in it, in evaluation mode."""
+        """The module with these weights and the running statistics in it, in evaluation mode."""
         for name, p in self.module.named_parameters():
             if name in params:
                 p.copy_(params[name])
+        for name, value in self.tracked.items():
+            self.module.get_buffer(name).copy_(value)
         release(self.module)
         return self.module.eval()
+
+
+def as_buffer(value: Tensor, like: Tensor) -> Tensor:
+    """A mean over clients as a buffer's value: a counter of batches stays a whole number."""
+    return (value if like.is_floating_point() else value.round()).to(like.dtype)
 
 
 def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
@@ -214,17 +222,6 @@ def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Param
             ) from error
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(params, found, strict=True))
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two outputs are the same up to rounding; a GPU may add up in another order."""
-    if a.shape != b.shape or not a.is_floating_point():
-        return torch.equal(a, b)
-    gap, size = (a - b).nan_to_num().double().norm(), a.nan_to_num().double().norm()
-    return bool(gap <= 100 * torch.finfo(a.dtype).eps * size)
-
-
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def _of_norms(module: nn.Module) -> set[str]:

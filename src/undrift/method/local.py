@@ -98,12 +98,12 @@ def steps_per_epoch(sizes: Array, batch_size: int | None) -> Array:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a cohort's whole round: a row a step, client after client."""
+    """The batches of a cohort's whole round: one row per step, client after client."""
 
-    rows: Array
+    positions: Array
     """Positions within the client's data, steps × the widest batch; a short one is padded with its last sample."""
     counts: Array
-    """How many of each row are real."""
+    """Per step: how many of them are real."""
     first: Array
     """Where each client's steps begin."""
 
@@ -142,7 +142,7 @@ def cohort_batches(
 
 
 def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, lengths: Array, begins: Array) -> Array:
-    """One permutation a segment, laid end to end."""
+    """One permutation per segment, laid end to end."""
     blocks = -(-lengths // 4)
     segment = np.repeat(np.arange(len(lengths)), blocks)
     block = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
@@ -165,4 +165,4 @@ def batches(data: FederatedDataset, local: Local, *, client: int, round: int, se
         return []
     steps = local.step_counts(round, ids, sizes)
     made = cohort_batches(seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes))
-    return [torch.from_numpy(row[:count]) for row, count in zip(made.rows, made.counts, strict=True)]
+    return [torch.from_numpy(row[:count]) for row, count in zip(made.positions, made.counts, strict=True)]

@@ -16,7 +16,6 @@ from torch.func import grad, vmap
 
 from undrift.errors import UndriftError
 from undrift.functional.model import Model, ordinary_gradient
-from undrift.functional.per_sample import Squares
 from undrift.method.context import Batch, Client, Server, Totals
 from undrift.method.part import Part
 from undrift.methods.temporal import Targeted, TemporalEnsemble
@@ -29,7 +28,7 @@ ELEMENTS, ON_GPU = 2**26, 2**29
 
 def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     """The sum over a batch's real rows of squared per-sample gradients."""
-    way = _row_by_row if not model.vmaps else _each_row if model.squares is None else _at_once
+    way = _row_by_row if model.obstacle else _each_row if model.squares is None else _at_once
     # At once, one layer's per-sample gradients are there at a time, else those of all.
     each = model.squares if way is _at_once else sum(w.numel() for w in params.values())
     rows = max(1, (ON_GPU if batch.x.is_cuda else ELEMENTS) // max(1, each or 0))
@@ -41,8 +40,7 @@ def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], pa
 
 
 def _at_once(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    with Squares():
-        return grad(lambda p: (loss(model(p, batch.x), batch.y) * batch.mask).sum())(params)
+    return grad(lambda p: (loss(model.squared(p, batch.x), batch.y) * batch.mask).sum())(params)
 
 
 def _each_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:

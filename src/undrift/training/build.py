@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch import nn
 
 from undrift import models
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.engine.choose import build, choose, compiles
+from undrift.engine.choose import Choice, build, choose, compiles
 from undrift.engine.client import Program
-from undrift.engine.cohort import Kept, Resident
+from undrift.engine.device_data import DeviceData
 from undrift.engine.graph import captures
 from undrift.errors import require
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
+from undrift.method.local import Local
 from undrift.method.parse import as_method
 from undrift.models import parse_model
 from undrift.random import derive
@@ -29,8 +30,9 @@ from undrift.training.checks import (
     check_types,
     cohort_size_of,
     find_device,
+    two_samples,
 )
-from undrift.training.run import Problem, Run
+from undrift.training.run import Run
 from undrift.training.survivors import Conditions
 
 log = logging.getLogger("undrift")
@@ -67,28 +69,42 @@ def prepare(
     chosen_loss = get_loss(loss if loss is not None else data.task.loss)
     chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
     function = Model(module_of(model, data, seed), where, precision)
-    resident = Resident(data, where, function.exact)
-    check_data(function, data, where, chosen_loss, chosen_metrics)
+    function = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         part.check_model(function, rounds)
-    problem = Problem(
+    device_data = DeviceData(data, where, function.exact)
+    with selected(where):
+        choice = chosen(function, device_data, local, rounds, cohort_size, engine, lanes, compile)
+    function = function.in_lanes() if choice.engine == "lanes" else function
+    moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
+    program = Program(function, method, chosen_loss, moves, decays, data.augment)
+    program = conditions.program(program, cohort_size)
+    return Run(
         method=method,
         model=function,
         data=data,
-        resident=resident,
+        device_data=device_data,
         local=local,
         loss=chosen_loss,
         metrics=chosen_metrics,
-        test=resident.place(data.test_rows) if data.test_rows else None,
-        validation=resident.place(data.validation_rows) if data.validation_rows else None,
+        test=device_data.place(data.test_rows) if data.test_rows else None,
+        validation=device_data.place(data.validation_rows) if data.validation_rows else None,
         server_data=tuple(t.to(where) for t in data.server) if data.server else None,
         rounds=rounds,
         cohort_size=cohort_size,
         seed=seed,
-        kept=Kept(method, where, len(data.nonempty)),
         conditions=conditions,
+        engine=build(choice, program, device_data, local.widest(data.sizes)),
+        choices={
+            "engine": choice.engine,
+            "lanes": choice.lanes,
+            "compile": choice.compile,
+            "device": str(where),
+            "precision": precision,
+            "dtype": str(function.dtype),
+            "why": choice.why,
+        },
     )
-    return with_engine(problem, engine, lanes, compile, precision)
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
@@ -106,44 +122,41 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
 
 def check_data(
     model: Model, data: FederatedDataset, device: torch.device, loss: Loss, metrics: dict[str, Metric]
-) -> None:
-    """Try the model, the loss, the metrics and the augmentation on samples of every split."""
-    splits = {"clients'": Rows(data.store, data.index, data.take)}
+) -> Model:
+    """Try the model, the loss, the metrics and the augmentation on samples of every split.
+
+    Returns the model with what the clients' samples show of it.
+    """
+    own = Rows(data.store, data.index, data.take)
+    splits = {"clients'": own}
     for name in ("test", "validation", "server"):
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
     for whose, rows in splits.items():
         check_split(model, whose, rows, device, loss, metrics)
-    check_gradient(model, splits["clients'"], device, loss)
+    check_gradient(model, own, device, loss)
     if data.augment:
-        check_augment(data.augment, splits["clients'"], device)
+        check_augment(data.augment, own, device)
+    return model.examined(two_samples(own, device)[0])[0]
 
 
-def with_engine(problem: Problem, engine: str, lanes: int | None, compile: bool | None, precision: str) -> Run:
-    """The run with the engine that was asked for, or that suits the problem."""
-    local, data, where = problem.local, problem.data, problem.resident.device
-    moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
-    program = Program(problem.model, problem.method, problem.loss, moves, decays, data.augment)
-    program = problem.conditions.program(program, problem.cohort_size)
-    steps = local.step_counts(0, data.nonempty, data.sizes[data.nonempty])
-    probe = problem.orders(problem.plan(0), problem.model.start, [() for _ in problem.method.parts])
-    width = local.widest(data.sizes)
-    with selected(where):
-        choice = choose(engine, lanes, program, problem.resident, probe, steps, width)
-    work = problem.cohort_size * float(steps.mean())
-    choice = replace(choice, compile=compiles(compile, choice, where, problem.rounds, work))
-    choices = {
-        "engine": choice.engine,
-        "lanes": choice.lanes,
-        "compile": choice.compile,
-        "device": str(where),
-        "precision": precision,
-        "dtype": str(problem.model.dtype),
-        "why": choice.why,
-    }
-    log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, where, choice.why)
-    given = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    return Run(**given, engine=build(choice, program, problem.resident, width), choices=choices)
+def chosen(
+    model: Model,
+    data: DeviceData,
+    local: Local,
+    rounds: int,
+    cohort: int,
+    engine: str,
+    lanes: int | None,
+    compile: bool | None,
+) -> Choice:
+    """The engine that was asked for, or that suits the model, the data and the device."""
+    clients = data.data.nonempty
+    steps, width = local.step_counts(0, clients, data.data.sizes[clients]), local.widest(data.data.sizes)
+    choice = choose(engine, lanes, model.in_lanes(), data, cohort, steps, width)
+    choice = replace(choice, compile=compiles(compile, choice, data.device, rounds, cohort * float(steps.mean())))
+    log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, data.device, choice.why)
+    return choice
 
 
 def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -26,11 +26,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from undrift.engine.client_states import ClientStates
 from undrift.errors import UndriftError
 from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
-from undrift.functional.model import Params
 from undrift.training.result import as_json
 from undrift.training.run import Run
+from undrift.training.state import State
 from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")
@@ -41,21 +42,6 @@ PIECES = 16
 """How many files clients' states, or the history, may be spread over before they are gathered into one."""
 OURS = re.compile(r"round-(0|[1-9]\d*)\.(json|safetensors)|clients-\d+\.safetensors|rows-\d+\.jsonl")
 """The names of files in `checkpoint/`; all others are somebody else's, and are left alone."""
-
-
-@dataclass
-class Progress:
-    """A run between two rounds."""
-
-    params: Params
-    states: list[Tree]
-    round: int = 0
-    """How many rounds are done."""
-    total_steps: int = 0
-    constant_steps: int = 0
-    """What `total_steps` would be had every round taken as many as the first."""
-    total_bytes: int = 0
-    history: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -70,8 +56,8 @@ class Series:
     """How many rounds of the history they have."""
     sums: dict[str, str] = field(default_factory=dict)
     """The checksums of all these files."""
-    changed: set[int] = field(default_factory=set)
-    """Whose states have changed since."""
+    saved: ClientStates | None = None
+    """The clients' states that they have."""
 
     def files(self) -> dict[str, str]:
         return {name: self.sums[name] for name in (*self.clients, *self.rows)}
@@ -92,28 +78,25 @@ class Checkpoints:
         if every is not None and folder is None:
             raise UndriftError("checkpoint_every needs a folder to write to; name one: out=….")
 
-    def due(self, now: Progress) -> bool:
+    def due(self, now: State) -> bool:
         late = self.seconds is not None and time.monotonic() - self.saved_at >= self.seconds
         return late or (self.rounds is not None and now.round % self.rounds == 0)
 
-    def save(self, now: Progress) -> None:
+    def save(self, now: State) -> None:
         """Make a checkpoint of a run that stands between two rounds."""
         if self.folder is None or now.round == self.saved_round:
             return
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync(self.folder.parent)
-        taken = self.run.kept.take_changed()
-        for series in self.series:
-            series.changed |= taken
         series = self.series[0]
-        self._save_clients(series, now.round)
+        self._save_clients(series, now)
         self._save_rows(series, now)
         tensors: dict[str, Tensor] = {}
         trees = {
             "params": pack(now.params, "params", tensors),
-            "tracked": pack(self.run.model.tracked, "tracked", tensors),
-            "states": pack(now.states, "states", tensors),
+            "tracked": pack(now.tracked, "tracked", tensors),
+            "states": pack(now.parts, "states", tensors),
         }
         state = f"round-{now.round}.safetensors"
         whole = {
@@ -133,27 +116,25 @@ class Checkpoints:
         self.series = [*self.series[1:], series]
         self._tidy()
 
-    def _save_clients(self, series: Series, number: int) -> None:
+    def _save_clients(self, series: Series, now: State) -> None:
         """The states that changed since the series' last checkpoint; all of them when they lie in too many files."""
-        kept, changed = self.run.kept, series.changed
-        if len(series.clients) >= PIECES:
-            changed = {client for states in kept.states.values() for client in states}
+        changed = now.clients.changed_since(None if len(series.clients) >= PIECES else series.saved)
+        series.saved = now.clients
         if not changed:
             return
         assert self.folder
         tensors: dict[str, Tensor] = {}
         trees = {
             f"{i}/{client}": pack(states[client], f"{i}/{client}", tensors)
-            for i, states in kept.states.items()
+            for i, states in now.clients.parts.items()
             for client in sorted(changed & states.keys())
         }
-        name = f"clients-{number}.safetensors"
+        name = f"clients-{now.round}.safetensors"
         series.sums[name] = write_tensors(self.folder / name, tensors, {"trees": json.dumps(trees)})
         left = {file: [c for c in own if c not in changed] for file, own in series.clients.items()}
         series.clients = {file: own for file, own in left.items() if own} | {name: sorted(changed)}
-        series.changed = set()
 
-    def _save_rows(self, series: Series, now: Progress) -> None:
+    def _save_rows(self, series: Series, now: State) -> None:
         """The history since the series' last checkpoint; all of it when it lies in too many files."""
         if len(series.rows) >= PIECES:
             series.rows, series.rounds = [], 0
@@ -194,34 +175,29 @@ class Checkpoints:
     def _found(self) -> list[int]:
         return _listed(self.folder) if self.folder and self.folder.is_dir() else []
 
-    def restore(self) -> Progress | None:
+    def restore(self) -> State | None:
         """Where the newest checkpoint that is whole stands; None if there is no checkpoint at all."""
         found = self._found()
         for number in found:
             assert self.folder
             try:
-                now, trees, clients, series = self._read(number)
+                now, series = self._read(number)
             except Exception as error:  # whatever damage may lead to; the checkpoint before it serves
                 log.warning("the checkpoint of round %d cannot be used: %s", number, error)
                 continue
-            for name, value in trees["tracked"].items():
-                self.run.model.tracked[name].copy_(value)
-            for name, own in series.clients.items():
-                self.run.kept.restore(clients[name], set(own))
             # What comes later is written anew, under the same names: no JSON may be left that names the old files.
             for later in found:
                 if later > number:
                     (self.folder / f"round-{later}.json").unlink()
-            everyone = {client for states in self.run.kept.states.values() for client in states}
             # The other series may be damaged, or of later rounds that are trained again: it begins anew.
-            self.series = [*(Series(changed=set(everyone)) for _ in range(LAST - 1)), series]
+            self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
             return now
         if found:
             raise UndriftError(f"None of the checkpoints in {self.folder} can be read; start the run again elsewhere.")
         return None
 
-    def _read(self, number: int) -> tuple[Progress, dict[str, Tree], dict[str, Any], Series]:
+    def _read(self, number: int) -> tuple[State, Series]:
         """A checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
         whole = unseal(self.folder / f"round-{number}.json")
@@ -230,16 +206,17 @@ class Checkpoints:
                 raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
             verify(self.folder / name, sha256)
         tensors = load_file(self.folder / whole["state"])
-        device = self.run.resident.device
-        trees = {name: tree_to(unpack(tree, tensors), device) for name, tree in whole["trees"].items()}
-        clients = {name: _read_clients(self.folder / name, own) for name, own in whole["clients"].items()}
+        trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
+        clients = ClientStates.none(self.run.method, self.run.device, self.run.population)
+        for name, own in whole["clients"].items():
+            clients = clients.updated(_read_clients(self.folder / name, own))
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
-        now = Progress(trees["params"], trees["states"], number, *counts, [json.loads(line) for line in lines])
+        history = [json.loads(line) for line in lines]
+        now = State(trees["params"], trees["states"], trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
             raise DamagedError(f"round-{number}.json is of another round.")
-        series = Series(whole["clients"], whole["rows"], number, whole["files"])
-        return now, trees, clients, series
+        return now, Series(whole["clients"], whole["rows"], number, whole["files"], clients)
 
 
 def _listed(folder: Path) -> list[int]:
@@ -249,7 +226,7 @@ def _listed(folder: Path) -> list[int]:
 
 
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
-    """The states in a file, by part and client; a KeyError if one of those wanted is not in it."""
+    """The states of these clients in a file, by part and client; a KeyError if one of them is not in it."""
     with safe_open(file, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])
@@ -257,10 +234,7 @@ def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
     for name, tree in trees.items():
         part, client = map(int, name.split("/"))
         found.setdefault(part, {})[client] = unpack(tree, tensors)
-    for states in found.values():
-        for client in wanted:
-            _ = states[client]
-    return found
+    return {part: {client: states[client] for client in wanted} for part, states in found.items()}
 
 
 def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:

@@ -16,6 +16,12 @@ from undrift.method.local import Local
 from undrift.random import Key
 
 
+def two_samples(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first sample of a split, twice, with its target."""
+    x, target = (t.to(device) for t in rows.take(rows.store, rows.index[:1].repeat(2)))
+    return x, target
+
+
 def check_split(
     model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
 ) -> None:
@@ -27,10 +33,9 @@ def check_split(
         require(not y.is_floating_point(), sentence + "or choose another loss.")
         several = f"The {whose} labels have shape {tuple(y.shape)}, but this loss needs one per sample; "
         require(y.dim() == 1, several + 'where a sample has several, choose loss="binary_cross_entropy".')
-    pair = rows.index[:1].repeat(2)
-    x, target = (t.to(device) for t in rows.take(rows.store, pair))
+    x, target = two_samples(rows, device)
     try:
-        output = model.examine(x)
+        _, output = model.examined(x)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise
@@ -64,7 +69,7 @@ def check_split(
 
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
     """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees."""
-    x, target = (t.to(device) for t in rows.take(rows.store, rows.index[:1].repeat(2)))
+    x, target = two_samples(rows, device)
     leaves = {name: w.detach().clone().requires_grad_() for name, w in model.start.items()}
     with torch.enable_grad():
         output = model(leaves, x)
@@ -79,7 +84,7 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
 
 def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: torch.device) -> None:
     """One call: what changes batches takes these samples and gives as many of the same shape."""
-    x = rows.take(rows.store, rows.index[:1].repeat(2))[0].to(device)
+    x, _ = two_samples(rows, device)
     words = torch.zeros(2, dtype=torch.int64, device=device)
     try:
         found = augment(x, Key(words, words[0]))

@@ -8,32 +8,31 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.functional.convolution.lanes import by_itself
-from undrift.functional.model import Params
 from undrift.losses import accuracy
 from undrift.training.run import Run
+from undrift.training.state import State
 
 BATCH = 1000
 
 
-def evaluate(run: Run, params: Params) -> dict[str, Any]:
+def evaluate(run: Run, state: State) -> dict[str, Any]:
     """Loss and metrics on the test set, and `validation_…` on the validation set, as far as there are such."""
-    row = measured(run, params, run.test) if run.test else {}
-    held = measured(run, params, run.validation) if run.validation else {}
+    row = measured(run, state, run.test) if run.test else {}
+    held = measured(run, state, run.validation) if run.validation else {}
     return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
 
 
 @torch.no_grad()
-def measured(run: Run, params: Params, rows: Rows) -> dict[str, Any]:
+def measured(run: Run, state: State, rows: Rows) -> dict[str, Any]:
     """The mean loss and each metric; beside accuracy also `class_accuracy`, a list with None for a class not seen."""
+    model = run.model.at(state.tracked)
     sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
     right = torch.zeros(run.data.classes, device=rows.index.device)
     seen = torch.zeros_like(right)
     for begin in range(0, len(rows), BATCH):
         x, y = rows.take(rows.store, rows.index[begin : begin + BATCH])
-        with by_itself(x.device):
-            output = run.model(params, x)
+        output = model(state.params, x)
         for name, metric in run.measures.items():
             top, bottom = parts_of(metric(output, y))
             sums[name] = [sums[name][0] + top.sum(), sums[name][1] + bottom.sum()]

@@ -23,7 +23,7 @@ from undrift.methods.fedavg import FedAvg
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic
 from undrift.training.build import prepare, selected
-from undrift.training.checkpoint import Checkpoints, Progress
+from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
 from undrift.training.evaluate import evaluate
@@ -31,11 +31,12 @@ from undrift.training.identity import compare, compare_versions, identity, versi
 from undrift.training.personal import Personal
 from undrift.training.record import record, same_settings
 from undrift.training.result import Folder, Result, intact
-from undrift.training.rounds import Round, bound, federated_round, finish, orders_of
+from undrift.training.rounds import Round, federated_round, finish, inputs_of
 from undrift.training.run import Run
+from undrift.training.state import State
 from undrift.training.survivors import Conditions
 from undrift.training.track import Trackers
-from undrift.tree import Tree, tree_to
+from undrift.tree import Tree
 
 log = logging.getLogger("undrift")
 
@@ -138,11 +139,11 @@ def train(
     check_listening(evaluate_every, personalize_every, on_round)
     nonfinite.check(on_nonfinite)
     nonfinite.check_start(run.model.start)
-    files, where = Folder(out, resume), run.resident.device
+    files, where = Folder(out, resume), run.device
     checkpoints = Checkpoints(files.path, run, checkpoint_every)
     trackers = Trackers(track, files.path)
     with files as folder, selected(where), arithmetic(precision, deterministic, where), trackers:
-        start = Progress(run.model.start, tree_to(bound(run, 0).start(run.model.start), where))
+        start = run.start()
         config = record(run, given) if folder.path or trackers else ""
         if folder.path:
             evaluations = {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)}
@@ -160,7 +161,7 @@ def train(
             folder.partition(holdings(data))
         folder.begin(state.history)
         watch = nonfinite.Watch(
-            run, start.states, lambda before: orders_of(run, bound(run, before.round), before),
+            run, start.parts, lambda before: inputs_of(run, run.bound(before.round), before),
             skip=on_nonfinite == nonfinite.SKIP,
         )  # fmt: skip
         listeners = Listeners(folder, checkpoints, trackers, on_round)
@@ -181,7 +182,7 @@ class Listeners:
         """Whether anybody wants a round's row at once."""
         return bool(self.trackers or self.on_round)
 
-    def row(self, row: dict[str, Any], state: Progress) -> None:
+    def row(self, row: dict[str, Any], state: State) -> None:
         self.folder.row(row)
         try:
             self.trackers.row(row)
@@ -191,11 +192,11 @@ class Listeners:
             self.save(state)
             raise
 
-    def save(self, state: Progress) -> None:
+    def save(self, state: State) -> None:
         self.folder.sync()
         self.checkpoints.save(state)
 
-    def stopped(self, state: Progress, why: str) -> None:
+    def stopped(self, state: State, why: str) -> None:
         self.save(state)
         self.folder.stopped(why)
         self.trackers.failed = True
@@ -210,10 +211,10 @@ class Loop:
     listeners: Listeners
     evaluate_every: int
     personalize_every: int | None
-    state: Progress
+    state: State
 
     def __post_init__(self) -> None:
-        self.personal, self.clock = Personal(self.run), Clock(self.run.resident.device)
+        self.personal, self.clock = Personal(self.run), Clock(self.run.device)
 
     def train(self) -> Result:
         """All rounds that are left, or as many as stay finite."""
@@ -225,7 +226,7 @@ class Loop:
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
             found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
             self.state, stopped = self.watch.undo(found)
-        trained = self.run.model.load(self.state.params)
+        trained = self.run.model.at(self.state.tracked).load(self.state.params)
         if stopped:
             self.listeners.stopped(self.state, stopped)
         else:
@@ -240,14 +241,14 @@ class Loop:
             self.settle(wait=True)
         self.clock.start()
         state, done = federated_round(run, before, self.watch.skip)
-        self.watch.add(before, done.answers, done.undo)
+        self.watch.add(before, done.answers)
         if last:
             state, done = finish(run, state, done)
-        self.watch.left(state.params, state.states)
+        self.watch.left(state.params, state.parts)
         self.state = state
 
         row = history_row(state, done)
-        self.clock.stop(row, partial(late_figures, self.watch, row, done.method, state.states))
+        self.clock.stop(row, partial(late_figures, self.watch, row, done.method, state.parts))
         self.evaluate(row, done.method, last)
         state.history.append(row)
         due = self.listeners.checkpoints.due(state)
@@ -259,9 +260,9 @@ class Loop:
         """Add to the row how the model does on the test and validation data and on clients' own, if that is due."""
         state = self.state
         if last or state.round % self.evaluate_every == 0:
-            row |= evaluate(self.run, state.params) | self.personal.shared(state.params, last)
+            row |= evaluate(self.run, state) | self.personal.shared(state, last)
         if last or (self.personalize_every and state.round % self.personalize_every == 0):
-            row |= self.personal.tuned(state.params, state.states, method, state.round - 1)
+            row |= self.personal.tuned(state, method, state.round - 1)
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
@@ -278,7 +279,7 @@ class Loop:
         raise error
 
 
-def history_row(state: Progress, done: Round) -> dict[str, Any]:
+def history_row(state: State, done: Round) -> dict[str, Any]:
     """What the history says of a round as soon as it is under way."""
     plan, answers = done.answers.plan, done.answers
     return {
@@ -308,7 +309,7 @@ def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, st
     return settled | own
 
 
-def resumed(run: Run, folder: Folder, checkpoints: Checkpoints, allow_version_change: bool) -> Result | Progress | None:
+def resumed(run: Run, folder: Folder, checkpoints: Checkpoints, allow_version_change: bool) -> Result | State | None:
     """The result of a run that is finished, where its last checkpoint stands, or None where there is no checkpoint.
 
     Compares before it changes anything. Raises `UndriftError` if the folder's run is not the one that is asked for.

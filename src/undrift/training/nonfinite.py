@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.engine.cohort import Orders, Outcome
+from undrift.engine.base import Outcome, RoundInputs
 from undrift.errors import UndriftError, quoted
 from undrift.functional.model import Params
-from undrift.training.checkpoint import Progress
 from undrift.training.run import Run
+from undrift.training.state import State
 from undrift.training.survivors import Answers
 from undrift.tree import Tree, to_device, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
 
@@ -48,33 +48,32 @@ class NonFiniteError(Exception):
 class Attempt:
     """A round that may turn out not to be finite."""
 
-    before: Progress
+    before: State
     answers: Answers
     finite: Tensor
     """Whether all that the round left is finite."""
-    undo: list[Callable[[], None]]
 
 
 class Watch:
-    """Keeps what it takes to undo each round, until it is known to be finite.
+    """Keeps the state before each round until the round is known to be finite.
 
     `states` are the parts' states at the start: one that is not finite there, such as a minimum so far, may stay so.
     """
 
-    def __init__(self, run: Run, states: list[Tree], repeat: Callable[[Progress], Orders], skip: bool) -> None:
+    def __init__(self, run: Run, states: list[Tree], repeat: Callable[[State], RoundInputs], skip: bool) -> None:
         self.run, self.repeat, self.skip = run, repeat, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []
         """Rounds not known to be finite yet, oldest first."""
 
-    def add(self, before: Progress, answers: Answers, undo: list[Callable[[], None]]) -> None:
+    def add(self, before: State, answers: Answers) -> None:
         """A round's clients have trained, or will have once the device gets there."""
         cohort = answers.cohort
         finite = tree_finite((cohort.update, cohort.sums, cohort.statistics, cohort.kept))
         if cohort.finite is not None and not self.skip:
             excused = to_device(torch.from_numpy(answers.excused), cohort.finite.device)
             finite = finite & (cohort.finite | excused).all()
-        self.attempts.append(Attempt(before, answers, finite, undo))
+        self.attempts.append(Attempt(before, answers, finite))
 
     def left(self, params: Params, states: list[Tree]) -> None:
         """What the latest round leaves at the server."""
@@ -109,24 +108,21 @@ class Watch:
         if self.attempts and not bool(self.attempts[0].finite):
             raise NonFiniteError(self.attempts[0].before.round + 1)
 
-    def undo(self, error: NonFiniteError) -> tuple[Progress, str]:
+    def undo(self, error: NonFiniteError) -> tuple[State, str]:
         """Undo that round and those that have begun since. Returns where the run stands again, and what went wrong."""
         before = self.attempts[0].before
-        for attempt in reversed(self.attempts):
-            for undo in attempt.undo:
-                undo()
         self.attempts.clear()
         del before.history[before.round :]
         why = f"Round {error.round}: {f'{error.loss}. {DIVERGES}' if error.loss else self._reason(before)}"
         log.warning("stopped: %s", why)
         return before, why
 
-    def _reason(self, before: Progress) -> str:
+    def _reason(self, before: State) -> str:
         """Who is to blame, found by going through the round once more, and what to try."""
-        orders = self.repeat(before)
-        finite = self.run.engine.run(orders, self.run.kept, skip=True).finite
+        inputs = self.repeat(before)
+        finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None
-        clients, fates, failed = orders.plan.clients, orders.plan.fates, ~finite.cpu().numpy()
+        clients, fates, failed = inputs.plan.clients, inputs.plan.fates, ~finite.cpu().numpy()
         answered = np.ones(len(clients), bool) if fates is None else ~fates.dropped
         bad = clients[failed & answered].tolist()
         if not bad:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.functional.model import Params
+from undrift.functional.model import Model, Params
 from undrift.method.local import steps_per_epoch
 from undrift.method.part import Method
 from undrift.random import choose, derive
 from undrift.training.evaluate import BATCH, parts_of
 from undrift.training.run import Run
-from undrift.tree import Tree, tree_map
+from undrift.training.state import State
+from undrift.tree import tree_map
 
 MOST = 1000
 """How many clients are looked at; of more, as many are drawn from the seed, the same ones in every round."""
@@ -38,16 +39,17 @@ class Personal:
         if len(self.clients) > MOST:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
-        self.rows = [span.to(run.resident.device) for span in spans]
+        self.rows = [span.to(run.device) for span in spans]
         sizes = torch.tensor([len(rows) for rows in self.rows])
         self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        self.store, self.take = run.resident.place(Rows(own.store, own.index[:0])).store, own.take
+        self.store, self.take = run.device_data.place(Rows(own.store, own.index[:0])).store, own.take
 
-    def shared(self, params: Params, last: bool) -> dict[str, Any]:
+    def shared(self, state: State, last: bool) -> dict[str, Any]:
         """The global model on every client's own data; at the last round also client by client."""
         if not len(self.clients):
             return {}
-        found = self._measured(params, torch.cat(self.rows), self.whose, len(self.clients))
+        model = self.run.model.at(state.tracked)
+        found = self._measured(model, state.params, torch.cat(self.rows), self.whose, len(self.clients))
         row: dict[str, Any] = summary("client", found)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
@@ -56,35 +58,35 @@ class Personal:
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
-    def tuned(self, params: Params, states: list[Tree], method: Method, t: int) -> dict[str, Any]:
+    def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
         """Each client's own model: the global one after one more epoch of its local training, method and all."""
         run, found = self.run, {}
         if not len(self.clients):
             return {}
-        received = method.broadcast(params, states, run.server(t))
-        plan = method.plan(run.plan(t), states)
+        received = method.broadcast(state.params, state.parts, run.server(t, state))
+        plan = method.plan(run.plan(t), state.parts)
 
         def visit(trained: Params, clients: np.ndarray) -> None:
             for i, client in enumerate(clients.tolist()):
                 own = tree_map(lambda w, i=i: w[i], trained)
                 rows = self.rows[int(np.searchsorted(self.clients, client))]
-                found[client] = self._measured(own, rows, torch.zeros(len(rows), dtype=torch.int64), 1)
+                found[client] = self._measured(run.model, own, rows, torch.zeros(len(rows), dtype=torch.int64), 1)
 
         # As many at a time as a round has: what clients keep between rounds need not all fit into memory at once.
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
             epoch = steps_per_epoch(run.data.sizes[clients], run.local.batch_size)
-            run.engine.run(run.orders(replace(plan, clients=clients, steps=epoch), params, received), run.kept, visit)
+            run.engine.run(run.inputs(replace(plan, clients=clients, steps=epoch), state, received), visit)
         return summary("tuned", {name: torch.cat([found[int(c)][name] for c in self.clients]) for name in run.measures})
 
-    def _measured(self, params: Params, rows: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
+    def _measured(self, model: Model, params: Params, rows: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
         """The loss and each metric by client."""
         run = self.run
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
         for begin in range(0, len(rows), BATCH):
             part = slice(begin, begin + BATCH)
             x, y = self.take(self.store, rows[part])
-            output = run.model(params, x)
+            output = model(params, x)
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure(output, y))).cpu()
                 sums[name].index_add_(1, whose[part], both)

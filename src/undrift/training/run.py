@@ -1,8 +1,4 @@
-"""A run, built once: what is trained, on which data, by which engine.
-
-What changes as it trains is its `Progress`; and in place, what clients keep (`kept`) and the model's running
-statistics.
-"""
+"""A run, built once: what is trained, on which data, by which engine. What training changes is its `State`."""
 
 from __future__ import annotations
 
@@ -13,29 +9,31 @@ import numpy as np
 import torch
 
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.engine.cohort import Kept, Orders, Resident, draw_up
-from undrift.engine.lanes import LanesEngine
-from undrift.engine.plain import PlainEngine
+from undrift.engine.base import Engine, RoundInputs
+from undrift.engine.client_states import ClientStates
+from undrift.engine.device_data import DeviceData
+from undrift.engine.inputs import build_inputs, on_device
 from undrift.errors import require
-from undrift.functional.model import Model, Params
+from undrift.functional.model import Model
 from undrift.losses import Loss, Metric
 from undrift.method.context import Plan, Server
 from undrift.method.local import Local, cohort_batches
 from undrift.method.part import Method
 from undrift.random import Key, choose, derive
 from undrift.schedule import value
+from undrift.training.state import State
 from undrift.training.survivors import Conditions
-from undrift.tree import Tree, to_device
+from undrift.tree import Tree, to_device, tree_to
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A method, a model and data, checked and on their device; no engine has been chosen yet."""
+class Run:
+    """A method, a model and data, checked and on their device, and the engine that trains them."""
 
     method: Method
     model: Model
     data: FederatedDataset
-    resident: Resident
+    device_data: DeviceData
     local: Local
     loss: Loss
     metrics: dict[str, Metric]
@@ -45,8 +43,10 @@ class Problem:
     rounds: int
     cohort_size: int
     seed: int
-    kept: Kept
     conditions: Conditions
+    engine: Engine
+    choices: dict[str, Any]
+    """What was chosen for the user, and why: `result.choices`."""
 
     @property
     def measures(self) -> dict[str, Metric]:
@@ -55,7 +55,22 @@ class Problem:
 
     @property
     def population(self) -> int:
+        """How many clients have data."""
         return len(self.data.nonempty)
+
+    @property
+    def device(self) -> torch.device:
+        return self.device_data.device
+
+    def start(self) -> State:
+        """The state before the first round."""
+        parts = tree_to(self.bound(0).start(self.model.start), self.device)
+        clients = ClientStates.none(self.method, self.device, self.population)
+        return State(self.model.start, parts, self.model.tracked, clients)
+
+    def bound(self, t: int) -> Method:
+        """The method with the numbers of round `t`."""
+        return self.method.bind(on_device(self.method.numbers(t), self.device))
 
     def plan(self, t: int) -> Plan:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
@@ -65,38 +80,6 @@ class Problem:
             name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")
         }
         return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
-
-    def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
-        return self.local.step_counts(t, clients, self.data.sizes[clients])
-
-    def orders(self, plan: Plan, params: Params, received: list[Tree]) -> Orders:
-        """The plan as tensors for the engine."""
-        sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
-        batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
-        kept = self.kept if plan.steps.any() else None
-        outputs = self.model.outputs
-        orders = draw_up(plan, self.method, self.resident, params, received, kept, self.seed, batches, outputs)
-        return self.conditions.orders(orders)
-
-    def everyone(self, t: int, params: Params) -> Orders:
-        """All clients that have data, for a survey without training."""
-        nobody_trains = np.zeros(self.population, np.int64)
-        plan = replace(self.plan(t), clients=self.data.nonempty, steps=nobody_trains)
-        return self.orders(plan, params, [() for _ in self.method.parts])
-
-    def server(self, t: int) -> Server:
-        words = to_device(torch.tensor(derive(self.seed, "server", t)), self.resident.device)
-        key = Key(words, torch.zeros_like(words[0]))
-        return Server(self.model, self.loss, self.server_data, t, key, self.data.augment)
-
-
-@dataclass(frozen=True)
-class Run(Problem):
-    """A run that is ready to start."""
-
-    engine: LanesEngine | PlainEngine
-    choices: dict[str, Any]
-    """What was chosen for the user, and why: `result.choices`."""
 
     def checked(self, plan: Plan) -> Plan:
         """The plan after the parts' own hooks, refused where no engine could carry it out."""
@@ -108,3 +91,29 @@ class Run(Problem):
             fine = not getattr(plan, name) or getattr(self.engine.program, name)
             require(fine, f"A part's plan sets {name}, which Local leaves at 0 in every round; set it there.")
         return replace(plan, steps=steps)
+
+    def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
+        return self.local.step_counts(t, clients, self.data.sizes[clients])
+
+    def inputs(self, plan: Plan, state: State, received: list[Tree]) -> RoundInputs:
+        """The plan as tensors for the engine; `received` is what the parts broadcast."""
+        sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
+        batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
+        clients = state.clients if plan.steps.any() else None
+        model = self.model.at(state.tracked)
+        inputs = build_inputs(
+            plan, batches, self.method, model, self.device_data, state.params, received, clients, self.seed
+        )
+        return self.conditions.inputs(inputs)
+
+    def everyone(self, t: int, state: State) -> RoundInputs:
+        """All clients that have data, for measurements without training."""
+        nobody_trains = np.zeros(self.population, np.int64)
+        plan = replace(self.plan(t), clients=self.data.nonempty, steps=nobody_trains)
+        return self.inputs(plan, state, [() for _ in self.method.parts])
+
+    def server(self, t: int, state: State) -> Server:
+        """The server in round `t`, with the model as it stands."""
+        words = to_device(torch.tensor(derive(self.seed, "server", t)), self.device)
+        key = Key(words, torch.zeros_like(words[0]))
+        return Server(self.model.at(state.tracked), self.loss, self.server_data, t, key, self.data.augment)

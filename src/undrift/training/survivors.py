@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.engine.base import Engine, Outcome, RoundInputs
 from undrift.engine.client import Program
-from undrift.engine.cohort import Kept, Orders, Outcome
-from undrift.engine.lanes import LanesEngine
-from undrift.engine.plain import PlainEngine
 from undrift.errors import require, whole
 from undrift.method.context import Plan
 from undrift.method.faults import Faults, unharmed
@@ -77,23 +75,23 @@ class Conditions:
         fates = self.faults.draw(seed, plan.round, plan.clients, plan.steps) if self.faults else unharmed(plan.steps)
         return replace(plan, steps=fates.steps, fates=fates)
 
-    def orders(self, orders: Orders) -> Orders:
-        """The orders with what `Unreliable` reads."""
+    def inputs(self, inputs: RoundInputs) -> RoundInputs:
+        """The inputs with what `Unreliable` reads."""
         if self.usual:
-            return orders
-        fates = orders.plan.fates or unharmed(orders.plan.steps)
-        return _with_factor(orders, fates.factor)
+            return inputs
+        fates = inputs.plan.fates or unharmed(inputs.plan.steps)
+        return _with_factor(inputs, fates.factor)
 
-    def collect(self, engine: LanesEngine | PlainEngine, kept: Kept, orders: Orders, skip: bool) -> Answers:
+    def collect(self, engine: Engine, inputs: RoundInputs, skip: bool) -> Answers:
         """Train the round's cohort, and leave out what must not count."""
-        plan, counts = orders.plan, orders.batches.counts
+        plan, counts = inputs.plan, inputs.batches.counts
         if self.usual:
             nobody = np.zeros(len(plan.clients), bool)
-            cohort = engine.run(orders, kept, skip=skip)
+            cohort = engine.run(inputs, skip=skip)
             return Answers(cohort, plan.clients, plan, int(counts.sum()), nobody)
         fates, ratio = plan.fates, self.max_norm_ratio
         assert fates is not None
-        cohort = engine.run(orders, kept, skip=True)
+        cohort = engine.run(inputs, skip=True)
         columns: dict[str, Any] = {}
         if self.faults:
             columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
@@ -101,9 +99,9 @@ class Conditions:
         if ratio is not None:
             assert cohort.finite is not None
             far = outliers(cohort.sums[-1].cpu().numpy(), cohort.finite.cpu().numpy(), ratio)
-            if far.any():  # a round is a function of its orders, so it can be run once more without them
-                again = _with_factor(orders, np.where(far, np.nan, fates.factor))
-                cohort = engine.run(again, kept, skip=True)
+            if far.any():  # a round is a function of its inputs, so it can be run once more without them
+                again = _with_factor(inputs, np.where(far, np.nan, fates.factor))
+                cohort = engine.run(again, skip=True)
             cohort = replace(cohort, sums=cohort.sums[:-1])
             excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
         gone = set(plan.clients[excused].tolist())
@@ -117,10 +115,10 @@ class Conditions:
         return Answers(cohort, plan.clients, work, samples, excused, least, survivors, columns)
 
 
-def _with_factor(orders: Orders, factor: Array) -> Orders:
-    like = orders.lanes["weight"]
+def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
+    like = inputs.clients["weight"]
     own = {"factor": torch.as_tensor(factor, dtype=like.dtype), "place": torch.arange(len(factor))}
-    return replace(orders, lanes={**orders.lanes, **{name: to_device(t, like.device) for name, t in own.items()}})
+    return replace(inputs, clients=inputs.clients | {name: to_device(t, like.device) for name, t in own.items()})
 
 
 @dataclass(frozen=True)
@@ -130,21 +128,19 @@ class Unreliable(Program):
     norms: int = 0
     """The size of a cohort, if norms are sent: as a vector with the client's at its place, so that they add up."""
 
-    def conclude(
-        self, state: Tree, lane: Tree, shared: Tree, statistics: Tree = (), skip: bool = False
-    ) -> tuple[Tree, Tree, Tree]:
-        factor = lane["factor"]
+    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> tuple[Tree, Tree, Tree]:
+        factor = given["factor"]
 
         def spoiled(w: Tensor, start: Tensor) -> Tensor:  # bit for bit as it was, where nothing happens
             return torch.where(factor == 1, w, (start + factor * (w - start)).to(w.dtype))
 
-        state = {**state, "params": tree_map(spoiled, state["params"], shared["start"])}
-        sent, kept, finite = super().conclude(state, lane, shared, statistics, skip)
+        state = {**state, "params": tree_map(spoiled, state["params"], given["start"])}
+        sent, kept, finite = super().conclude(state, given, statistics, skip)
         if not self.norms:
             return sent, kept, finite
         update, sums, tracked = sent
         places = torch.arange(self.norms, device=factor.device)
-        norms = torch.where(places == lane["place"], norm(update) / lane["weight"], 0.0)
+        norms = torch.where(places == given["place"], norm(update) / given["weight"], 0.0)
         return (update, [*sums, norms], tracked), kept, finite
 
 

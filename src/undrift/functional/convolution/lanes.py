@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from undrift.functional.convolution.operations import Pair, arguments, as_weight, channels_last, correlate, gradient
-from undrift.functional.triton import lanes_of
+from undrift.functional.triton import available, lanes_of
 
 Wanted = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -71,9 +72,24 @@ class ChannelsLast(Convolutions):
     convolve = _channels_last
 
 
-def by_itself(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside it, the convolutions of one model, not under vmap, run as they do best on a device."""
-    return ChannelsLast() if device.type == "cpu" else nullcontext()
+def convolutions(params: dict[str, Tensor], x: Tensor, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The mode in which a model with these parameters runs its convolutions on `x`, computing in `dtype`.
+
+    Under vmap with parameters per lane: those of this module, where they have kernels. Not under vmap, on a CPU:
+    channels-last. Otherwise torch's own.
+    """
+    if any(map(mapped, params.values())):
+        return LaneConvolutions() if available(x.device, dtype) else nullcontext()
+    return ChannelsLast() if x.device.type == "cpu" and not mapped(x) else nullcontext()
+
+
+def mapped(tensor: Tensor) -> bool:
+    """Whether vmap maps this tensor over an axis."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
 
 
 class Convolution(Function):

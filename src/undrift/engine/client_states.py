@@ -1,0 +1,63 @@
+"""What clients keep between rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from undrift.functional.model import Params
+from undrift.method.part import Method
+from undrift.tree import Tree, tree_bytes, tree_stack, tree_to
+
+MEMORY_SHARE = 0.25
+"""The share of a GPU's memory that all clients' states may take before they move to the host's memory."""
+
+
+@dataclass(frozen=True)
+class ClientStates:
+    """What clients keep between rounds: per part and client a tree, for the clients that have taken part.
+
+    A value: `updated` returns a new one, which shares the trees that have not changed. States lie where they are used,
+    or in the host's memory if those of all clients might take too much of a GPU's.
+    """
+
+    parts: dict[int, dict[int, Tree]]
+    """By the position of the part in the method, then by client."""
+    device: torch.device
+    population: int
+
+    @classmethod
+    def none(cls, method: Method, device: torch.device, population: int) -> ClientStates:
+        """Before the first round."""
+        return cls({i: {} for i, _ in method.overriding("keep")}, device, population)
+
+    def stacked(self, method: Method, clients: np.ndarray, start: Params) -> list[Tree]:
+        """Per part, these clients' states along a new first axis; a newcomer's is what `keep` returns."""
+        found: list[Tree] = [() for _ in method.parts]
+        for i, states in self.parts.items():
+            fresh = tree_to(method.parts[i].keep(start), self.device)
+            found[i] = tree_stack([tree_to(states.get(int(c), fresh), self.device) for c in clients])
+        return found
+
+    def updated(self, new: dict[int, dict[int, Tree]]) -> ClientStates:
+        """With these states in the place of what their clients had."""
+        home = self._home(new)
+        moved = {i: {client: tree_to(state, home) for client, state in states.items()} for i, states in new.items()}
+        return replace(self, parts={i: states | moved.get(i, {}) for i, states in self.parts.items()})
+
+    def changed_since(self, earlier: ClientStates | None) -> set[int]:
+        """The clients whose states differ from those of an earlier value."""
+        changed: set[int] = set()
+        for i, states in self.parts.items():
+            before = earlier.parts[i] if earlier else {}
+            changed |= {client for client, state in states.items() if before.get(client) is not state}
+        return changed
+
+    def _home(self, new: dict[int, dict[int, Tree]]) -> torch.device:
+        if self.device.type == "cpu":
+            return self.device
+        one = sum(tree_bytes(next(iter(states.values()))) for states in new.values() if states)
+        room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+        return self.device if one * self.population <= room else torch.device("cpu")

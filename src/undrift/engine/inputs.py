@@ -1,0 +1,72 @@
+"""A round's plan as tensors on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.data.dataset import FederatedDataset
+from undrift.engine.base import RoundInputs
+from undrift.engine.client_states import ClientStates
+from undrift.engine.device_data import DeviceData
+from undrift.functional.model import Model, Params
+from undrift.method.context import Plan
+from undrift.method.local import Batches
+from undrift.method.part import Method
+from undrift.random import derive
+from undrift.tree import Tree, to_device, tree_leaves, tree_map, tree_structure, tree_to, tree_unflatten
+
+
+def build_inputs(
+    plan: Plan,
+    batches: Batches,
+    method: Method,
+    model: Model,
+    data: DeviceData,
+    params: Params,
+    received: list[Tree],
+    states: ClientStates | None,
+    seed: int,
+) -> RoundInputs:
+    """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds."""
+    sizes, device = data.data.sizes[plan.clients], data.device
+    weight = sizes if method.weighting == "samples" else np.ones(len(sizes))
+    clients = {
+        "id": torch.as_tensor(plan.clients),
+        "n": torch.as_tensor(sizes, dtype=data.dtype),
+        "weight": torch.as_tensor(weight, dtype=data.dtype),
+        "label_counts": _label_counts(data.data, plan.clients, model.outputs),
+        "steps": torch.as_tensor(plan.steps, dtype=data.dtype),
+        "key": torch.as_tensor(np.stack(derive(seed, "client", plan.round, plan.clients), 1)),
+    }
+    rates = {name: getattr(plan, name) for name in ("lr", "momentum", "weight_decay")}
+    numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
+    start = tree_map(torch.Tensor.contiguous, params)
+    clients = tree_map(lambda t: to_device(t, device), clients)
+    bound = method.bind(numbers["parts"])
+    clients["kept"] = states.stacked(bound, plan.clients, start) if states else [() for _ in received]
+    shared = {
+        "start": start,
+        "tracked": model.tracked,
+        "received": tree_to(received, device),
+        "round": to_device(torch.tensor(plan.round), device),
+        "numbers": numbers["parts"],
+        **numbers["rates"],
+    }
+    return RoundInputs(plan, shared, clients, batches)
+
+
+def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> Tensor:
+    """Samples per output of the model; without columns where targets are not classes."""
+    if data.labels is None or not 0 < data.classes <= outputs:
+        return torch.zeros(len(clients), 0, dtype=torch.int64)
+    counts = data.label_counts(clients)
+    return torch.nn.functional.pad(counts, (0, outputs - counts.shape[1]))
+
+
+def on_device(numbers: Tree, device: torch.device) -> Tree:
+    """Python's numbers as float64 scalars, in one transfer. A scalar never raises a float32 tensor's precision."""
+    leaves = tree_leaves(numbers)
+    tensors = to_device(torch.tensor(leaves, dtype=torch.float64), device).unbind() if leaves else ()
+    return tree_unflatten(list(tensors), tree_structure(numbers))
