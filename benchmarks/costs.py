@@ -27,6 +27,7 @@ from benchmarks.agree import Problem
 from undrift.method.parse import as_method
 from undrift.method.part import Part
 from undrift.training.build import prepare
+from undrift.training.settings import Settings
 from undrift.tree import tree_bytes, tree_map
 
 TE = "target=TemporalEnsemble(0.2)"
@@ -92,8 +93,8 @@ def seconds(side: str, given: Problem) -> tuple[float, float]:
 
 def traffic(expression: str, held: ud.FederatedDataset) -> dict[str, float]:
     """Bytes down, up and kept a client, and at the server, in multiples of the weights."""
-    options = {"loss": None, "metrics": None, "device": "cpu", "precision": "auto", "engine": "lanes", "lanes": None}
-    run = prepare("mlp", held, expression, rounds=1, local=LOCAL, participation=1.0, seed=0, **options)
+    given = Settings(model="mlp", data=held, method=expression, rounds=1, local=LOCAL, device="cpu", engine="lanes")
+    run = prepare(given)
     with torch.no_grad():
         method = run.method.bind(tree_map(lambda x: torch.tensor(x, dtype=torch.float64), run.method.numbers(0)))
         states = method.start(run.model.start)

@@ -1,4 +1,4 @@
-"""A run from the arguments of `ud.train`: what decides the training is checked, and what was left open is chosen."""
+"""A run from the settings of `ud.train`: what decides the training is checked, and what was left open is chosen."""
 
 from __future__ import annotations
 
@@ -31,42 +31,28 @@ from undrift.training.checks import (
     find_device,
 )
 from undrift.training.run import Problem, Run
+from undrift.training.settings import Settings
 from undrift.training.survivors import Conditions
 
 log = logging.getLogger("undrift")
 
 
-def prepare(
-    model: Any,
-    data: Any,
-    method: Any,
-    *,
-    rounds: int,
-    local: Any,
-    participation: float,
-    seed: int,
-    loss: Any,
-    metrics: Any,
-    device: Any,
-    precision: str,
-    engine: str,
-    lanes: int | None,
-    compile: bool | None,
-    conditions: Conditions = Conditions(),  # noqa: B008 - frozen
-) -> Run:
+def prepare(given: Settings) -> Run:
     """Check what decides the training, and choose what was left open. Raises `UndriftError`."""
-    check_types(data, local, rounds, engine, precision, lanes, compile)
-    method = as_method(method)
-    where = find_device(device)
-    cohort_size = cohort_size_of(participation, len(data.nonempty))
+    check_types(given)
+    data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
+    method = as_method(given.method)
+    where = find_device(given.device)
+    cohort_size = cohort_size_of(given.participation, len(data.nonempty))
+    conditions = Conditions(given.faults, given.max_norm_ratio, given.min_clients)
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
 
-    chosen_loss = get_loss(loss if loss is not None else data.task.loss)
-    chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
-    function = Model(module_of(model, data, seed), where, precision)
+    chosen_loss = get_loss(given.loss if given.loss is not None else data.task.loss)
+    chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
+    function = Model(module_of(given.model, data, seed), where, given.precision)
     resident = Resident(data, where, function.exact)
     check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
@@ -88,7 +74,7 @@ def prepare(
         kept=Kept(method, where, len(data.nonempty)),
         conditions=conditions,
     )
-    return with_engine(problem, engine, lanes, compile, precision)
+    return with_engine(problem, given.engine, given.lanes, given.compile, given.precision)
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
