@@ -27,7 +27,8 @@ from benchmarks.agree import Problem
 from undrift.method.parse import as_method
 from undrift.method.part import Part
 from undrift.training.build import prepare
-from undrift.tree import tree_bytes, tree_map
+from undrift.training.settings import Settings
+from undrift.tree import tree_bytes
 
 TE = "target=TemporalEnsemble(0.2)"
 METHODS: dict[str, list[str]] = {
@@ -92,21 +93,21 @@ def seconds(side: str, given: Problem) -> tuple[float, float]:
 
 def traffic(expression: str, held: ud.FederatedDataset) -> dict[str, float]:
     """Bytes down, up and kept a client, and at the server, in multiples of the weights."""
-    options = {"loss": None, "metrics": None, "device": "cpu", "precision": "auto", "engine": "lanes", "lanes": None}
-    run = prepare("mlp", held, expression, rounds=1, local=LOCAL, participation=1.0, seed=0, **options)
+    given = Settings(model="mlp", data=held, method=expression, rounds=1, local=LOCAL, device="cpu", engine="lanes")
+    run = prepare(given)
     with torch.no_grad():
-        method = run.method.bind(tree_map(lambda x: torch.tensor(x, dtype=torch.float64), run.method.numbers(0)))
-        states = method.start(run.model.start)
-        received = method.broadcast(run.model.start, states, run.server(0))
-        orders = run.orders(run.checked(method.plan(run.plan(0), states)), run.model.start, received)
-        outcome = run.engine.run(orders, run.kept)
+        method = run.bound(0)
+        state = run.start()
+        received = method.broadcast(state.params, state.parts, run.server(0, state))
+        inputs = run.inputs(run.checked(method.plan(run.plan(0), state.parts)), state, received)
+        outcome = run.engine.run(inputs)
     weights = tree_bytes(run.model.start)
     kept = sum(tree_bytes(next(iter(states.values()))) for states in outcome.kept.values())
     return {
-        "down": 1 + tree_bytes(orders.shared["received"]) / weights,
+        "down": 1 + tree_bytes(inputs.shared["received"]) / weights,
         "up": 1 + tree_bytes(outcome.sums) / weights,
         "kept": kept / weights,
-        "server": tree_bytes(states) / weights,
+        "server": tree_bytes(state.parts) / weights,
     }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 import undrift as ud
-from undrift.engine import lanes
+from undrift.functional.convolution import lanes
 from undrift.functional.convolution.lanes import ChannelsLast, LaneConvolutions
 
 SHAPES = [  # inputs, outputs, size, kernel, stride, padding

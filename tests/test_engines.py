@@ -168,24 +168,13 @@ def test_rates_by_parameter_and_by_step_multiply(uneven, method):
 
 def test_the_step_is_traced_once(uneven):
     from undrift.training.build import prepare
+    from undrift.training.settings import Settings
 
-    arguments = {"loss": None, "metrics": None, "device": "cpu", "precision": "auto", "compile": None}
-    run = prepare(
-        net(),
-        uneven,
-        "FedAvg()",
-        rounds=1,
-        local=LOCAL,
-        participation=1.0,
-        seed=0,
-        engine="lanes",
-        lanes=2,
-        **arguments,
-    )
+    run = prepare(Settings(model=net(), data=uneven, rounds=1, local=LOCAL, device="cpu", engine="lanes", lanes=2))
     with torch.no_grad():
         for t in range(3):
-            run.engine.run(run.orders(run.plan(t), run.model.start, [()]), run.kept)
-    assert len(run.engine.step.programs) == 1
+            run.engine.run(run.inputs(run.plan(t), run.start(), [()]))
+    assert len(run.engine.stepper.step.programs) == 1
 
 
 @pytest.mark.parametrize(

@@ -201,9 +201,7 @@ def test_neurons_of_our_layers_are_found_as_those_of_torch(name, shape):
     modules = [models.get(name, classes=3, shape=shape, hidden=7, layers=2, vocabulary=3).double() for _ in range(2)]
     modules[0].load_state_dict(modules[1].state_dict())
     adopt(modules[0])
-    ours, theirs = (Model(module, x.device) for module in modules)
-    for model in (ours, theirs):
-        model.examine(x)
+    ours, theirs = (Model(module, x.device).examined(x)[0] for module in modules)
     assert ours.layers == theirs.layers
     assert [layer.name for layer in ours.layers] == ["rnn[0]", "rnn[1]", "head"]
     gates = {"gru": 3, "lstm": 4}[name]

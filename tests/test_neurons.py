@@ -61,9 +61,7 @@ class Functional(nn.Module):
 
 
 def examined(module, x):
-    model = Model(module, x.device)
-    model.examine(x)
-    return model
+    return Model(module, x.device).examined(x)[0]
 
 
 def test_layers_are_found_with_the_parameters_their_neurons_own():

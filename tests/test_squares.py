@@ -70,9 +70,8 @@ def loss(z: Tensor, y: Tensor) -> Tensor:
 
 def problem(make, shape) -> tuple[Model, Batch]:
     torch.manual_seed(0)
-    model = Model(make().double(), torch.device("cpu"))
     x = torch.rand(ROWS, *shape, dtype=torch.float64)
-    model.examine(x[:2])
+    model, _ = Model(make().double(), torch.device("cpu")).examined(x[:2])
     return model, Batch(x, torch.arange(ROWS) % 4, torch.tensor([1.0] * (ROWS - 2) + [0.0] * 2).double())
 
 

@@ -21,9 +21,10 @@ from torch.func import grad, vmap
 import undrift as ud
 from tests.problems import Point, make_clients, net, quadratics
 from undrift import random
-from undrift.engine import choose, client, compiler, lanes
+from undrift.engine import choose, client, compiler
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
+from undrift.functional.convolution import lanes as convolution
 from undrift.functional.convolution.lanes import LaneConvolutions
 from undrift.method.context import Server
 from undrift.method.parse import as_method
@@ -370,7 +371,7 @@ def test_our_convolutions_stay_out_of_passes_on_a_cpu(monkeypatch, uneven):
             entered.append(1)
             return super().__enter__()
 
-    monkeypatch.setattr(lanes, "LaneConvolutions", Spy)
+    monkeypatch.setattr(convolution, "LaneConvolutions", Spy)
     ud.train(net(), uneven, ud.FedCurv(0.1) + ud.FedNLR(), rounds=2, local=ud.Local(steps=1, lr=0.1), lanes=2)
     assert not entered
 

@@ -10,7 +10,7 @@ import torch
 import undrift as ud
 from tests.parts import METHOD
 from tests.problems import distance, make_clients, net, same_bits
-from undrift.engine import lanes
+from undrift.engine import threads
 from undrift.engine.threads import at_once
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]
@@ -31,8 +31,8 @@ def three_threads(monkeypatch):
         seen.append([len(queue) for queue in queues])
         return at_once(function, queues)
 
-    monkeypatch.setattr(lanes, "THREADS_BUSY", 0.0)
-    monkeypatch.setattr(lanes, "at_once", watched)
+    monkeypatch.setattr(threads, "THREADS_BUSY", 0.0)
+    monkeypatch.setattr(threads, "at_once", watched)
     torch.set_num_threads(3)
     yield seen
     assert torch.get_num_threads() == 3
@@ -60,7 +60,7 @@ def test_states_and_passes_come_from_every_thread(method, three_threads):
 
 
 def test_threads_that_would_wait_for_one_another_are_not_used(three_threads, monkeypatch):
-    monkeypatch.setattr(lanes, "THREADS_BUSY", 0.9)
+    monkeypatch.setattr(threads, "THREADS_BUSY", 0.9)
     settings = {**SETTINGS, "participation": 1.0}
     ud.train(net(), make_clients([80, 8, 8, 8]), lanes=1, **settings)
     assert not three_threads

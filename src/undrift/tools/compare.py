@@ -18,11 +18,9 @@ from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
 from undrift.training.record import flat, repeats
 from undrift.training.result import finished, history, stopped
+from undrift.training.settings import KEYS
 
-IGNORED_KEYS = set(
-    """seed data.seed data.data_dir threads checkpoint_every engine lanes device compile evaluate_every
-    personalize_every track imports""".split()  # noqa: SIM905
-)
+IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
 """Keys that say nothing about what is compared."""
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    create_model,
+)
 
 from undrift.errors import UndriftError, first_line, nearest, quoted
+from undrift.training.settings import FIELDS, ROLES, Form
 
 Number = StrictInt | StrictFloat | StrictStr
 """A value, or a schedule in a string: "decay(0.1, 0.99)"."""
@@ -63,46 +75,50 @@ class Failures(Section):
     explode_factor: Number = 100.0
 
 
-class Experiment(Section):
-    """The whole file: the arguments of `ud.train`."""
-
-    model: StrictStr
-    data: Data
-    local: Work
-    faults: Failures | None = None
-    rounds: Count
-    method: StrictStr = "FedAvg()"
-    participation: StrictInt | StrictFloat = 1.0
-    seed: Seed = 0
-    loss: StrictStr | None = None
-    metrics: StrictStr | list[StrictStr] | None = None
-    device: StrictStr = "auto"
-    precision: StrictStr = "auto"
-    engine: StrictStr = "auto"
-    lanes: Count | None = None
-    compile: StrictBool | None = None
-    deterministic: StrictBool = False
-    threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
-    evaluate_every: Count = 1
-    personalize_every: Count | None = None
-    checkpoint_every: Count | StrictStr = "30s"
-    track: StrictStr | list[StrictStr] | None = None
-    on_nonfinite: StrictStr = "stop"
-    max_norm_ratio: StrictInt | StrictFloat | None = None
-    min_clients: StrictInt | StrictFloat | None = None
-    imports: list[StrictStr] = []
-    """Modules to import first: a user's own methods, models and data."""
-
-
-Settings = dict[str, Any]
 SECTIONS: dict[str, type[Section]] = {"data": Data, "local": Work, "faults": Failures}
+FORMS: dict[Form, Any] = {
+    "text": StrictStr,
+    "texts": StrictStr | list[StrictStr],
+    "count": Count,
+    "seed": Seed,
+    "number": StrictInt | StrictFloat,
+    "switch": StrictBool,
+    "interval": Count | StrictStr,
+    "threads": Annotated[int, Field(strict=True, ge=1, le=1024)],
+    "modules": list[StrictStr],
+}
 
 
+def _fields() -> dict[str, Any]:
+    """Each setting that has a form in files, with its type and default. Messages about keys follow their order."""
+    found: dict[str, Any] = {}
+    for name, role in ROLES.items():
+        if role.form:
+            default = ... if FIELDS[name].default is MISSING else role.file_default or FIELDS[name].default
+            kind = SECTIONS.get(name) or FORMS[role.form]
+            found[name] = (kind | None if default is None else kind, default)
+    order = sorted(found, key=lambda name: (name != "model", name not in SECTIONS, found[name][1] is not ...))
+    return {name: found[name] for name in order}
+
+
+if TYPE_CHECKING:
+
+    class Experiment(Section):
+        """The whole file: the settings of a run."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Experiment = create_model("Experiment", __base__=Section, **_fields())
+
+
+Document = dict[str, Any]
+"""What a TOML file holds: keys, and sections of keys."""
 LARGEST = 2**24
 """How many bytes an experiment file may have."""
 
 
-def read(file: str | Path) -> Settings:
+def read(file: str | Path) -> Document:
     """A file's settings, as they stand there. A folder is a run's, whose `config.toml` is meant."""
     path = Path(file)
     path = path / "config.toml" if path.is_dir() else path
@@ -127,7 +143,7 @@ def read(file: str | Path) -> Settings:
         raise UndriftError(f"{path} is not TOML: {first_line(error)}. Fix that line; strings need quotes.") from None
 
 
-def override(settings: Settings, assignments: list[str]) -> Settings:
+def override(settings: Document, assignments: list[str]) -> Document:
     """The settings with each `key=value` put in, the value as TOML would read it, or else as a string."""
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -137,7 +153,7 @@ def override(settings: Settings, assignments: list[str]) -> Settings:
     return settings
 
 
-def put(settings: Settings, key: str, value: Any, where: str) -> Settings:
+def put(settings: Document, key: str, value: Any, where: str) -> Document:
     """A copy of the settings with `value` under a dotted key."""
     section, _, name = key.rpartition(".")
     inside = settings.get(section, {}) if section else settings
@@ -160,7 +176,7 @@ def toml_value(text: str) -> Any:
         return text  # a bare word: a method, a name
 
 
-def checked(settings: Settings, where: str) -> Experiment:
+def checked(settings: Document, where: str) -> Experiment:
     """The settings as an experiment, or a message that names each key that is wrong and what it must be."""
     try:
         return Experiment.model_validate(settings)
@@ -211,17 +227,17 @@ SYNONYMS = {"learning_rate": "lr", "batch": "batch_size", "algorithm": "method"}
 """What else people call a key."""
 
 
-def _fields(section: str) -> list[str]:
+def _keys(section: str) -> list[str]:
     return list(SECTIONS.get(section, Experiment).model_fields)
 
 
 def _place(section: str, name: str) -> str:
     """Where a key of that name, or one like it, belongs."""
     wanted = SYNONYMS.get(name.lower(), name)
-    here = _fields(section)
+    here = _keys(section)
     if wanted not in here:
         for other in ("", *SECTIONS):
-            if wanted in _fields(other):
+            if wanted in _keys(other):
                 return f"Did you mean {f'{other}.{wanted}'!r}?" if other else f"{wanted!r} belongs above all sections."
     return _hint(wanted, here)
 

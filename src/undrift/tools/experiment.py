@@ -24,7 +24,7 @@ from undrift.method.local import Local
 from undrift.method.parse import parse_method
 from undrift.method.part import Method
 from undrift.models import parse_model
-from undrift.tools.config import Experiment, Section, Settings, read
+from undrift.tools.config import Document, Experiment, Section, read
 from undrift.tools.plugins import import_plugins
 from undrift.training import nonfinite
 from undrift.training.arithmetic import threads
@@ -32,6 +32,7 @@ from undrift.training.checkpoint import parse_interval
 from undrift.training.loop import train
 from undrift.training.record import flat
 from undrift.training.result import RUN, Result, recorded
+from undrift.training.settings import KEYS, ROLES
 from undrift.training.track import find
 
 T = TypeVar("T")
@@ -96,17 +97,17 @@ def arguments(experiment: Experiment) -> dict[str, Any]:
     with about("data"):
         data = load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})
     made = {"data": data, "local": local, "method": method, "faults": faults}
-    rest = {name: value for name, value in experiment if name not in (*made, "threads", "imports")}
+    rest = {name: value for name, value in experiment if ROLES[name].argument and name not in made}
     return {**rest, **made, "notes": {"imports": experiment.imports}}
 
 
-FREE = {"checkpoint_every", "track", "on_nonfinite", "imports", "device", "data.data_dir"}
+FREE = {key for key, role in KEYS.items() if role.resume == "free"}
 """What may be changed in the `config.toml` of a run that is to be resumed."""
-DIGITS = {"engine", "lanes", "compile", "deterministic", "threads"}
+DIGITS = {key for key, role in KEYS.items() if role.resume == "digits"}
 """What may change a run's last digits, and nothing more."""
 
 
-def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Settings, str]:
+def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Document, str]:
     """The settings to resume a run with, and its `config.toml`, of which `run.json` has a copy.
 
     Raises `UndriftError` if a setting that decides the result has been changed in the file.

@@ -20,7 +20,7 @@ import torch
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import regular, write_text
 from undrift.tools.compare import Run, counted, groups, leading_metric, lower_is_better
-from undrift.tools.config import Settings, checked, put, toml_value
+from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
 from undrift.tools.experiment import about, run, understood
 from undrift.tools.stopping import stopping
@@ -38,7 +38,7 @@ class Point:
     """One run of a sweep."""
 
     name: str
-    settings: Settings
+    settings: Document
 
 
 def file_grid(section: Any) -> Grid:
@@ -69,7 +69,7 @@ LONGEST = 200
 """How many bytes a run's folder name may have."""
 
 
-def points(settings: Settings, grid: Grid, where: str) -> list[Point]:
+def points(settings: Document, grid: Grid, where: str) -> list[Point]:
     """Every combination, each checked before the first one runs."""
     count = math.prod(len(values) for values in grid.values())
     if count > MOST:
@@ -181,7 +181,7 @@ def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, st
             yield point, _one(settings, folder, where, threads, stop.check)
 
 
-def _one(settings: Settings, folder: str, where: str, threads: int, check: Callable[[], None]) -> str | None:
+def _one(settings: Document, folder: str, where: str, threads: int, check: Callable[[], None]) -> str | None:
     """One run, in this process. Returns why it did not finish; whatever it raises must not end the sweep."""
     mute()  # what stops a run is returned
     try:

@@ -1,4 +1,4 @@
-"""A run from the arguments of `ud.train`: what decides the training is checked, and what was left open is chosen."""
+"""A run from the settings of `ud.train`: what decides the training is checked, and what was left open is chosen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from undrift.engine.graph import captures
 from undrift.errors import require
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
-from undrift.method.local import Local
 from undrift.method.parse import as_method
 from undrift.models import parse_model
 from undrift.random import derive
@@ -33,48 +32,34 @@ from undrift.training.checks import (
     two_samples,
 )
 from undrift.training.run import Run
+from undrift.training.settings import Settings
 from undrift.training.survivors import Conditions
 
 log = logging.getLogger("undrift")
 
 
-def prepare(
-    model: Any,
-    data: Any,
-    method: Any,
-    *,
-    rounds: int,
-    local: Any,
-    participation: float,
-    seed: int,
-    loss: Any,
-    metrics: Any,
-    device: Any,
-    precision: str,
-    engine: str,
-    lanes: int | None,
-    compile: bool | None,
-    conditions: Conditions = Conditions(),  # noqa: B008 - frozen
-) -> Run:
+def prepare(given: Settings) -> Run:
     """Check what decides the training, and choose what was left open. Raises `UndriftError`."""
-    check_types(data, local, rounds, engine, precision, lanes, compile)
-    method = as_method(method)
-    where = find_device(device)
-    cohort_size = cohort_size_of(participation, len(data.nonempty))
+    check_types(given)
+    data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
+    method = as_method(given.method)
+    where = find_device(given.device)
+    cohort_size = cohort_size_of(given.participation, len(data.nonempty))
+    conditions = Conditions(given.faults, given.max_norm_ratio, given.min_clients)
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
 
-    chosen_loss = get_loss(loss if loss is not None else data.task.loss)
-    chosen_metrics = get_metrics(metrics if metrics is not None else data.task.metrics, chosen_loss)
-    function = Model(module_of(model, data, seed), where, precision)
+    chosen_loss = get_loss(given.loss if given.loss is not None else data.task.loss)
+    chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
+    function = Model(module_of(given.model, data, seed), where, given.precision)
     function = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         part.check_model(function, rounds)
     device_data = DeviceData(data, where, function.exact)
     with selected(where):
-        choice = chosen(function, device_data, local, rounds, cohort_size, engine, lanes, compile)
+        choice = chosen(given, function, device_data, cohort_size)
     function = function.in_lanes() if choice.engine == "lanes" else function
     moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
     program = Program(function, method, chosen_loss, moves, decays, data.augment)
@@ -100,7 +85,7 @@ def prepare(
             "lanes": choice.lanes,
             "compile": choice.compile,
             "device": str(where),
-            "precision": precision,
+            "precision": given.precision,
             "dtype": str(function.dtype),
             "why": choice.why,
         },
@@ -140,21 +125,13 @@ def check_data(
     return model.examined(two_samples(own, device)[0])[0]
 
 
-def chosen(
-    model: Model,
-    data: DeviceData,
-    local: Local,
-    rounds: int,
-    cohort: int,
-    engine: str,
-    lanes: int | None,
-    compile: bool | None,
-) -> Choice:
+def chosen(given: Settings, model: Model, data: DeviceData, cohort: int) -> Choice:
     """The engine that was asked for, or that suits the model, the data and the device."""
-    clients = data.data.nonempty
+    local, clients = given.local, data.data.nonempty
     steps, width = local.step_counts(0, clients, data.data.sizes[clients]), local.widest(data.data.sizes)
-    choice = choose(engine, lanes, model.in_lanes(), data, cohort, steps, width)
-    choice = replace(choice, compile=compiles(compile, choice, data.device, rounds, cohort * float(steps.mean())))
+    choice = choose(given.engine, given.lanes, model.in_lanes(), data, cohort, steps, width)
+    work = cohort * float(steps.mean())
+    choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, data.device, choice.why)
     return choice
 

@@ -14,6 +14,7 @@ from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.method.local import Local
 from undrift.random import Key
+from undrift.training.settings import Settings
 
 
 def two_samples(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,9 @@ def find_device(device: Any) -> torch.device:
     return found
 
 
-def check_types(data: Any, local: Any, rounds: Any, engine: Any, precision: Any, lanes: Any, compile: Any) -> None:
+def check_types(given: Settings) -> None:
+    data, local, rounds, lanes = given.data, given.local, given.rounds, given.lanes
+    engine, precision, compile = given.engine, given.precision, given.compile
     kind = type(data).__name__
     require(isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}.")
     require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
@@ -139,7 +142,8 @@ def check_types(data: Any, local: Any, rounds: Any, engine: Any, precision: Any,
     require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
 
 
-def check_listening(evaluate_every: Any, personalize_every: Any, on_round: Any) -> None:
+def check_listening(given: Settings) -> None:
+    evaluate_every, personalize_every, on_round = given.evaluate_every, given.personalize_every, given.on_round
     fine = whole(evaluate_every) and evaluate_every >= 1
     require(fine, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from undrift import __version__
 from undrift.errors import UndriftError
 from undrift.training.run import Run
+from undrift.training.settings import ROLES, Settings
 
 LIBRARIES = ("undrift", "torch", "numpy", "builtins", "math", "functools")
 """Packages whose code is known by their version."""
@@ -29,10 +30,14 @@ SHOWN = 120
 """How many characters of a difference a message shows."""
 
 
-def identity(run: Run) -> dict[str, str]:
-    """What must be the same for a run to be the same run."""
+ELSEWHERE = ("participation", "data")
+"""Settings that a run's identity has under other names: "clients a round", and what `data` consists of."""
+
+
+def identity(run: Run, given: Settings) -> dict[str, str]:
+    """What must be the same for a run to be the same run: every setting that decides its result."""
     trained = {*run.model.start, *run.model.tracked}
-    return {
+    found = {
         "rounds": str(run.rounds),
         "seed": str(run.seed),
         "method": describe(run.method),
@@ -47,6 +52,8 @@ def identity(run: Run) -> dict[str, str]:
         **run.data.digests,
         "model": _module(run.model.module, trained),
     }
+    decisive = [name for name, role in ROLES.items() if role.resume == "same" and name not in ELSEWHERE]
+    return found | {name: describe(getattr(given, name)) for name in decisive if name not in found}
 
 
 def versions(device: torch.device) -> dict[str, str]:

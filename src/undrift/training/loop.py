@@ -33,8 +33,8 @@ from undrift.training.record import record, same_settings
 from undrift.training.result import Folder, Result, intact
 from undrift.training.rounds import Round, federated_round, finish, inputs_of
 from undrift.training.run import Run
+from undrift.training.settings import Settings
 from undrift.training.state import State
-from undrift.training.survivors import Conditions
 from undrift.training.track import Trackers
 from undrift.tree import Tree
 
@@ -130,42 +130,50 @@ def train(
     Raises:
         UndriftError: If an argument is wrong, or if they do not fit together; before anything is trained or written.
     """
-    given = dict(locals())
-    run = prepare(
-        model, data, method, rounds=rounds, local=local, participation=participation, seed=seed, loss=loss,
-        metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
-        conditions=Conditions(faults, max_norm_ratio, min_clients),
+    return start(
+        Settings(
+            model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
+            loss=loss, metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
+            deterministic=deterministic, evaluate_every=evaluate_every, personalize_every=personalize_every, out=out,
+            checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, notes=notes,
+            on_nonfinite=on_nonfinite, faults=faults, max_norm_ratio=max_norm_ratio, min_clients=min_clients,
+            allow_version_change=allow_version_change,
+        )
     )  # fmt: skip
-    check_listening(evaluate_every, personalize_every, on_round)
-    nonfinite.check(on_nonfinite)
+
+
+def start(given: Settings) -> Result:
+    """The run with these settings: prepared, resumed where that is asked for, and trained."""
+    run = prepare(given)
+    check_listening(given)
+    nonfinite.check(given.on_nonfinite)
     nonfinite.check_start(run.model.start)
-    files, where = Folder(out, resume), run.device
-    checkpoints = Checkpoints(files.path, run, checkpoint_every)
-    trackers = Trackers(track, files.path)
-    with files as folder, selected(where), arithmetic(precision, deterministic, where), trackers:
-        start = run.start()
+    files, where = Folder(given.out, given.resume), run.device
+    checkpoints = Checkpoints(files.path, run, given.checkpoint_every)
+    trackers = Trackers(given.track, files.path)
+    with files as folder, selected(where), arithmetic(given.precision, given.deterministic, where), trackers:
+        first = run.start()
         config = record(run, given) if folder.path or trackers else ""
         if folder.path:
-            evaluations = {"evaluate_every": str(evaluate_every), "personalize_every": str(personalize_every)}
             checkpoints.record = {
-                "identity": identity(run) | evaluations, "versions": versions(where), "config": config
+                "identity": identity(run, given), "versions": versions(where), "config": config
             }  # fmt: skip
-        earlier = resumed(run, folder, checkpoints, allow_version_change) if resume else None
+        earlier = resumed(run, folder, checkpoints, given.allow_version_change) if given.resume else None
         if isinstance(earlier, Result):
             return earlier
-        state = earlier or start
+        state = earlier or first
         folder.note(checkpoints.record)
         trackers.begin(config, state.history)
         folder.config()
         if folder.path and not state.round:
-            folder.partition(holdings(data))
+            folder.partition(holdings(run.data))
         folder.begin(state.history)
         watch = nonfinite.Watch(
-            run, start.parts, lambda before: inputs_of(run, run.bound(before.round), before),
-            skip=on_nonfinite == nonfinite.SKIP,
+            run, first.parts, lambda before: inputs_of(run, run.bound(before.round), before),
+            skip=given.on_nonfinite == nonfinite.SKIP,
         )  # fmt: skip
-        listeners = Listeners(folder, checkpoints, trackers, on_round)
-        return Loop(run, watch, listeners, evaluate_every, personalize_every, state).train()
+        listeners = Listeners(folder, checkpoints, trackers, given.on_round)
+        return Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, state).train()
 
 
 @dataclass(frozen=True)

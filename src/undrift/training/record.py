@@ -16,6 +16,7 @@ from undrift.method.part import Method, Part
 from undrift.schedule import decay, inverse
 from undrift.training.identity import plainly
 from undrift.training.run import Run
+from undrift.training.settings import ROLES, Settings
 
 OF_PYTHON = "of Python, so this file alone does not repeat the run"
 
@@ -30,25 +31,22 @@ def same_settings(one: str, other: str) -> bool:
     return one.partition("\nmodel")[2] == other.partition("\nmodel")[2]
 
 
-ORDER = (
-    "model", "method", "rounds", "participation", "seed", "loss", "metrics", "device", "precision", "engine", "lanes",
-    "compile", "deterministic", "threads", "evaluate_every", "personalize_every", "checkpoint_every", "track",
-    "on_nonfinite", "max_norm_ratio", "min_clients",
-)  # fmt: skip
+LINES = [name for name, role in ROLES.items() if role.form not in (None, "section", "modules")]
+"""The settings above the file's sections, in order. Modules to import stand below them, among the caller's notes."""
 
 
-def record(run: Run, given: dict[str, Any]) -> str:
-    """TOML: the arguments of `ud.train`, with what was left to undrift filled in."""
+def record(run: Run, given: Settings) -> str:
+    """TOML: the settings of the run, with what was left to undrift filled in."""
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
-    settings = {**given, **chosen, "method": run.method, "threads": torch.get_num_threads()}
+    settings = {**vars(given), **chosen, "method": run.method, "threads": torch.get_num_threads()}
     settings["loss"] = next((name for name, loss in LOSSES.items() if loss is run.loss), run.loss)
     ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())
     settings["metrics"] = list(run.metrics) if ours else run.metrics
     lines = [
         "# A run of undrift, complete: `undrift run` with this file repeats it.",
         f"# undrift {__version__}, torch {torch.__version__}; {run.choices['engine']} because {run.choices['why']}",
-        *(line(name, settings[name]) for name in ORDER),
-        *(line(name, value) for name, value in (given["notes"] or {}).items() if value),
+        *(line(name, settings[name]) for name in LINES),
+        *(line(name, value) for name, value in (given.notes or {}).items() if value),
     ]
     if run.data.origin is None:
         lines += ["", f"# data: {OF_PYTHON}"]

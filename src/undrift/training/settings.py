@@ -1,0 +1,106 @@
+"""The settings of a run, each defined once: its type, its default, and the role it plays around the training.
+
+Derived from here are the keys of experiment files (`tools/config.py`), the lines of a run's `config.toml`
+(`record.py`), what must stay the same when a run is resumed (`identity.py`, `tools/experiment.py`), and which runs are
+repetitions of one experiment (`tools/compare.py`). Only the signature of `ud.train` repeats the settings, for editors,
+`help` and type checkers; `tests/test_settings.py` compares the two.
+
+Imports nothing heavy: an experiment file is checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from undrift.data.dataset import FederatedDataset
+    from undrift.method.faults import Faults
+    from undrift.method.local import Local
+    from undrift.method.part import Method, Part
+
+Form = Literal["section", "text", "texts", "count", "seed", "number", "switch", "interval", "threads", "modules"]
+"""What a value looks like in an experiment file; `tools/config.py` has the type of each."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a setting means to experiment files, resumed runs and comparisons."""
+
+    form: Form | None
+    """Its form in experiment files and in `config.toml`; None if it has no place there."""
+    resume: Literal["same", "digits", "free"] = "same"
+    """In a resumed run it must be the "same", as it decides the result and belongs to the run's identity; or it may
+    change the last "digits", which `allow_version_change` permits; or it is "free" to change."""
+    compared: bool = True
+    """Whether runs that differ in it are different experiments, not repetitions of one."""
+    argument: bool = True
+    """Whether `ud.train` takes it. If not, only experiment files do."""
+    file_default: Any = None
+    """The default in experiment files, where it is not that of `ud.train`."""
+
+
+def role(form: Form | None, **roles: Any) -> Mapping[str, Role]:
+    """Metadata for a field of `Settings`."""
+    return {"role": Role(form, **roles)}
+
+
+OF_THE_CALL = role(None, resume="free")
+"""Settings that concern one call of `ud.train`, not the run: no file has them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Settings:
+    """What `ud.train` was given. Its docstring explains each setting; here they have the same order."""
+
+    model: nn.Module | str = field(metadata=role("text"))
+    data: FederatedDataset = field(metadata=role("section"))
+    method: Method | Part | str = field(default="FedAvg()", metadata=role("text"))
+    rounds: int = field(metadata=role("count"))
+    local: Local = field(metadata=role("section"))
+    participation: int | float = field(default=1.0, metadata=role("number"))
+    seed: int = field(default=0, metadata=role("seed", compared=False))
+    loss: Any = field(default=None, metadata=role("text"))
+    metrics: Any = field(default=None, metadata=role("texts"))
+    device: str | torch.device = field(default="auto", metadata=role("text", resume="free", compared=False))
+    precision: str = field(default="auto", metadata=role("text"))
+    engine: str = field(default="auto", metadata=role("text", resume="digits", compared=False))
+    lanes: int | None = field(default=None, metadata=role("count", resume="digits", compared=False))
+    compile: bool | None = field(default=None, metadata=role("switch", resume="digits", compared=False))
+    deterministic: bool = field(default=False, metadata=role("switch", resume="digits"))
+    threads: int | None = field(
+        default=None, metadata=role("threads", resume="digits", compared=False, argument=False)
+    )  # torch's, which callers of `ud.train` set themselves
+    evaluate_every: int = field(default=1, metadata=role("count", compared=False))
+    personalize_every: int | None = field(default=None, metadata=role("count", compared=False))
+    out: str | Path | None = field(default=None, metadata=OF_THE_CALL)
+    checkpoint_every: int | str | None = field(
+        default=None, metadata=role("interval", resume="free", compared=False, file_default="30s")
+    )
+    resume: bool = field(default=False, metadata=OF_THE_CALL)
+    track: str | Sequence[str] | None = field(default=None, metadata=role("texts", resume="free", compared=False))
+    on_round: Callable[[dict[str, Any]], None] | None = field(default=None, metadata=OF_THE_CALL)
+    notes: dict[str, Any] | None = field(default=None, metadata=OF_THE_CALL)
+    on_nonfinite: str = field(default="stop", metadata=role("text", resume="free"))
+    faults: Faults | None = field(default=None, metadata=role("section"))
+    max_norm_ratio: float | None = field(default=None, metadata=role("number"))
+    min_clients: int | float | None = field(default=None, metadata=role("number"))
+    allow_version_change: bool = field(default=False, metadata=OF_THE_CALL)
+    imports: Sequence[str] = field(
+        default=(), metadata=role("modules", resume="free", compared=False, argument=False)
+    )  # a user's own methods, models and data, imported before anything else
+
+
+FIELDS = {entry.name: entry for entry in fields(Settings)}
+ROLES: dict[str, Role] = {name: entry.metadata["role"] for name, entry in FIELDS.items()}
+KEYS: dict[str, Role] = {name: role for name, role in ROLES.items() if role.form} | {
+    "data.seed": Role("seed", compared=False),
+    "data.data_dir": Role("text", resume="free", compared=False),
+}
+"""The keys of experiment files. Keys of a section have its role, except for those that are listed here."""
