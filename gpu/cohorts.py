@@ -1,7 +1,7 @@
 """Cohorts that are hard on captured graphs, each with the property that its name claims.
 
-A stretch is a run of steps in which no lane changes its client (`engine/packing.py`). Clients start in the order of
-their step counts, so a stretch can outgrow the first only once no client is waiting any more, or in a later round.
+A segment is a run of steps in which no lane changes its client (`engine/packing.py`). Clients start in the order of
+their step counts, so a segment can outgrow the first only once no client is waiting any more, or in a later round.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 import undrift as ud
-from undrift.engine.packing import pack, stretches
+from undrift.engine.packing import pack, segments
 
 Lengths = list[list[int]]
-"""The lengths of each round's stretches."""
+"""The lengths of each round's segments."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Cohort:
     lanes: int
     rounds: int = 3
     holds: Callable[[Lengths], bool] = lambda lengths: True
-    """What the name claims, of the lengths of the stretches."""
+    """What the name claims, of the lengths of the segments."""
 
     def lengths(self) -> Lengths:
         clients, sizes = np.arange(len(self.sizes)), np.array(self.sizes)
         found = []
         for t in range(self.rounds):
             steps = self.local.step_counts(t, clients, sizes)
-            found.append([len(s.rows) for s in stretches(steps, pack(steps, min(self.lanes, len(steps))))])
+            found.append([len(s.steps) for s in segments(steps, pack(steps, min(self.lanes, len(steps))))])
         return found
 
 
@@ -48,7 +48,7 @@ def later_longer(lengths: Lengths) -> bool:
 
 
 def one_longer(lengths: Lengths) -> bool:
-    """A stretch in the middle of a round is one step longer than the longest before it."""
+    """A segment in the middle of a round is one step longer than the longest before it."""
     return any(b == a + 1 for a, b in zip(accumulate(lengths[0], max), lengths[0][1:], strict=False))
 
 
@@ -57,7 +57,7 @@ def longer_twice(lengths: Lengths) -> bool:
 
 
 def by_round(test: Callable[[int, int], bool]) -> Callable[[Lengths], bool]:
-    """Whether the longest stretch of every round compares so with that of the round before."""
+    """Whether the longest segment of every round compares so with that of the round before."""
     return lambda lengths: all(test(max(a), max(b)) for a, b in pairwise(lengths))
 
 
@@ -71,9 +71,9 @@ GIANT = of(
 )  # fmt: skip
 MIXED = (23, 5, 41, 10, 17, 1)
 COHORTS = {
-    "a later stretch is longer": of(49, 11, 7, 3, lanes=2, epochs=1, holds=later_longer),
-    "a later stretch is one longer": of(30, 11, 4, lanes=2, epochs=1, holds=one_longer),
-    "stretches grow twice in a round": of(80, 31, 11, lanes=3, epochs=1, rounds=2, holds=longer_twice),
+    "a later segment is longer": of(49, 11, 7, 3, lanes=2, epochs=1, holds=later_longer),
+    "a later segment is one longer": of(30, 11, 4, lanes=2, epochs=1, holds=one_longer),
+    "segments grow twice in a round": of(80, 31, 11, lanes=3, epochs=1, rounds=2, holds=longer_twice),
     "one client larger than all others together": GIANT,
     "one lane": of(*MIXED, lanes=1, epochs=1, holds=lambda ls: len(ls[0]) == 6),
     "two lanes": of(*MIXED, lanes=2, epochs=1, holds=lambda ls: ls[0] == [6, 5, 2, 1]),

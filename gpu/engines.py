@@ -29,7 +29,7 @@ def compare(
 ) -> Finding:  # fmt: skip
     """Both engines from the same weights; the distance between them, relative to what the plain one learned."""
     lengths = cohort.lengths()
-    assert cohort.holds(lengths), f"the cohort is not what its name says: its stretches are {lengths}"
+    assert cohort.holds(lengths), f"the cohort is not what its name says: its segments are {lengths}"
     module, data = make(model, dtype), data_for(model, cohort.sizes)
     settings: dict[str, Any] = {"rounds": cohort.rounds, "local": cohort.local, "device": device}
     plain = ud.train(module, data, method, engine="plain", **settings)
@@ -72,7 +72,7 @@ def compiled() -> Iterator[Check]:
             if first or model in COMPILED:
                 title = f"{model}, float32, {name}, compiled"
                 yield _check(title, model, torch.float32, cohort, not first, method=method, compiled=True)
-    name = "a later stretch is longer"
+    name = "a later segment is longer"
     yield _check(f"linear, float64, {name}, compiled", "linear", torch.float64, COHORTS[name], compiled=True)
 
 

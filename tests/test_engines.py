@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ import undrift as ud
 from tests.parts import METHOD, Branching, Everything, Finish, Normed, Recurrent
 from tests.problems import copies_of_a_million, distance, make_clients, net, same_bits
 from undrift.engine.trace import Traced
+from undrift.training.build import prepare
+from undrift.training.settings import Settings
+from undrift.tree import tree_stack
 
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -166,15 +169,58 @@ def test_rates_by_parameter_and_by_step_multiply(uneven, method):
     assert distance(other.params, lanes.params) > 1e-4
 
 
-def test_the_step_is_traced_once(uneven):
-    from undrift.training.build import prepare
-    from undrift.training.settings import Settings
+def prepared(engine, data, method, **settings):
+    """A run that is ready to start, for tests that call its engine themselves."""
+    return prepare(
+        Settings(model=net(), data=data, method=method, rounds=1, local=LOCAL, device="cpu", engine=engine, **settings)
+    )
 
-    run = prepare(Settings(model=net(), data=uneven, rounds=1, local=LOCAL, device="cpu", engine="lanes", lanes=2))
+
+def test_the_step_is_traced_once(uneven):
+    run = prepared("lanes", uneven, ud.FedAvg(), lanes=2)
     with torch.no_grad():
         for t in range(3):
             run.engine.run(run.inputs(run.plan(t), run.start(), [()]))
     assert len(run.engine.stepper.step.programs) == 1
+
+
+@pytest.mark.parametrize("settings", [{"engine": "plain"}, {"engine": "lanes", "lanes": 3}], ids=str)
+def test_what_clients_share_may_as_well_be_their_own(uneven, settings):
+    """Starting weights, rates, numbers and what was broadcast, different for each client: as each would train alone."""
+    method = ud.FedProx(0.3, target=ud.TemporalEnsemble(0.5)) + ud.GradientNoise(0.1)
+    run = prepared(data=uneven, method=method, **settings)
+    state = run.start()
+    method = run.bound(0)
+    received = method.broadcast(state.params, state.parts, run.server(0, state))
+    inputs = run.inputs(run.plan(0), state, received)
+    cohort = len(inputs.plan.clients)
+    own = ("start", "received", "lr", "numbers", "weight_decay", "momentum", "round")
+
+    def vary(t, c):
+        return t * (1 + 0.1 * c) if t.is_floating_point() else t
+
+    shared = [ud.tree_map(lambda t, c=c: vary(t, c), {n: inputs.shared[n] for n in own}) for c in range(cohort)]
+    mixed = replace(
+        inputs,
+        shared={name: tree for name, tree in inputs.shared.items() if name not in own},
+        clients=inputs.clients | tree_stack(shared),
+    )
+    together, alone = {}, {}
+    with torch.no_grad():
+        run.engine.run(mixed, visit=lambda w, ids: together.update(unstacked(w, ids)))
+        for c in range(cohort):  # all train; only this one is looked at
+            one = replace(inputs, shared=inputs.shared | shared[c])
+            found = {}
+            run.engine.run(one, visit=lambda w, ids, found=found: found.update(unstacked(w, ids)))
+            alone[int(inputs.plan.clients[c])] = found[int(inputs.plan.clients[c])]
+    assert together.keys() == alone.keys() and len(together) == cohort > 3
+    assert all(distance(together[c], alone[c]) < 1e-12 for c in together)
+    ids = list(together)
+    assert distance(together[ids[0]], together[ids[1]]) > 1e-3
+
+
+def unstacked(weights, ids):
+    return {int(c): {n: w[i].clone() for n, w in weights.items()} for i, c in enumerate(ids)}
 
 
 @pytest.mark.parametrize(

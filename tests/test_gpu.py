@@ -9,6 +9,7 @@ import undrift as ud
 from tests.equations import EVERYTHING
 from tests.parts import METHOD, Normed
 from tests.problems import distance, make_clients, net, same_bits
+from undrift.engine import client_states
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -41,12 +42,12 @@ def test_frozen_weights_of_the_callers_model_stay_where_they_are():
 
 
 def test_kept_state_moves_to_the_host_when_it_would_not_fit(monkeypatch):
-    from undrift.engine import cohort
-
     local = ud.Local(epochs=1, batch_size=8, lr=0.1)
     runs = []
-    for share in (0.0, 0.25):
-        monkeypatch.setattr(cohort, "KEPT_SHARE", share)
+    for share, home in ((0.0, "cpu"), (0.25, "cuda")):
+        monkeypatch.setattr(client_states, "MEMORY_SHARE", share)
+        states = client_states.ClientStates({0: {}}, torch.device("cuda"), population=10)
+        assert states.updated({0: {3: torch.zeros(2, device="cuda")}}).parts[0][3].device.type == home
         runs.append(ud.train(net(), make_clients(SIZES), ud.Scaffold(), rounds=4, local=local, participation=4))
     assert same_bits(runs[0].params, runs[1].params)
 

@@ -23,7 +23,7 @@ SOME = [
     "a  Scaffold, mini-batches",
     "a  FedDyn + FedNLR, schedules",
     "b  linear, float32, one step",
-    "b  GRU, float32, a later stretch is one longer",
+    "b  GRU, float32, a later segment is one longer",
     "b  convolution, strided, float64, steps grow by one",
     "b  attention, float32, FedCurv",
     "c  LeNet-5, 12 × 100, 14², 6 → 16, tf32",
@@ -96,7 +96,7 @@ def test_nan_is_within_no_bound():
 
 def test_steps_that_are_not_replayed_are_noticed(monkeypatch):
     cuda_graphs.put_in_place(monkeypatch)
-    cohort = COHORTS["a later stretch is longer"]
+    cohort = COHORTS["a later segment is longer"]
     assert engines.compare("linear", torch.float64, cohort, "cpu").status == "ok"
     run = StepGraph.run
 
@@ -109,7 +109,7 @@ def test_steps_that_are_not_replayed_are_noticed(monkeypatch):
 
 
 def test_a_warm_up_on_live_state_is_noticed(monkeypatch):
-    """What went wrong once: a stretch longer than any before captured again, and warmed up on a client in training."""
+    """What went wrong once: a segment longer than any before captured again, and warmed up on a client in training."""
     cuda_graphs.put_in_place(monkeypatch)
     run = StepGraph.run
 
@@ -123,7 +123,7 @@ def test_a_warm_up_on_live_state_is_noticed(monkeypatch):
         return state
 
     monkeypatch.setattr(StepGraph, "run", warms_up)
-    grow = ["a later stretch is longer", "a later stretch is one longer", "steps grow by one", "all lanes"]
+    grow = ["a later segment is longer", "a later segment is one longer", "steps grow by one", "all lanes"]
     for name, status in {**dict.fromkeys(grow, "FAIL"), "two lanes": "ok"}.items():
         assert engines.compare("linear", torch.float64, COHORTS[name], "cpu").status == status, name
 

@@ -16,7 +16,7 @@ from tests.parts import METHOD
 from tests.problems import distance, make_clients, net
 from undrift.engine import graph
 from undrift.engine.graph import StepGraph
-from undrift.engine.packing import pack, stretches
+from undrift.engine.packing import pack, segments
 
 Table = tuple[tuple[int, ...], ...]
 
@@ -55,8 +55,8 @@ def compare_steps(table: Table, lanes: int, compile: bool = False) -> None:
 
 TABLES = {
     "one step": ((1, 1, 1),),
-    "a later stretch is longer": ((2, 3, 9, 9),),
-    "a later stretch is longer by one": ((2, 5, 5, 5),),
+    "a later segment is longer": ((2, 3, 9, 9),),
+    "a later segment is longer by one": ((2, 5, 5, 5),),
     "steps grow by one from round to round": ((1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)),
     "steps grow": ((1, 2, 1), (5, 9, 2), (20, 3, 7)),
     "steps shrink": ((20, 3, 7), (5, 9, 2), (1, 2, 1)),
@@ -66,15 +66,15 @@ TABLES = {
 
 
 def lengths(table: Table, lanes: int) -> list[int]:
-    """The lengths of all stretches of steps between changes of client, in order."""
+    """The lengths of all segments of steps between changes of client, in order."""
     rows = [np.array(row) for row in table]
-    return [len(stretch.rows) for row in rows for stretch in stretches(row, pack(row, min(lanes, len(row))))]
+    return [len(segment.steps) for row in rows for segment in segments(row, pack(row, min(lanes, len(row))))]
 
 
 def test_the_tables_are_what_they_are_called():
     assert lengths(TABLES["one step"], 3) == [1]
-    assert lengths(TABLES["a later stretch is longer"], 4) == [2, 1, 6]
-    assert lengths(TABLES["a later stretch is longer by one"], 4) == [2, 3]
+    assert lengths(TABLES["a later segment is longer"], 4) == [2, 1, 6]
+    assert lengths(TABLES["a later segment is longer by one"], 4) == [2, 3]
     assert lengths(TABLES["steps grow by one from round to round"], 3) == [1, 2, 3, 4]
     grown = lengths(TABLES["steps grow"], 2)
     assert max(grown[1:]) > grown[0]
@@ -98,7 +98,7 @@ def test_compiled_rounds_are_the_plain_engines(graphs, name):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("method", [METHOD, ud.Scaffold(), ud.FedDyn(0.1) + ud.FedNLR(), ud.FedCurv(0.5)])
 def test_every_hook_goes_through_graphs(graphs, uneven, method, compile):
-    """A lane per client: stretches of 2, 2, 2 and 6 steps, so the last outgrows those before, in mid-training."""
+    """A lane per client: segments of 2, 2, 2 and 6 steps, so the last outgrows those before, in mid-training."""
     compare(uneven, method, ud.Local(epochs=2, batch_size=8, lr=0.05), 3, 6, compile)
 
 
@@ -122,7 +122,7 @@ def doubling(state: torch.Tensor, rest: torch.Tensor, batch: torch.Tensor) -> St
 
 
 def test_building_and_running_leave_live_state_alone(graphs):
-    """What one stretch returned is the next one's state; a graph built meanwhile does not touch it."""
+    """What one segment returned is the next one's state; a graph built meanwhile does not touch it."""
     rest, batch = torch.ones(()), torch.ones(2)
     one = doubling(torch.zeros(()), rest, batch)
     live = one.run([torch.zeros(())], [rest], (batch,))

@@ -22,6 +22,7 @@ import undrift as ud
 from tests.problems import Point, make_clients, net, quadratics
 from undrift import random
 from undrift.engine import choose, client, compiler
+from undrift.engine import threads as threaded
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
 from undrift.functional.convolution import lanes as convolution
@@ -306,7 +307,7 @@ def watched_threads(monkeypatch) -> list[int]:
         seen.append(len(queues))
         return at_once(function, queues)
 
-    monkeypatch.setattr(lanes, "at_once", watched)
+    monkeypatch.setattr(threaded, "at_once", watched)
     return seen
 
 

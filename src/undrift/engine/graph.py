@@ -2,9 +2,9 @@
 
 Everything the step reads lies in buffers that stay where they are: the training state and what lanes have of their own,
 which replays change in place, and the batches of several steps, of which a counter on the device says whose turn it is.
-So a stretch of steps is one replay per step, and none of them waits for the host.
+So a segment of steps is one replay per step, and none of them waits for the host.
 
-The graph is captured when it is built, before the buffers hold anything, and never again: a stretch longer than the
+The graph is captured when it is built, before the buffers hold anything, and never again: a segment longer than the
 buffers goes through them in pieces. So no warm-up can run on the state of a client that is in the middle of training.
 """
 

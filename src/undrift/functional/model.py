@@ -166,7 +166,8 @@ class Model:
             whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
             tensors = {n: t.to(self.compute) for n, t in rest.items() if n not in whole} | whole
         if isinstance(watch, Watch | Uses):
-            watch.names = {id(tensor): name for name, tensor in tensors.items()}
+            own = dict(self.module.named_parameters())
+            watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
         mode = convolutions(params, x, self.compute)
         with mode, watch or contextlib.nullcontext(), self._differentiable(training):
             output = functional_call(self.module, {**tensors, **statistics}, (x,))
