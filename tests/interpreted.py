@@ -32,17 +32,17 @@ def compare(found: object, wanted: object) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    convolution.memory = recurrent.memory = lambda device: 227  # of a Hopper, which turns g for tf32
+    convolution.shared_memory = recurrent.shared_memory = lambda device: 227  # as on Hopper, where tf32 transposes g
     for (lanes, batch, size, channels, outputs, kernel, stride, padding), tf32 in product(SHAPES, (False, True)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
         bias = torch.randn(lanes, outputs)
-        wanted = meant.correlate(x, weight, bias, stride, padding)
-        compare(convolution.correlate(x, weight, bias, stride, padding), wanted)
+        wanted = meant.conv2d_forward(x, weight, bias, stride, padding)
+        compare(convolution.conv2d_forward(x, weight, bias, stride, padding), wanted)
         g = torch.randn_like(wanted)
-        compare(convolution.gradient(g, x, kernel, stride, padding), meant.gradient(g, x, kernel, stride, padding))
-        found = convolution.gradient(g, x, kernel, stride, padding, squared=True)
-        compare(found, meant.gradient(g, x, kernel, stride, padding, squared=True))
+        for name in ("conv2d_weight_grad", "conv2d_squared_weight_grad"):
+            found, wanted = (getattr(module, name)(g, x, kernel, stride, padding) for module in (convolution, meant))
+            compare(found, wanted)
     for lanes, time, batch, width in [(2, 3, 3, 16), (1, 2, 70, 24)]:
         steps, state = (lanes, time, batch), torch.randn(lanes, batch, width)
         for gates, loop in ((3, "gru"), (4, "lstm")):

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from tests.problems import distance
-from undrift.functional.convolution.operations import correlate, gradient
+from undrift.functional.convolution.operations import (
+    conv2d_forward,
+    conv2d_squared_weight_grad,
+    conv2d_weight_grad,
+)
 from undrift.functional.recurrent import layers as recurrent
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -61,14 +65,14 @@ def compare(operation, precision, tensors, *rest):
 
 @on_a_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_correlation_and_its_gradient(shape, precision):
+def test_convolutions_and_their_gradients(shape, precision):
     lanes, batch, size, channels, outputs, kernel, stride, padding = shape
     torch.manual_seed(0)
     x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
-    compare(correlate, precision, (x, weight, torch.randn(lanes, outputs)), stride, padding)
-    g = torch.randn_like(correlate(x, weight, torch.zeros(lanes, outputs), stride, padding))
-    compare(gradient, precision, (g, x), kernel, stride, padding)
-    compare(gradient, precision, (g, x), kernel, stride, padding, True)
+    compare(conv2d_forward, precision, (x, weight, torch.randn(lanes, outputs)), stride, padding)
+    g = torch.randn_like(conv2d_forward(x, weight, torch.zeros(lanes, outputs), stride, padding))
+    compare(conv2d_weight_grad, precision, (g, x), kernel, stride, padding)
+    compare(conv2d_squared_weight_grad, precision, (g, x), kernel, stride, padding)
 
 
 @on_a_gpu

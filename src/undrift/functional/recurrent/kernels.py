@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.functional.triton import memory, precision, stages
+from undrift.functional.triton import dot_precision, pipeline_stages, shared_memory
 
 
 @triton.jit
@@ -192,9 +192,9 @@ def _launch(like: Tensor, batch: int, width: int, reads: int, gates: int) -> tup
     units = 16 if like.element_size() == 4 else 32
     grid = (len(like), triton.cdiv(batch, rows), triton.cdiv(width, units))
     turn = (reads * rows * deep + gates * deep * units) * like.element_size()
-    fitting = min(3, 1 + 1024 * memory(like.device) // turn)  # what is loaded ahead lies in a processor's own memory
-    ahead = stages(fitting, width * like.element_size())
-    return grid, {"BB": rows, "BU": units, "BK": deep, "P": precision(), "num_warps": 4, "num_stages": ahead}
+    fitting = min(3, 1 + 1024 * shared_memory(like.device) // turn)  # what is loaded ahead is in shared memory
+    ahead = pipeline_stages(fitting, width * like.element_size())
+    return grid, {"BB": rows, "BU": units, "BK": deep, "P": dot_precision(), "num_warps": 4, "num_stages": ahead}
 
 
 def gru(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,8 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from undrift.errors import UndriftError
-from undrift.functional.triton import available, lanes_of
+from undrift.functional.triton import available
+from undrift.functional.vmap import lanes_first
 
 State = Any
 """Hidden states, layers × batch × units: one tensor, or for an LSTM the pair (h, c)."""
@@ -45,7 +46,7 @@ class _Loop(Function):
             return 0 if own_weight else 1 if dims == 3 else 2
 
         def fold(tensor: Tensor, dim: int | None) -> Tensor:
-            moved = lanes_of(tensor, dim, size)
+            moved = lanes_first(tensor, dim, size)
             at = axis(moved.dim() - 1)
             return moved.movedim(0, at).flatten(at, at + 1)
 
