@@ -14,13 +14,20 @@ import torch
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run on this device: a GPU from Ampere on, with Triton. None of them takes float64."""
+    """Whether the kernels run on this device: a GPU from Ampere on, with Triton from 3.4. None of them takes float64.
+
+    Before Triton 3.4 (torch 2.8) a kernel cannot be given a named tuple of constants; torch's own operations run then.
+    """
     return dtype != torch.float64 and _supported(device)
 
 
 @cache
 def _supported(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not find_spec("triton"):
+        return False
+    from triton import __version__
+
+    return tuple(int(number) for number in __version__.split(".")[:2]) >= (3, 4)
 
 
 def dot_precision() -> str:

@@ -3,8 +3,9 @@
 A convolution is the product of the input's patches with the weights. A tile of the patches is gathered from the input
 at the moment it is needed, so nothing but the result is written to memory.
 
-In the kernels m runs over positions of the output (batch · OH · OW), n over its channels, and k over the entries of a
-patch (KH · KW · C), channels fastest. A program computes a tile of BM × BN or of BN × BK, one lane's.
+In the kernels, m runs over positions of the output (batch · OH · OW), n over its channels, and k over the entries of a
+patch (KH · KW · C), channels fastest; these sizes are those of `Dims`. A program computes one lane's tile of BM × BN
+outputs, or of BN × BK weights.
 
 Tiles follow from shapes by a rule, not by timing, and partial sums are added in a fixed order, so results repeat bit
 for bit.
@@ -13,6 +14,7 @@ for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,51 +27,58 @@ WARPS = 2112
 """How many warps to split a sum over positions between, if there are enough positions: sixteen per multiprocessor of an
 H100, and the same number on every GPU, since the order of the sums depends on it."""
 
-# The geometry of a convolution, which kernels are compiled for, is always passed in this order:
-#   OH, OW: output height and width;  H, W, C: input height, width and channels;  N: output channels;
-#   KH, KW: kernel height and width;  SH, SW: vertical and horizontal stride;  PH, PW: padding.
+
+class Dims(NamedTuple):
+    """The dimensions of a convolution, which kernels are compiled for."""
+
+    H: int  # height, width and channels of the input
+    W: int
+    C: int
+    OH: int  # height, width and channels of the output
+    OW: int
+    N: int
+    KH: int  # height and width of the kernel
+    KW: int
+    K: int  # entries of a patch, KH · KW · C
+    SH: int  # stride, vertical and horizontal
+    SW: int
+    PH: int  # padding, vertical and horizontal
+    PW: int
 
 
 @triton.jit
-def _patches(
-    x, positions, m, k, k_tile,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
+def _patches(x, positions, m, k, k_tile, D: tl.constexpr, BK: tl.constexpr):
     """Entries k of the patches at positions m of one lane; k is the tile number `k_tile` of BK entries."""
-    sample, position = m // (OH * OW), m % (OH * OW)
-    top, left = (position // OW) * SH - PH, (position % OW) * SW - PW
-    tap = k_tile // (C // BK) if C % BK == 0 else k // C  # the former is one tap for the whole tile: contiguous loads
-    y, z = top + tap // KW, left + tap % KW
-    inside = (m < positions) & (y >= 0) & (y < H) & (z >= 0) & (z < W) & (k < KH * KW * C)
-    return tl.load(x + ((sample * H + y) * W + z) * C + (k - tap * C), mask=inside, other=0.0)
+    sample, position = m // (D.OH * D.OW), m % (D.OH * D.OW)
+    top, left = (position // D.OW) * D.SH - D.PH, (position % D.OW) * D.SW - D.PW
+    # Where BK divides the channels, a tile belongs to one tap of the kernel, so that its loads are contiguous.
+    tap = k_tile // (D.C // BK) if D.C % BK == 0 else k // D.C
+    y, z = top + tap // D.KW, left + tap % D.KW
+    inside = (m < positions) & (y >= 0) & (y < D.H) & (z >= 0) & (z < D.W) & (k < D.K)
+    return tl.load(x + ((sample * D.H + y) * D.W + z) * D.C + (k - tap * D.C), mask=inside, other=0.0)
 
 
 @triton.jit
 def _conv2d_forward(
-    x, weight, bias, out, positions,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, out, positions, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = bias[n] + Σ_k patches[m, k] · weight[n, k], a tile of BM × BN per program."""
-    K: tl.constexpr = KH * KW * C
-    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    n_tiles: tl.constexpr = (D.N + BN - 1) // BN
     tiles = tl.cdiv(positions, BM) * n_tiles
     tile, lane = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     m, n = (tile // n_tiles) * BM + tl.arange(0, BM), (tile % n_tiles) * BN + tl.arange(0, BN)
-    x += lane * (positions // (OH * OW)) * (H * W * C)
-    weight += lane * N * K
+    x += lane * (positions // (D.OH * D.OW)) * (D.H * D.W * D.C)
+    weight += lane * D.N * D.K
     total = tl.zeros((BM, BN), tl.float32)
-    for k_tile in range(0, (K + BK - 1) // BK):
+    for k_tile in range(0, (D.K + BK - 1) // BK):
         k = k_tile * BK + tl.arange(0, BK)
-        a = _patches(x, positions, m[:, None], k[None], k_tile, OH, OW, H, W, C, KH, KW, SH, SW, PH, PW, BK)
-        b = tl.load(weight + n[None] * K + k[:, None], mask=(n < N)[None] & (k < K)[:, None], other=0.0)
+        a = _patches(x, positions, m[:, None], k[None], k_tile, D, BK)
+        b = tl.load(weight + n[None] * D.K + k[:, None], mask=(n < D.N)[None] & (k < D.K)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    total += tl.load(bias + lane * N + n, mask=n < N, other=0.0).to(tl.float32)[None]
-    at = (lane * positions + m)[:, None] * N + n[None]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < positions)[:, None] & (n < N)[None])
+    total += tl.load(bias + lane * D.N + n, mask=n < D.N, other=0.0).to(tl.float32)[None]
+    at = (lane * positions + m)[:, None] * D.N + n[None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < positions)[:, None] & (n < D.N)[None])
 
 
 @triton.jit
@@ -95,15 +104,13 @@ def _sum_positions(
 
 
 @triton.jit
-def _weight_grad_tile(
-    K: tl.constexpr, N: tl.constexpr, SEPARATE_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def _weight_grad_tile(SEPARATE_BIAS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """A program's lane, its part of the sum, its outputs n and entries k, and which tile of k these are.
 
     Unless SEPARATE_BIAS, there is one more k, for the bias.
     """
-    k_tiles: tl.constexpr = (K + (0 if SEPARATE_BIAS else 1) + BK - 1) // BK
-    tiles: tl.constexpr = k_tiles * ((N + BN - 1) // BN)
+    k_tiles: tl.constexpr = (D.K + (0 if SEPARATE_BIAS else 1) + BK - 1) // BK
+    tiles: tl.constexpr = k_tiles * ((D.N + BN - 1) // BN)
     tile, lane, part = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
     n, k = (tile // k_tiles) * BN + tl.arange(0, BN), (tile % k_tiles) * BK + tl.arange(0, BK)
     return lane, part, n, k, tile % k_tiles
@@ -113,9 +120,7 @@ def _weight_grad_tile(
 def _patches_times_g(
     g, x, positions, limit, g_n, g_m, first, STEPS: tl.constexpr, n, k, k_tile,
     SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ_m patches[m, k] · g[m, n] over STEPS · BM positions m from `first`; g has the strides g_n and g_m.
 
@@ -125,8 +130,8 @@ def _patches_times_g(
         total = tl.zeros((BK, BN), tl.float32)
         for step in range(0, STEPS):
             m = first + step * BM + tl.arange(0, BM)
-            a = _patches(x, positions, m[None], k[:, None], k_tile, OH, OW, H, W, C, KH, KW, SH, SW, PH, PW, BK)
-            b = tl.load(g + n[None] * g_n + m[:, None] * g_m, mask=(m < limit)[:, None] & (n < N)[None], other=0.0)
+            a = _patches(x, positions, m[None], k[:, None], k_tile, D, BK)
+            b = tl.load(g + n[None] * g_n + m[:, None] * g_m, mask=(m < limit)[:, None] & (n < D.N)[None], other=0.0)
             # Triton keeps an operand in registers if it is not used as loaded, and from registers the tensor cores
             # take tf32 in either layout. Hence the two changes of sign.
             total = tl.dot(-a if TRANSPOSED else a, b, total, input_precision=PRECISION)
@@ -135,92 +140,82 @@ def _patches_times_g(
         total = tl.zeros((BN, BK), tl.float32)
         for step in range(0, STEPS):
             m = first + step * BM + tl.arange(0, BM)
-            b = _patches(x, positions, m[:, None], k[None], k_tile, OH, OW, H, W, C, KH, KW, SH, SW, PH, PW, BK)
-            b = tl.where((k == KH * KW * C)[None], 1.0, b).to(x.dtype.element_ty)
-            a = tl.load(g + m[:, None] * N + n[None], mask=(m < positions)[:, None] & (n < N)[None], other=0.0)
+            b = _patches(x, positions, m[:, None], k[None], k_tile, D, BK)
+            b = tl.where((k == D.K)[None], 1.0, b).to(x.dtype.element_ty)
+            a = tl.load(g + m[:, None] * D.N + n[None], mask=(m < positions)[:, None] & (n < D.N)[None], other=0.0)
             total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
         return tl.trans(total)
 
 
 @triton.jit
-def _store_weight_grad(
-    out, total, part, lanes, lane, n, k, K: tl.constexpr, N: tl.constexpr, SEPARATE_BIAS: tl.constexpr
-):  # fmt: skip
+def _store_weight_grad(out, total, lane, part, lanes, n, k, SEPARATE_BIAS: tl.constexpr, D: tl.constexpr):
     """Write a tile into out, parts × lanes × N × (K + 1); the last column is left alone if SEPARATE_BIAS."""
-    at = ((part * lanes + lane) * N + n)[None] * (K + 1) + k[:, None]
-    tl.store(out + at, total, mask=(n < N)[None] & (k < K + (0 if SEPARATE_BIAS else 1))[:, None])
+    at = ((part * lanes + lane) * D.N + n)[None] * (D.K + 1) + k[:, None]
+    tl.store(out + at, total, mask=(n < D.N)[None] & (k < D.K + (0 if SEPARATE_BIAS else 1))[:, None])
 
 
 @triton.jit
 def _conv2d_weight_grad(
-    g, x, out, positions, length, lanes,
-    STEPS: tl.constexpr, SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    g, x, out, positions, length, lanes, STEPS: tl.constexpr, SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[part, n, k] = Σ_m g[m, n] · patches[m, k] over the part's STEPS · BM positions m.
 
     A lane of g is positions × outputs, or if TRANSPOSED outputs × `length`, which is positions and zeros after them.
     """
-    K: tl.constexpr = KH * KW * C
-    lane, part, n, k, k_tile = _weight_grad_tile(K, N, SEPARATE_BIAS, BN, BK)
-    g += lane * length * N
-    x += lane * (positions // (OH * OW)) * (H * W * C)
-    g_n, g_m = (length, 1) if TRANSPOSED else (1, N)
+    lane, part, n, k, k_tile = _weight_grad_tile(SEPARATE_BIAS, D, BN, BK)
+    g += lane * length * D.N
+    x += lane * (positions // (D.OH * D.OW)) * (D.H * D.W * D.C)
+    g_n, g_m = (length, 1) if TRANSPOSED else (1, D.N)
     total = _patches_times_g(
-        g, x, positions, length, g_n, g_m, part * (STEPS * BM), STEPS, n, k, k_tile, SEPARATE_BIAS, TRANSPOSED,
-        OH, OW, H, W, C, N, KH, KW, SH, SW, PH, PW, BM, BN, BK, PRECISION,
+        g, x, positions, length, g_n, g_m, part * (STEPS * BM), STEPS, n, k, k_tile,
+        SEPARATE_BIAS, TRANSPOSED, D, BM, BN, BK, PRECISION,
     )  # fmt: skip
-    _store_weight_grad(out, total, part, lanes, lane, n, k, K, N, SEPARATE_BIAS)
+    _store_weight_grad(out, total, lane, part, lanes, n, k, SEPARATE_BIAS, D)
 
 
 @triton.jit
 def _conv2d_squared_weight_grad(
-    g, x, out, positions, length, lanes,
-    SAMPLES: tl.constexpr, SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    g, x, out, positions, length, lanes, SAMPLES: tl.constexpr, SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_conv2d_weight_grad`, but the sum over the part's SAMPLES samples of the square of each one's gradient."""
-    K: tl.constexpr = KH * KW * C
-    size: tl.constexpr = OH * OW
-    lane, part, n, k, k_tile = _weight_grad_tile(K, N, SEPARATE_BIAS, BN, BK)
-    g += lane * length * N
-    x += lane * (positions // size) * (H * W * C)
-    g_n, g_m = (length, 1) if TRANSPOSED else (1, N)
+    size: tl.constexpr = D.OH * D.OW
+    lane, part, n, k, k_tile = _weight_grad_tile(SEPARATE_BIAS, D, BN, BK)
+    g += lane * length * D.N
+    x += lane * (positions // size) * (D.H * D.W * D.C)
+    g_n, g_m = (length, 1) if TRANSPOSED else (1, D.N)
     total = tl.zeros((BK, BN), tl.float32)
     for index in tl.range(0, SAMPLES, flatten=True):
         sample = part * SAMPLES + index
         limit = tl.where(sample < positions // size, size, 0)
         one = _patches_times_g(
-            g + sample * size * g_m, x + sample * (H * W * C), limit, limit, g_n, g_m, 0, (size + BM - 1) // BM,
-            n, k, k_tile, SEPARATE_BIAS, TRANSPOSED,
-            OH, OW, H, W, C, N, KH, KW, SH, SW, PH, PW, BM, BN, BK, PRECISION,
+            g + sample * size * g_m, x + sample * (D.H * D.W * D.C), limit, limit, g_n, g_m, 0, (size + BM - 1) // BM,
+            n, k, k_tile, SEPARATE_BIAS, TRANSPOSED, D, BM, BN, BK, PRECISION,
         )  # fmt: skip
         total += one * one
-    _store_weight_grad(out, total, part, lanes, lane, n, k, K, N, SEPARATE_BIAS)
+    _store_weight_grad(out, total, lane, part, lanes, n, k, SEPARATE_BIAS, D)
+
+
+def _dims(x: Tensor, outputs: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Dims:
+    (H, W, C), (KH, KW), (SH, SW), (PH, PW) = x.shape[2:], kernel, stride, padding
+    OH, OW = (H + 2 * PH - KH) // SH + 1, (W + 2 * PW - KW) // SW + 1
+    return Dims(H, W, C, OH, OW, outputs, KH, KW, KH * KW * C, SH, SW, PH, PW)
 
 
 def conv2d_forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     x, weight, bias = (t.contiguous() for t in (x, weight, bias))
-    lanes, batch, height, width, channels = x.shape
-    outputs, *kernel = weight.shape[1:4]
-    out_height = (height + 2 * padding[0] - kernel[0]) // stride[0] + 1
-    out_width = (width + 2 * padding[1] - kernel[1]) // stride[1] + 1
-    out = x.new_empty(lanes, batch, out_height, out_width, outputs)
-    positions, low = batch * out_height * out_width, x.element_size() == 2
+    lanes, batch, low = *x.shape[:2], x.element_size() == 2
+    d = _dims(x, weight.shape[1], weight.shape[2:4], stride, padding)
+    out, positions = x.new_empty(lanes, batch, d.OH, d.OW, d.N), batch * d.OH * d.OW
     tile = {
         "BM": 128,
-        "BN": _output_tile(outputs, 256 if low and shared_memory(x.device) >= 160 else 128),
-        "BK": next((k for k in (64, 32, 16)[not low :] if channels % k == 0), 32),
+        "BN": _output_tile(d.N, 256 if low and shared_memory(x.device) >= 160 else 128),
+        "BK": next((k for k in (64, 32, 16)[not low :] if d.C % k == 0), 32),
     }
-    _conv2d_forward[(triton.cdiv(positions, tile["BM"]) * triton.cdiv(outputs, tile["BN"]) * lanes,)](
-        x, weight, bias, out, positions,
-        out_height, out_width, height, width, channels, outputs, *kernel, *stride, *padding,
-        **tile, PRECISION=dot_precision(), num_warps=8 if tile["BN"] >= 128 else 4,
-        num_stages=pipeline_stages(3, channels * x.element_size()),
+    _conv2d_forward[(triton.cdiv(positions, tile["BM"]) * triton.cdiv(d.N, tile["BN"]) * lanes,)](
+        x, weight, bias, out, positions, d, **tile, PRECISION=dot_precision(),
+        num_warps=8 if tile["BN"] >= 128 else 4, num_stages=pipeline_stages(3, d.C * x.element_size()),
     )  # fmt: skip
     return out
 
@@ -242,20 +237,19 @@ def _weight_grad(
 ) -> Tensor:
     """Launch either of the two kernels. One splits the sum over positions into parts, the other that over samples."""
     g, x = g.contiguous(), x.contiguous()
-    lanes, batch, height, width, channels = x.shape
-    out_height, out_width, outputs = g.shape[2:]
-    size, columns = out_height * out_width, channels * kernel[0] * kernel[1] + 1
-    positions, low, run = batch * size, x.element_size() == 2, channels * x.element_size()
+    d = _dims(x, g.shape[4], kernel, stride, padding)
+    lanes, batch, size = *x.shape[:2], d.OH * d.OW
+    positions, low, run = batch * size, x.element_size() == 2, d.C * x.element_size()
     # Hopper's tensor cores read tf32 from shared memory only if the summed axis, here the positions, is contiguous. So
     # g is transposed, and patches go through registers. The bias's column of ones would send them through registers in
     # bf16 too; with many channels it is cheaper to sum g separately.
     aligned = not run % 16 and not (squared and size % 4)
     transposed = dot_precision() == "tf32" and not low and aligned and shared_memory(x.device) >= 224
-    separate_bias = transposed or (low and channels >= 64 and outputs >= 128 and not run % 16)
+    separate_bias = transposed or (low and d.C >= 64 and d.N >= 128 and not run % 16)
     tile = {
         "BM": 64 if low else 32,
-        "BN": _output_tile(outputs, 128 if low or transposed else 64),
-        "BK": 64 if channels >= 16 or transposed else 32,
+        "BN": _output_tile(d.N, 128 if low or transposed else 64),
+        "BK": 64 if d.C >= 16 or transposed else 32,
     }
     warps = 4
     if transposed and squared and size <= 64:
@@ -266,16 +260,15 @@ def _weight_grad(
     assert not transposed or tile["BK"] == 16 * warps
     sums, values = _separate_bias(g, transposed) if separate_bias else (None, g)
     length = values.shape[-1] if transposed else positions
-    tiles = triton.cdiv(columns - separate_bias, tile["BK"]) * triton.cdiv(outputs, tile["BN"])
+    tiles = triton.cdiv(d.K + (not separate_bias), tile["BK"]) * triton.cdiv(d.N, tile["BN"])
     terms = batch if squared else triton.cdiv(positions, tile["BM"])
     per_part = triton.cdiv(terms, max(1, min(triton.cdiv(WARPS, warps * tiles * lanes), terms // 4)))
     parts = triton.cdiv(terms, per_part)
-    out = torch.empty(parts, lanes, outputs, columns, device=x.device)
+    out = torch.empty(parts, lanes, d.N, d.K + 1, device=x.device)
     (_conv2d_squared_weight_grad if squared else _conv2d_weight_grad)[(tiles * lanes, parts)](
-        values, x, out, positions, length, lanes, per_part, separate_bias, transposed,
-        out_height, out_width, height, width, channels, outputs, *kernel, *stride, *padding,
-        **tile, PRECISION=dot_precision(), num_warps=warps,
-        num_stages=pipeline_stages(3, run, 0 if transposed else outputs * g.element_size()),
+        values, x, out, positions, length, lanes, per_part, separate_bias, transposed, d, **tile,
+        PRECISION=dot_precision(), num_warps=warps,
+        num_stages=pipeline_stages(3, run, 0 if transposed else d.N * g.element_size()),
     )  # fmt: skip
     grad = out.sum(0)
     if sums is not None:
