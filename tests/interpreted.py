@@ -13,7 +13,7 @@ import torch
 from undrift.functional.convolution import kernels as convolution
 from undrift.functional.convolution import operations as meant
 from undrift.functional.recurrent import kernels as recurrent
-from undrift.functional.recurrent import layers as loops
+from undrift.functional.recurrent import operations as loops
 
 SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),
@@ -49,12 +49,12 @@ def main() -> None:
             weight = torch.randn(lanes, gates * width, width) / width**0.5
             base, narrow = torch.randn(*steps, gates * width), [torch.rand(*steps, width) for _ in range(3)]
             factors, end = torch.rand(*steps, gates, width), torch.randn(lanes, batch, width)
-            there = (weight, base, narrow[0], state) if loop == "gru" else (weight, base, state, end)
-            back = (weight, narrow[0], factors, narrow[1])
+            forward = (weight, base, narrow[0], state) if loop == "gru" else (weight, base, state, end)
+            backward = (weight, narrow[0], factors, narrow[1])
             if loop == "lstm":
-                back = (weight, narrow[0], end, factors, *narrow[1:])
-            compare(getattr(recurrent, loop)(*there), getattr(loops, f"_{loop}")(*there))
-            compare(getattr(recurrent, f"{loop}_back")(*back), getattr(loops, f"_{loop}_back")(*back))
+                backward = (weight, narrow[0], end, factors, *narrow[1:])
+            for name, tensors in ((f"{loop}_forward", forward), (f"{loop}_backward", backward)):
+                compare(*(getattr(module, name)(*tensors) for module in (recurrent, loops)))
 
 
 if __name__ == "__main__":

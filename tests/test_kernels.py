@@ -15,7 +15,7 @@ from undrift.functional.convolution.operations import (
     conv2d_squared_weight_grad,
     conv2d_weight_grad,
 )
-from undrift.functional.recurrent import layers as recurrent
+from undrift.functional.recurrent import operations as recurrent
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CLOSE = {"bfloat16": 1e-2, "tf32": 5e-3, "float32": 1e-5}
@@ -77,7 +77,7 @@ def test_convolutions_and_their_gradients(shape, precision):
 
 @on_a_gpu
 @pytest.mark.parametrize(("lanes", "time", "batch", "width"), [(3, 6, 32, 256), (2, 5, 3, 20), (1, 1, 70, 48)])
-def test_recurrent_loops_and_their_way_back(lanes, time, batch, width, precision):
+def test_recurrent_loops_forward_and_backward(lanes, time, batch, width, precision):
     torch.manual_seed(0)
 
     def draw(*shape):
@@ -88,12 +88,12 @@ def test_recurrent_loops_and_their_way_back(lanes, time, batch, width, precision
 
     sequence, state = draw(time, batch, width), draw(batch, width)
     weight = draw(3 * width, width) / width**0.5
-    compare(recurrent._gru, precision, (weight, draw(time, batch, 3 * width), sequence, state))
-    compare(recurrent._gru_back, precision, (weight, sequence, part(3, width), part(width)))
+    compare(recurrent.gru_forward, precision, (weight, draw(time, batch, 3 * width), sequence, state))
+    compare(recurrent.gru_backward, precision, (weight, sequence, part(3, width), part(width)))
     weight = draw(4 * width, width) / width**0.5
-    compare(recurrent._lstm, precision, (weight, draw(time, batch, 4 * width), state, draw(batch, width)))
+    compare(recurrent.lstm_forward, precision, (weight, draw(time, batch, 4 * width), state, draw(batch, width)))
     known = (part(4, width), part(width), part(width))
-    compare(recurrent._lstm_back, precision, (weight, sequence, state, *known))
+    compare(recurrent.lstm_backward, precision, (weight, sequence, state, *known))
 
 
 @on_a_gpu
