@@ -53,7 +53,7 @@ class ConvolutionMode(TorchFunctionMode):
 
 def _lane_conv2d(*args: Any, **kwargs: Any) -> Tensor:
     found = conv2d_arguments(*args, **kwargs)
-    # The gradient with respect to the input is a convolution itself, whose padding is what the kernel exceeds ours by.
+    # The gradient with respect to the input is itself a convolution, with padding kernel - 1 - padding, not below 0.
     if not found or any(p >= k for p, k in zip(found[4], found[1].shape[2:], strict=True)):
         return F.conv2d(*args, **kwargs)
     x, weight, bias, stride, padding = found
@@ -70,7 +70,10 @@ def _channels_last_conv2d(input: Tensor, weight: Tensor, *args: Any, **kwargs: A
 
 
 class LaneConvolutions(ConvolutionMode):
-    """For a cohort under vmap: `LaneConv2d`, except for convolutions that are grouped, dilated or padded by name."""
+    """For a cohort under vmap: `LaneConv2d`.
+
+    Convolutions that are batchless, grouped, dilated, padded by name or by as much as the kernel's size stay torch's.
+    """
 
     conv2d = _lane_conv2d
 
