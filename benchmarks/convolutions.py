@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.agree import check
 from benchmarks.cifar10 import DEVICE
-from undrift.functional.convolution.operations import correlate, gradient
+from undrift.functional.convolution.operations import conv2d_forward, conv2d_weight_grad
 
 LAYERS = {  # lanes, batch, size, inputs, outputs, kernel, padding
     "VGG-9, 8 × 64, 32², 3 → 32": (8, 64, 32, 3, 32, 3, 1),
@@ -112,9 +112,9 @@ def calls(given: Inputs) -> dict[str, list[Call]]:
     outputs, kernel, padding = given.weight.shape[1], given.weight.shape[-1], given.padding
     x, g = (t.permute(0, 1, 3, 4, 2).contiguous() for t in (given.x, given.g))
     weight = given.weight.permute(0, 1, 3, 4, 2).contiguous()
-    turned = given.weight.flip(3, 4).permute(0, 2, 3, 4, 1).contiguous()
+    flipped = given.weight.flip(3, 4).permute(0, 2, 3, 4, 1).contiguous()
     zeros, one = torch.zeros_like(given.x[:, 0, :, 0, 0]), (1, 1)
-    pad, around = (padding, padding), (kernel - 1 - padding,) * 2
+    pad, border = (padding, padding), (kernel - 1 - padding,) * 2
 
     def first(y: Tensor) -> Tensor:
         return y.permute(0, 1, 4, 2, 3)
@@ -124,9 +124,9 @@ def calls(given: Inputs) -> dict[str, list[Call]]:
 
     found = {
         "ours": [
-            Call(lambda: correlate(x, weight, given.bias, one, pad), lambda y: {"output": first(y)}),
-            Call(lambda: correlate(g, turned, zeros, one, around), lambda y: {"input": first(y)}),
-            Call(lambda: gradient(g, x, (kernel, kernel), one, pad), matrix),
+            Call(lambda: conv2d_forward(x, weight, given.bias, one, pad), lambda y: {"output": first(y)}),
+            Call(lambda: conv2d_forward(g, flipped, zeros, one, border), lambda y: {"input": first(y)}),
+            Call(lambda: conv2d_weight_grad(g, x, (kernel, kernel), one, pad), matrix),
         ]
     }
 

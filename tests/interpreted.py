@@ -13,7 +13,7 @@ import torch
 from undrift.functional.convolution import kernels as convolution
 from undrift.functional.convolution import operations as meant
 from undrift.functional.recurrent import kernels as recurrent
-from undrift.functional.recurrent import layers as loops
+from undrift.functional.recurrent import operations as loops
 
 SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),
@@ -32,29 +32,29 @@ def compare(found: object, wanted: object) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    convolution.memory = recurrent.memory = lambda device: 227  # of a Hopper, which turns g for tf32
+    convolution.shared_memory = recurrent.shared_memory = lambda device: 227  # as on Hopper, where tf32 transposes g
     for (lanes, batch, size, channels, outputs, kernel, stride, padding), tf32 in product(SHAPES, (False, True)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
         bias = torch.randn(lanes, outputs)
-        wanted = meant.correlate(x, weight, bias, stride, padding)
-        compare(convolution.correlate(x, weight, bias, stride, padding), wanted)
+        wanted = meant.conv2d_forward(x, weight, bias, stride, padding)
+        compare(convolution.conv2d_forward(x, weight, bias, stride, padding), wanted)
         g = torch.randn_like(wanted)
-        compare(convolution.gradient(g, x, kernel, stride, padding), meant.gradient(g, x, kernel, stride, padding))
-        found = convolution.gradient(g, x, kernel, stride, padding, squared=True)
-        compare(found, meant.gradient(g, x, kernel, stride, padding, squared=True))
+        for name in ("conv2d_weight_grad", "conv2d_squared_weight_grad"):
+            found, wanted = (getattr(module, name)(g, x, kernel, stride, padding) for module in (convolution, meant))
+            compare(found, wanted)
     for lanes, time, batch, width in [(2, 3, 3, 16), (1, 2, 70, 24)]:
         steps, state = (lanes, time, batch), torch.randn(lanes, batch, width)
         for gates, loop in ((3, "gru"), (4, "lstm")):
             weight = torch.randn(lanes, gates * width, width) / width**0.5
             base, narrow = torch.randn(*steps, gates * width), [torch.rand(*steps, width) for _ in range(3)]
             factors, end = torch.rand(*steps, gates, width), torch.randn(lanes, batch, width)
-            there = (weight, base, narrow[0], state) if loop == "gru" else (weight, base, state, end)
-            back = (weight, narrow[0], factors, narrow[1])
+            forward = (weight, base, narrow[0], state) if loop == "gru" else (weight, base, state, end)
+            backward = (weight, narrow[0], factors, narrow[1])
             if loop == "lstm":
-                back = (weight, narrow[0], end, factors, *narrow[1:])
-            compare(getattr(recurrent, loop)(*there), getattr(loops, f"_{loop}")(*there))
-            compare(getattr(recurrent, f"{loop}_back")(*back), getattr(loops, f"_{loop}_back")(*back))
+                backward = (weight, narrow[0], end, factors, *narrow[1:])
+            for name, tensors in ((f"{loop}_forward", forward), (f"{loop}_backward", backward)):
+                compare(*(getattr(module, name)(*tensors) for module in (recurrent, loops)))
 
 
 if __name__ == "__main__":

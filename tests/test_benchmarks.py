@@ -94,8 +94,8 @@ def test_convolutions_are_compared_with_float64(monkeypatch):
     layer = (2, 3, 8, 4, 5, 3, 1)
     found = convolutions.row("a layer", layer, "tf32", lambda call: 1.0)
     assert set(found["agrees"]) == set(convolutions.WAYS) and max(found["agrees"].values()) < 1e-5
-    right = convolutions.gradient
-    monkeypatch.setattr(convolutions, "gradient", lambda *args: right(*args) * 1.01)
+    right = convolutions.conv2d_weight_grad
+    monkeypatch.setattr(convolutions, "conv2d_weight_grad", lambda *args: right(*args) * 1.01)
     with pytest.raises(SystemExit, match="a layer, tf32, ours disagrees with float64"):
         convolutions.row("a layer", layer, "tf32", lambda call: 1.0)
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from tests.problems import distance
-from undrift.functional.convolution.operations import correlate, gradient
-from undrift.functional.recurrent import layers as recurrent
+from undrift.functional.convolution.operations import (
+    conv2d_forward,
+    conv2d_squared_weight_grad,
+    conv2d_weight_grad,
+)
+from undrift.functional.recurrent import operations as recurrent
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CLOSE = {"bfloat16": 1e-2, "tf32": 5e-3, "float32": 1e-5}
@@ -61,19 +65,19 @@ def compare(operation, precision, tensors, *rest):
 
 @on_a_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_correlation_and_its_gradient(shape, precision):
+def test_convolutions_and_their_gradients(shape, precision):
     lanes, batch, size, channels, outputs, kernel, stride, padding = shape
     torch.manual_seed(0)
     x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
-    compare(correlate, precision, (x, weight, torch.randn(lanes, outputs)), stride, padding)
-    g = torch.randn_like(correlate(x, weight, torch.zeros(lanes, outputs), stride, padding))
-    compare(gradient, precision, (g, x), kernel, stride, padding)
-    compare(gradient, precision, (g, x), kernel, stride, padding, True)
+    compare(conv2d_forward, precision, (x, weight, torch.randn(lanes, outputs)), stride, padding)
+    g = torch.randn_like(conv2d_forward(x, weight, torch.zeros(lanes, outputs), stride, padding))
+    compare(conv2d_weight_grad, precision, (g, x), kernel, stride, padding)
+    compare(conv2d_squared_weight_grad, precision, (g, x), kernel, stride, padding)
 
 
 @on_a_gpu
 @pytest.mark.parametrize(("lanes", "time", "batch", "width"), [(3, 6, 32, 256), (2, 5, 3, 20), (1, 1, 70, 48)])
-def test_recurrent_loops_and_their_way_back(lanes, time, batch, width, precision):
+def test_recurrent_loops_forward_and_backward(lanes, time, batch, width, precision):
     torch.manual_seed(0)
 
     def draw(*shape):
@@ -84,12 +88,12 @@ def test_recurrent_loops_and_their_way_back(lanes, time, batch, width, precision
 
     sequence, state = draw(time, batch, width), draw(batch, width)
     weight = draw(3 * width, width) / width**0.5
-    compare(recurrent._gru, precision, (weight, draw(time, batch, 3 * width), sequence, state))
-    compare(recurrent._gru_back, precision, (weight, sequence, part(3, width), part(width)))
+    compare(recurrent.gru_forward, precision, (weight, draw(time, batch, 3 * width), sequence, state))
+    compare(recurrent.gru_backward, precision, (weight, sequence, part(3, width), part(width)))
     weight = draw(4 * width, width) / width**0.5
-    compare(recurrent._lstm, precision, (weight, draw(time, batch, 4 * width), state, draw(batch, width)))
+    compare(recurrent.lstm_forward, precision, (weight, draw(time, batch, 4 * width), state, draw(batch, width)))
     known = (part(4, width), part(width), part(width))
-    compare(recurrent._lstm_back, precision, (weight, sequence, state, *known))
+    compare(recurrent.lstm_backward, precision, (weight, sequence, state, *known))
 
 
 @on_a_gpu

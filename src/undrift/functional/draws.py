@@ -1,4 +1,4 @@
-"""Random operations inside a model: drawn from a key where that is possible, refused where not."""
+"""Random operations inside a model: they draw from a key where that is possible, and are refused where it is not."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from undrift.random import Key, keep_mask, normal, uniform
 
 
 class RefuseDraws(TorchDispatchMode):
-    """Inside it, an operation that would draw from torch's global generator is refused, however deep it is hidden."""
+    """Inside it, an operation that would draw from torch's global generator raises, wherever it is called from."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
             raise UndriftError(
                 f"The model draws from torch's global generator ({func}), so runs would not repeat. Use nn.Dropout, "
                 "torch.rand or torch.randn (or their _like forms), which undrift draws from the client's key; set a "
@@ -31,8 +31,8 @@ class RefuseDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _idle(func: Any, args: Any, kwargs: Any) -> bool:
-    """Operations that could draw but do not: attention and recurrent kernels with dropout 0 or out of training."""
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random operation draws nothing, as attention and recurrent layers without dropout or in evaluation."""
     schema = func._schema.arguments
     named = {a.name: a.default_value for a in schema if a.has_default_value()}
     named |= {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
@@ -41,10 +41,10 @@ def _idle(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class KeyedDraws(TorchFunctionMode):
-    """Inside it every random function of torch draws from a key: the i-th call from the key's i-th stream.
+    """Inside it, torch's random functions draw from a key, the i-th call from the key's i-th stream.
 
-    The counter of an element is its place in the tensor, so with the batch as first axis a sample's mask does not
-    depend on how many rows of padding follow.
+    An element's counter is its index in the flattened tensor. So if the batch is the first axis, a sample's mask does
+    not depend on how much padding follows it.
     """
 
     def __init__(self, key: Key) -> None:
@@ -62,10 +62,10 @@ class KeyedDraws(TorchFunctionMode):
         return self.key.stream_at(self.calls - 1)
 
 
-Next = Callable[[], Key]
+NextKey = Callable[[], Key]
 
 
-def _drop(key: Next, x: Tensor, shape: torch.Size, p: float, training: bool) -> Tensor:
+def _drop(key: NextKey, x: Tensor, shape: torch.Size, p: float, training: bool) -> Tensor:
     if not training or p == 0:
         return x
     if p >= 1:
@@ -73,18 +73,22 @@ def _drop(key: Next, x: Tensor, shape: torch.Size, p: float, training: bool) -> 
     return torch.where(keep_mask(key(), shape, p), x / (1 - p), 0.0)
 
 
-def _dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(key: NextKey, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     return _drop(key, input, input.shape, p, training)
 
 
-def _channel_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Whole channels at a time: the mask has one entry for each of the first two axes; of two axes, for the first."""
+def _channel_dropout(
+    key: NextKey, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Drops whole channels: the mask spans the first two axes, or of two axes the first."""
     first = 1 if input.dim() == 2 else 2
     return _drop(key, input, torch.Size([*input.shape[:first], *[1] * (input.dim() - first)]), p, training)
 
 
-def _alpha_dropout(key: Next, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
-    """Klambauer et al., 2017: dropped entries take SELU's lower limit, then mean and variance are restored."""
+def _alpha_dropout(
+    key: NextKey, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """Sets dropped entries to SELU's lower limit, then restores mean and variance (Klambauer et al., 2017)."""
     if not training or p == 0:
         return input
     low = -1.0507009873554805 * 1.6732632423543772
@@ -97,7 +101,7 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _draw(draw: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
-    def drawn(key: Next, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    def drawn(key: NextKey, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
         if like:
             return draw(key(), args[0].shape, dtype or args[0].dtype)
         return draw(key(), _shape(args or (kwargs["size"],)), dtype or torch.get_default_dtype())

@@ -1,9 +1,9 @@
-"""What a model's neurons do, found by watching its forward pass: no layer needs to be named or wrapped.
+"""The layers of a model and their activations, found by watching its forward pass: nothing is named or wrapped.
 
-A layer is a call of a linear, convolution or recurrent function with one of the model's own weights. Its neurons'
-activations are read after the first non-linearity that its output reaches, with additions, norms and pooling in
-between, or, where it reaches none before its channels are moved or joined with others', from the output itself. The
-last layer's are always its raw outputs. Functional calls (`F.relu`) are seen like modules.
+A layer is a call of a linear, convolution or recurrent function with one of the model's own weights. The activations of
+its neurons are the output of the first non-linearity that its output reaches; additions, norms and pooling may come in
+between. If it reaches none before its channels are moved or concatenated with others, they are its output itself. The
+last layer's activations are always its outputs. Functional calls such as `F.relu` count like modules.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-CONVOLUTIONS = {f"conv{kind}{d}d": axis for d in (1, 2, 3) for kind, axis in (("", 0), ("_transpose", 1))}
-"""Where a convolution's weight has its output channels."""
-RECURRENT = {"gru": 3, "lstm": 4, "rnn_tanh": 1, "rnn_relu": 1}
-"""How many gates a recurrent layer stacks in its weights."""
-NORMS = ("batch_norm", "instance_norm", "group_norm")
-NONLINEAR = frozenset(
+CONV_OUTPUT_AXIS = {f"conv{kind}{d}d": axis for d in (1, 2, 3) for kind, axis in (("", 0), ("_transpose", 1))}
+"""The axis of the output channels in the weight of each convolution."""
+RECURRENT_GATES = {"gru": 3, "lstm": 4, "rnn_tanh": 1, "rnn_relu": 1}
+"""How many gates are stacked in the weights of each recurrent layer."""
+NORM_FUNCTIONS = ("batch_norm", "instance_norm", "group_norm")
+NONLINEARITIES = frozenset(
     """relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid logsigmoid tanh hardtanh hardswish
     hardsigmoid softplus softsign hardshrink softshrink tanhshrink threshold clamp clamp_min maximum""".split()  # noqa: SIM905
 )
-MOVES = frozenset("cat concat concatenate stack permute transpose movedim moveaxis swapaxes swapdims".split())  # noqa: SIM905
-"""After these, a channel is no longer where its layer put it."""
-
-Owned = dict[str, tuple[int, int]]
+CHANNEL_MOVES = frozenset("cat concat concatenate stack permute transpose movedim moveaxis swapaxes swapdims".split())  # noqa: SIM905
+"""After these functions, channels are no longer where their layer put them."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,17 @@ class Layer:
     """A layer's neurons and the parameters that each of them owns."""
 
     name: str
-    """The module's name; the weight's own, where that is not called `weight`."""
+    """The name of the module, or of its weight if that is not called `weight`."""
     width: int
-    params: Owned
-    """By parameter: the axis of its neurons, and how many times over (a recurrent unit has a row in every gate)."""
+    params: dict[str, tuple[int, int]]
+    """Per parameter, the axis of the neurons and how often they repeat along it (a recurrent unit is in every gate)."""
     weight: str = ""
     bias: str = ""
 
 
 @dataclass
 class Call:
-    """One call of a layer, and the activations found for it: samples × neurons."""
+    """One call of a layer, with its outputs (`raw`) and its activations (`values`), both samples × neurons."""
 
     layer: Layer
     input: Tensor
@@ -54,16 +52,20 @@ class Call:
     channels_last: bool
     raw: Tensor
     values: Tensor
-    settled: bool = False
+    final: bool = False
+    """Whether the activations have been found."""
 
-    def settle(self, out: Tensor) -> None:
-        """The first non-linearity that a layer's output reaches has its activations."""
-        values = self.read(out)
-        if not self.settled and values is not None:
-            self.values, self.settled = values, True
+    def set_activations(self, out: Tensor) -> None:
+        """Take the output of a non-linearity as the activations; only that of the first counts."""
+        values = self.per_neuron(out)
+        if not self.final and values is not None:
+            self.values, self.final = values, True
 
-    def read(self, out: Tensor) -> Tensor | None:
-        """Samples × neurons, averaged over positions, of what an output has become: itself, pooled or flattened."""
+    def per_neuron(self, out: Tensor) -> Tensor | None:
+        """The layer's output, or what pooling or flattening made of it, averaged over positions: samples × neurons.
+
+        None if its shape is neither.
+        """
         shape = self.output.shape
         pooled = not self.channels_last and out.dim() == len(shape) and out.shape[:2] == shape[:2]
         if out.shape != shape and not pooled:
@@ -75,7 +77,7 @@ class Call:
 
 
 class Watch(TorchFunctionMode):
-    """Records the layers of a forward pass in their order; `names` tells the model's weights by identity."""
+    """Records the layers of a forward pass in their order; `names` are those of the model's parameters, by their id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,20 +85,20 @@ class Watch(TorchFunctionMode):
         self.calls: list[Call] = []
         self.norms: dict[str, str] = {}
         """The affine parameters of norms, each with the layer whose channels it scales."""
-        # What each tensor comes from: calls still on the way to a non-linearity, and the layer whose channels it has.
-        # The tensor is held with them, or its id would be used again.
+        # Where each tensor comes from, by its id: the calls that have not reached a non-linearity yet, and the call
+        # whose channels it has. The tensor itself is kept too, or its id could be reused.
         self.sources: dict[int, tuple[Tensor, list[Call], Call | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").rstrip("_")
-        if name in RECURRENT and len(args) == 9 and isinstance(args[2], list | tuple) and not args[7]:
+        if name in RECURRENT_GATES and len(args) == 9 and isinstance(args[2], list | tuple) and not args[7]:
             self._recurrent(func, name, args)
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor | tuple | list):
             return out
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        layer = name == "linear" or name in CONVOLUTIONS
+        layer = name == "linear" or name in CONV_OUTPUT_AXIS
         if layer and id(weight) in self.names and isinstance(out, Tensor) and out.dim() > 1:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             self._layer(name, args[0] if args else kwargs["input"], weight, bias, out)
@@ -105,15 +107,15 @@ class Watch(TorchFunctionMode):
         known = [self.sources[id(t)] for t in tensors if id(t) in self.sources]
         calls = [call for _, found, _ in known for call in found]
         owner = next((call for _, _, call in known if call), None)
-        if name in NONLINEAR:
+        if name in NONLINEARITIES:
             for call in calls:
-                call.settle(pytree.tree_leaves(out)[0])
+                call.set_activations(pytree.tree_leaves(out)[0])
             calls = []
-        elif name in NORMS and owner:
+        elif name in NORM_FUNCTIONS and owner:
             for t in tensors:
                 if id(t) in self.names and len(t) == owner.layer.width:
                     self.norms.setdefault(self.names[id(t)], owner.layer.name)
-        elif name in MOVES:
+        elif name in CHANNEL_MOVES:
             calls, owner = [], None
         for t in pytree.tree_leaves(out):
             if isinstance(t, Tensor):
@@ -122,21 +124,24 @@ class Watch(TorchFunctionMode):
 
     def _layer(self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         last = kind == "linear"
-        width, axis = out.shape[-1 if last else 1], CONVOLUTIONS.get(kind, 0)
+        width, axis = out.shape[-1 if last else 1], CONV_OUTPUT_AXIS.get(kind, 0)
         found = {self.names[id(weight)]: (axis, 1)} if weight.dim() > axis and weight.shape[axis] == width else {}
         named = self.names[id(weight)], self.names.get(id(bias), "")
         found |= {named[1]: (0, 1)} if named[1] else {}
         call = Call(Layer(_layer_name(named[0]), width, found, *named), x, out, last, out, out)
-        raw = call.read(out)
+        raw = call.per_neuron(out)
         assert raw is not None
         call.raw = call.values = raw
         self.calls.append(call)
         self.sources[id(out)] = (out, [call], call)
 
     def _recurrent(self, func: Any, kind: str, args: Any) -> None:
-        """Layer by layer, since only the last one's hidden states come out; |h| is averaged over time."""
+        """Record the layers of a call, run one by one, since it returns the last one's hidden states only.
+
+        The activations are |h|, averaged over time.
+        """
         x, state, weights, biased, count, _, _, _, batch_first = args
-        each, gates = len(weights) // count, RECURRENT[kind]
+        each, gates = len(weights) // count, RECURRENT_GATES[kind]
         for i in range(count):
             own = weights[i * each : (i + 1) * each]
             part = tuple(s[i : i + 1] for s in state) if isinstance(state, tuple) else state[i : i + 1]
@@ -145,13 +150,11 @@ class Watch(TorchFunctionMode):
             named = {self.names[id(w)]: (0, gates) for w in own if id(w) in self.names and len(w) == gates * width}
             module = _layer_name(self.names.get(id(own[0]), kind)).rpartition(".")[0]
             values = (hidden if batch_first else hidden.transpose(0, 1)).abs().mean(1)
-            self.calls.append(
-                Call(Layer(f"{module}[{i}]", width, named), x, hidden, True, values, values, settled=True)
-            )
+            self.calls.append(Call(Layer(f"{module}[{i}]", width, named), x, hidden, True, values, values, final=True))
             x = hidden
 
     def layers(self) -> list[Layer]:
-        """Each layer once, in the order of the forward pass, with the affine pairs of the norms on its channels."""
+        """Each layer once, in the order of the forward pass, with the affine parameters of norms on its channels."""
         found: dict[str, Layer] = {}
         for call in self.calls:
             name, before = call.layer.name, found.get(call.layer.name)
@@ -161,7 +164,7 @@ class Watch(TorchFunctionMode):
         return list(found.values())
 
     def activations(self) -> dict[str, Tensor]:
-        """Each layer's activations, samples × neurons; the mean over its calls where it is called more than once."""
+        """Each layer's activations, samples × neurons; if it is called more than once, the mean over its calls."""
         by_layer: dict[str, list[Tensor]] = {}
         for call in self.calls:
             by_layer.setdefault(call.layer.name, []).append(call.raw if call is self.calls[-1] else call.values)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError
-from undrift.functional.convolution.lanes import Convolutions, convolutions
+from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.draws import KeyedDraws
 from undrift.functional.examine import NORMS, examine, find_obstacle
 from undrift.functional.layers import Layer, Watch
@@ -174,7 +174,7 @@ class Model:
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise UndriftError(f"The model must return one tensor, not {kind}; wrap it in a module that does.")
-        if isinstance(mode, Convolutions):  # its outputs may be strided as nobody outside expects
+        if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects
             output = output.contiguous()
         return output.to(self.dtype) if output.is_floating_point() else output
 

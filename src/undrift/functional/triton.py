@@ -1,62 +1,50 @@
-"""Kernels in Triton, where torch has no good one. What they compute is written beside the operations that use them.
+"""What the Triton kernels have in common: where they run, and how they are launched.
 
-Triton comes with torch's builds for GPUs; its modules here are imported where `available` says so, and nowhere else.
+There are kernels where torch has no good one; what each computes is written in plain torch in the operation that calls
+it. Triton comes with torch's GPU builds. The modules that import it are themselves imported only where `available` is
+true.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels run here: Triton's, on a GPU from Ampere on. None is for float64."""
-    return dtype != torch.float64 and _on(device)
+    """Whether the kernels run on this device: a GPU from Ampere on, with Triton from 3.4. None of them takes float64.
+
+    Before Triton 3.4 (torch 2.8) a kernel cannot be given a named tuple of constants; torch's own operations run then.
+    """
+    return dtype != torch.float64 and _supported(device)
 
 
 @cache
-def _on(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
+def _supported(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not find_spec("triton"):
+        return False
+    from triton import __version__
+
+    return tuple(int(number) for number in __version__.split(".")[:2]) >= (3, 4)
 
 
-def precision() -> str:
-    """What products of float32 are taken in, by torch's setting for all of them."""
+def dot_precision() -> str:
+    """The `input_precision` of float32 products, by torch's global setting for matrix products."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @cache
-def memory(device: torch.device) -> int:
-    """KiB of a processor's own memory that a program may take."""
+def shared_memory(device: torch.device) -> int:
+    """The shared memory, in KiB, that one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
 
 
-def stages(wanted: int, *runs: int) -> int:
-    """How many turns of a loop to load ahead, given the bytes of the runs in memory that it reads.
+def pipeline_stages(wanted: int, *runs: int) -> int:
+    """The `num_stages` of a loop that reads contiguous runs of so many bytes.
 
-    Triton 3.6 copies ahead of time wrongly where runs are shorter than what a thread reads, so those are not.
+    Triton 3.6 pipelines loads wrongly if a run is shorter than what a thread reads at once, so such loops are not
+    pipelined.
     """
     return 1 if any(run % 16 for run in runs) else wanted
-
-
-def lanes_of(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """The tensor with the axis that vmap maps first, and with one where it has none."""
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def more_lanes(operation: Callable[..., Tensor]) -> Any:
-    """An operation's rule for a vmap around its lanes: so many times more lanes."""
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        size = info.batch_size
-        folded = [
-            lanes_of(arg, dim, size).flatten(0, 1) if isinstance(arg, Tensor) else arg
-            for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        return operation(*folded).unflatten(0, (size, -1)), 0
-
-    return rule

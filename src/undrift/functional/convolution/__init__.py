@@ -1,1 +1,1 @@
-"""Convolutions of a cohort: how they are put in place, the two operations that they need, and these as kernels."""
+"""Convolutions of a cohort: the modes that install them, their operations, and the Triton kernels of these."""

@@ -1,237 +1,298 @@
-"""A cohort's convolutions as products with matrices that are never made: kernels in Triton.
+"""The operations of `operations.py` as Triton kernels: implicit matrix products, without a matrix of patches.
 
-A convolution is the product of a picture's patches with the weights (`operations.py`). Here a tile of the patches
-is gathered straight from the picture when its turn comes, so nothing is written but the result. Tensors are lanes ×
-batch × height × width × channels, weights lanes × outputs × kernel × kernel × channels.
+A convolution is the product of the input's patches with the weights. A tile of the patches is gathered from the input
+at the moment it is needed, so nothing but the result is written to memory.
 
-Tiles follow from shapes by a rule, not by timing, and partial sums lie in a fixed order: bits repeat.
+In the kernels, m runs over positions of the output (batch · OH · OW), n over its channels, and k over the entries of a
+patch (KH · KW · C), channels fastest; these sizes are those of `Dims`. A program computes one lane's tile of BM × BN
+outputs, or of BN × BK weights.
+
+Tiles follow from shapes by a rule, not by timing, and partial sums are added in a fixed order, so results repeat bit
+for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.functional.triton import memory, precision, stages
+from undrift.functional.triton import dot_precision, pipeline_stages, shared_memory
 
 WARPS = 2112
-"""How many warps a sum over positions is split between, where there are positions enough: sixteen for each processor
-of an H100, and as many on every other GPU."""
+"""How many warps to split a sum over positions between, if there are enough positions: sixteen per multiprocessor of an
+H100, and the same number on every GPU, since the order of the sums depends on it."""
+
+
+class Dims(NamedTuple):
+    """The dimensions of a convolution, which kernels are compiled for."""
+
+    H: int  # height, width and channels of the input
+    W: int
+    C: int
+    OH: int  # height, width and channels of the output
+    OW: int
+    N: int
+    KH: int  # height and width of the kernel
+    KW: int
+    K: int  # entries of a patch, KH · KW · C
+    SH: int  # stride, vertical and horizontal
+    SW: int
+    PH: int  # padding, vertical and horizontal
+    PW: int
 
 
 @triton.jit
-def _patches(
-    x, rows, m, k, tile, OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """A lane's patches: positions m along one axis, the (kernel · channels) k of tile number `tile` along the other."""
-    picture, place = m // (OH * OW), m % (OH * OW)
-    top, left = (place // OW) * SY - PY, (place % OW) * SX - PX
-    tap = tile // (C // BK) if C % BK == 0 else k // C  # the former is all of one place: neighbours in memory
-    y, z = top + tap // KW, left + tap % KW
-    there = (m < rows) & (y >= 0) & (y < H) & (z >= 0) & (z < W) & (k < KH * KW * C)
-    return tl.load(x + ((picture * H + y) * W + z) * C + (k - tap * C), mask=there, other=0.0)
+def _patches(x, positions, m, k, k_tile, D: tl.constexpr, BK: tl.constexpr):
+    """Entries k of the patches at positions m of one lane; k is the tile number `k_tile` of BK entries."""
+    sample, position = m // (D.OH * D.OW), m % (D.OH * D.OW)
+    top, left = (position // D.OW) * D.SH - D.PH, (position % D.OW) * D.SW - D.PW
+    # Where BK divides the channels, a tile belongs to one tap of the kernel, so that its loads are contiguous.
+    tap = k_tile // (D.C // BK) if D.C % BK == 0 else k // D.C
+    y, z = top + tap // D.KW, left + tap % D.KW
+    inside = (m < positions) & (y >= 0) & (y < D.H) & (z >= 0) & (z < D.W) & (k < D.K)
+    return tl.load(x + ((sample * D.H + y) * D.W + z) * D.C + (k - tap * D.C), mask=inside, other=0.0)
 
 
 @triton.jit
-def _correlate(
-    x, weight, bias, out, rows,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+def _conv2d_forward(
+    x, weight, bias, out, positions, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = bias[n] + Σ_k patches[m, k] · weight[n, k], a tile of BM × BN for each program."""
-    K: tl.constexpr = KH * KW * C
-    across: tl.constexpr = (N + BN - 1) // BN
-    tiles = tl.cdiv(rows, BM) * across
+    """out[m, n] = bias[n] + Σ_k patches[m, k] · weight[n, k], a tile of BM × BN per program."""
+    n_tiles: tl.constexpr = (D.N + BN - 1) // BN
+    tiles = tl.cdiv(positions, BM) * n_tiles
     tile, lane = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
-    m, n = (tile // across) * BM + tl.arange(0, BM), (tile % across) * BN + tl.arange(0, BN)
-    x += lane * (rows // (OH * OW)) * (H * W * C)
-    weight += lane * N * K
+    m, n = (tile // n_tiles) * BM + tl.arange(0, BM), (tile % n_tiles) * BN + tl.arange(0, BN)
+    x += lane * (positions // (D.OH * D.OW)) * (D.H * D.W * D.C)
+    weight += lane * D.N * D.K
     total = tl.zeros((BM, BN), tl.float32)
-    for turn in range(0, (K + BK - 1) // BK):
-        k = turn * BK + tl.arange(0, BK)
-        a = _patches(x, rows, m[:, None], k[None], turn, OH, OW, H, W, C, KH, KW, SY, SX, PY, PX, BK)
-        b = tl.load(weight + n[None] * K + k[:, None], mask=(n < N)[None] & (k < K)[:, None], other=0.0)
+    for k_tile in range(0, (D.K + BK - 1) // BK):
+        k = k_tile * BK + tl.arange(0, BK)
+        a = _patches(x, positions, m[:, None], k[None], k_tile, D, BK)
+        b = tl.load(weight + n[None] * D.K + k[:, None], mask=(n < D.N)[None] & (k < D.K)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    total += tl.load(bias + lane * N + n, mask=n < N, other=0.0).to(tl.float32)[None]
-    at = (lane * rows + m)[:, None] * N + n[None]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None])
+    total += tl.load(bias + lane * D.N + n, mask=n < D.N, other=0.0).to(tl.float32)[None]
+    at = (lane * positions + m)[:, None] * D.N + n[None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < positions)[:, None] & (n < D.N)[None])
 
 
 @triton.jit
-def _sums(
-    g, sums, turned, lanes, batch, stride, TURN: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+def _sum_positions(
+    g, sums, transposed, lanes, batch, length, TRANSPOSE: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Σ over the SIZE positions of each picture of g; with TURN, g also turned: lanes × outputs × positions."""
-    blocks: tl.constexpr = (N + BN - 1) // BN
-    picture, n = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
-    lane, place = picture // batch, picture % batch
-    g += picture * SIZE * N
-    turned += lane * N * stride + place * SIZE
+    """sums[n] = Σ g[m, n] over the SIZE positions of each sample. TRANSPOSE: also write g as lanes × N × `length`."""
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    index, n = (tl.program_id(0) // n_tiles).to(tl.int64), (tl.program_id(0) % n_tiles) * BN + tl.arange(0, BN)
+    lane, sample = index // batch, index % batch
+    g += index * SIZE * N
+    transposed += lane * N * length + sample * SIZE
     total = tl.zeros((BN,), tl.float32)
     for first in range(0, SIZE, BM):
         m = first + tl.arange(0, BM)
-        there = (m < SIZE)[:, None] & (n < N)[None]
-        values = tl.load(g + m[:, None] * N + n[None], mask=there, other=0.0)
+        inside = (m < SIZE)[:, None] & (n < N)[None]
+        values = tl.load(g + m[:, None] * N + n[None], mask=inside, other=0.0)
         total += tl.sum(values.to(tl.float32), 0)
-        if TURN:
-            tl.store(turned + n[None] * stride + m[:, None], values, mask=there)
-    tl.store(sums + (place * lanes + lane) * N + n, total, mask=n < N)
+        if TRANSPOSE:
+            tl.store(transposed + n[None] * length + m[:, None], values, mask=inside)
+    tl.store(sums + (sample * lanes + lane) * N + n, total, mask=n < N)
 
 
 @triton.jit
-def _product(
-    g, x, rows, limit, right, down, first, TURNS: tl.constexpr, tile, n, k, APART: tl.constexpr, TURNED: tl.constexpr,
-    OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+def _weight_grad_tile(SEPARATE_BIAS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A program's lane, its part of the sum, its outputs n and entries k, and which tile of k these are.
+
+    Unless SEPARATE_BIAS, there is one more k, for the bias.
+    """
+    k_tiles: tl.constexpr = (D.K + (0 if SEPARATE_BIAS else 1) + BK - 1) // BK
+    tiles: tl.constexpr = k_tiles * ((D.N + BN - 1) // BN)
+    tile, lane, part = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
+    n, k = (tile // k_tiles) * BN + tl.arange(0, BN), (tile % k_tiles) * BK + tl.arange(0, BK)
+    return lane, part, n, k, tile % k_tiles
+
+
+@triton.jit
+def _patches_times_g(
+    g, x, positions, limit, g_n, g_m, first, STEPS: tl.constexpr, n, k, k_tile,
+    SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ_m patches[m, k] · g[m, n] over TURNS · BM of the m; g's steps from n to n are `right`, from m to m `down`."""
-    if APART:
+    """Σ_m patches[m, k] · g[m, n] over STEPS · BM positions m from `first`; g has the strides g_n and g_m.
+
+    Unless SEPARATE_BIAS, patches have one more entry, k = K, which is 1: its sum is the gradient of the bias.
+    """
+    if SEPARATE_BIAS:
         total = tl.zeros((BK, BN), tl.float32)
-        for turn in range(0, TURNS):
-            m = first + turn * BM + tl.arange(0, BM)
-            a = _patches(x, rows, m[None], k[:, None], tile, OH, OW, H, W, C, KH, KW, SY, SX, PY, PX, BK)
-            b = tl.load(g + n[None] * right + m[:, None] * down, mask=(m < limit)[:, None] & (n < N)[None], other=0.0)
-            # Not as it was loaded: so Triton keeps the operand in registers, in which tf32 may lie either way.
-            total = tl.dot(-a if TURNED else a, b, total, input_precision=PRECISION)
-        return -total if TURNED else total
+        for step in range(0, STEPS):
+            m = first + step * BM + tl.arange(0, BM)
+            a = _patches(x, positions, m[None], k[:, None], k_tile, D, BK)
+            b = tl.load(g + n[None] * g_n + m[:, None] * g_m, mask=(m < limit)[:, None] & (n < D.N)[None], other=0.0)
+            # Triton keeps an operand in registers if it is not used as loaded, and from registers the tensor cores
+            # take tf32 in either layout. Hence the two changes of sign.
+            total = tl.dot(-a if TRANSPOSED else a, b, total, input_precision=PRECISION)
+        return -total if TRANSPOSED else total
     else:
         total = tl.zeros((BN, BK), tl.float32)
-        for turn in range(0, TURNS):
-            m = first + turn * BM + tl.arange(0, BM)
-            b = _patches(x, rows, m[:, None], k[None], tile, OH, OW, H, W, C, KH, KW, SY, SX, PY, PX, BK)
-            b = tl.where((k == KH * KW * C)[None], 1.0, b).to(x.dtype.element_ty)
-            a = tl.load(g + m[:, None] * N + n[None], mask=(m < rows)[:, None] & (n < N)[None], other=0.0)
+        for step in range(0, STEPS):
+            m = first + step * BM + tl.arange(0, BM)
+            b = _patches(x, positions, m[:, None], k[None], k_tile, D, BK)
+            b = tl.where((k == D.K)[None], 1.0, b).to(x.dtype.element_ty)
+            a = tl.load(g + m[:, None] * D.N + n[None], mask=(m < positions)[:, None] & (n < D.N)[None], other=0.0)
             total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
         return tl.trans(total)
 
 
 @triton.jit
-def _gradient(
-    g, x, out, rows, stride, lanes, SHARE: tl.constexpr, SQUARED: tl.constexpr, APART: tl.constexpr,
-    TURNED: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-    N: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
-    PX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+def _store_weight_grad(out, total, lane, part, lanes, n, k, SEPARATE_BIAS: tl.constexpr, D: tl.constexpr):
+    """Write a tile into out, parts × lanes × N × (K + 1); the last column is left alone if SEPARATE_BIAS."""
+    at = ((part * lanes + lane) * D.N + n)[None] * (D.K + 1) + k[:, None]
+    tl.store(out + at, total, mask=(n < D.N)[None] & (k < D.K + (0 if SEPARATE_BIAS else 1))[:, None])
+
+
+@triton.jit
+def _conv2d_weight_grad(
+    g, x, out, positions, length, lanes, STEPS: tl.constexpr, SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] = Σ_m g[m, n] · patches[m, k] over a share of the m, as many turns as SHARE says.
+    """out[part, n, k] = Σ_m g[m, n] · patches[m, k] over the part's STEPS · BM positions m.
 
-    SQUARED: such a sum for each picture by itself, squared, and added up over as many pictures. Unless the bias's sums
-    are taken APART, there is one more column, whose patches are 1. TURNED: in g, `stride` positions lie side by side.
+    A lane of g is positions × outputs, or if TRANSPOSED outputs × `length`, which is positions and zeros after them.
     """
-    K: tl.constexpr = KH * KW * C
-    across: tl.constexpr = (K + (0 if APART else 1) + BK - 1) // BK
-    tiles: tl.constexpr = across * ((N + BN - 1) // BN)
-    tile, lane, part = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
-    n, k = (tile // across) * BN + tl.arange(0, BN), (tile % across) * BK + tl.arange(0, BK)
-    g += lane * stride * N
-    x += lane * (rows // (OH * OW)) * (H * W * C)
-    right, down = (stride, 1) if TURNED else (1, N)
-    if SQUARED:
-        size: tl.constexpr = OH * OW
-        total = tl.zeros((BK, BN), tl.float32)
-        for turn in tl.range(0, SHARE, flatten=True):
-            picture = part * SHARE + turn
-            there = tl.where(picture < rows // size, size, 0)
-            one = _product(
-                g + picture * size * down, x + picture * (H * W * C), there, there, right, down, 0,
-                (size + BM - 1) // BM, tile % across, n, k, APART, TURNED, OH, OW, H, W, C, N, KH, KW, SY, SX, PY, PX,
-                BM, BN, BK, PRECISION,
-            )  # fmt: skip
-            total += one * one
-    else:
-        total = _product(
-            g, x, rows, stride, right, down, part * (SHARE * BM), SHARE, tile % across, n, k, APART, TURNED,
-            OH, OW, H, W, C, N, KH, KW, SY, SX, PY, PX, BM, BN, BK, PRECISION,
+    lane, part, n, k, k_tile = _weight_grad_tile(SEPARATE_BIAS, D, BN, BK)
+    g += lane * length * D.N
+    x += lane * (positions // (D.OH * D.OW)) * (D.H * D.W * D.C)
+    g_n, g_m = (length, 1) if TRANSPOSED else (1, D.N)
+    total = _patches_times_g(
+        g, x, positions, length, g_n, g_m, part * (STEPS * BM), STEPS, n, k, k_tile,
+        SEPARATE_BIAS, TRANSPOSED, D, BM, BN, BK, PRECISION,
+    )  # fmt: skip
+    _store_weight_grad(out, total, lane, part, lanes, n, k, SEPARATE_BIAS, D)
+
+
+@triton.jit
+def _conv2d_squared_weight_grad(
+    g, x, out, positions, length, lanes, SAMPLES: tl.constexpr, SEPARATE_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_conv2d_weight_grad`, but the sum over the part's SAMPLES samples of the square of each one's gradient."""
+    size: tl.constexpr = D.OH * D.OW
+    lane, part, n, k, k_tile = _weight_grad_tile(SEPARATE_BIAS, D, BN, BK)
+    g += lane * length * D.N
+    x += lane * (positions // size) * (D.H * D.W * D.C)
+    g_n, g_m = (length, 1) if TRANSPOSED else (1, D.N)
+    total = tl.zeros((BK, BN), tl.float32)
+    for index in tl.range(0, SAMPLES, flatten=True):
+        sample = part * SAMPLES + index
+        limit = tl.where(sample < positions // size, size, 0)
+        one = _patches_times_g(
+            g + sample * size * g_m, x + sample * (D.H * D.W * D.C), limit, limit, g_n, g_m, 0, (size + BM - 1) // BM,
+            n, k, k_tile, SEPARATE_BIAS, TRANSPOSED, D, BM, BN, BK, PRECISION,
         )  # fmt: skip
-    at = ((part * lanes + lane) * N + n)[None] * (K + 1) + k[:, None]
-    tl.store(out + at, total, mask=(n < N)[None] & (k < K + (0 if APART else 1))[:, None])
+        total += one * one
+    _store_weight_grad(out, total, lane, part, lanes, n, k, SEPARATE_BIAS, D)
 
 
-def correlate(x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+def _dims(x: Tensor, outputs: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Dims:
+    (H, W, C), (KH, KW), (SH, SW), (PH, PW) = x.shape[2:], kernel, stride, padding
+    OH, OW = (H + 2 * PH - KH) // SH + 1, (W + 2 * PW - KW) // SW + 1
+    return Dims(H, W, C, OH, OW, outputs, KH, KW, KH * KW * C, SH, SW, PH, PW)
+
+
+def conv2d_forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     x, weight, bias = (t.contiguous() for t in (x, weight, bias))
-    lanes, batch, height, width, channels = x.shape
-    outputs, *kernel = weight.shape[1:4]
-    high = (height + 2 * padding[0] - kernel[0]) // stride[0] + 1
-    wide = (width + 2 * padding[1] - kernel[1]) // stride[1] + 1
-    out = x.new_empty(lanes, batch, high, wide, outputs)
-    rows, low = batch * high * wide, x.element_size() == 2
+    lanes, batch, low = *x.shape[:2], x.element_size() == 2
+    d = _dims(x, weight.shape[1], weight.shape[2:4], stride, padding)
+    out, positions = x.new_empty(lanes, batch, d.OH, d.OW, d.N), batch * d.OH * d.OW
     tile = {
         "BM": 128,
-        "BN": _breadth(outputs, 256 if low and memory(x.device) >= 160 else 128),
-        "BK": next((k for k in (64, 32, 16)[not low :] if channels % k == 0), 32),
+        "BN": _output_tile(d.N, 256 if low and shared_memory(x.device) >= 160 else 128),
+        "BK": next((k for k in (64, 32, 16)[not low :] if d.C % k == 0), 32),
     }
-    _correlate[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(outputs, tile["BN"]) * lanes,)](
-        x, weight, bias, out, rows, high, wide, height, width, channels, outputs, *kernel, *stride, *padding, **tile,
-        PRECISION=precision(), num_warps=8 if tile["BN"] >= 128 else 4,
-        num_stages=stages(3, channels * x.element_size()),
+    _conv2d_forward[(triton.cdiv(positions, tile["BM"]) * triton.cdiv(d.N, tile["BN"]) * lanes,)](
+        x, weight, bias, out, positions, d, **tile, PRECISION=dot_precision(),
+        num_warps=8 if tile["BN"] >= 128 else 4, num_stages=pipeline_stages(3, d.C * x.element_size()),
     )  # fmt: skip
     return out
 
 
-def gradient(
-    g: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], squared: bool = False
+def conv2d_weight_grad(
+    g: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
+    return _weight_grad(g, x, kernel, stride, padding, squared=False)
+
+
+def conv2d_squared_weight_grad(
+    g: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    return _weight_grad(g, x, kernel, stride, padding, squared=True)
+
+
+def _weight_grad(
+    g: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], squared: bool
+) -> Tensor:
+    """Launch either of the two kernels. One splits the sum over positions into parts, the other that over samples."""
     g, x = g.contiguous(), x.contiguous()
-    lanes, batch, height, width, channels = x.shape
-    high, wide, outputs = g.shape[2:]
-    size, columns = high * wide, channels * kernel[0] * kernel[1] + 1
-    rows, low, runs = batch * size, x.element_size() == 2, channels * x.element_size()
-    # Hopper's tensor cores read tf32 only along the sum, which lies across memory: so g is turned, and patches go
-    # through registers. A column of ones would send them there in bf16 too; for many channels summing g apart pays.
-    fits = not runs % 16 and not (squared and size % 4)
-    turned = precision() == "tf32" and not low and fits and memory(x.device) >= 224
-    apart = turned or (low and channels >= 64 and outputs >= 128 and not runs % 16)
+    d = _dims(x, g.shape[4], kernel, stride, padding)
+    lanes, batch, size = *x.shape[:2], d.OH * d.OW
+    positions, low, run = batch * size, x.element_size() == 2, d.C * x.element_size()
+    # Hopper's tensor cores read tf32 from shared memory only if the summed axis, here the positions, is contiguous. So
+    # g is transposed, and patches go through registers. The bias's column of ones would send them through registers in
+    # bf16 too; with many channels it is cheaper to sum g separately.
+    aligned = not run % 16 and not (squared and size % 4)
+    transposed = dot_precision() == "tf32" and not low and aligned and shared_memory(x.device) >= 224
+    separate_bias = transposed or (low and d.C >= 64 and d.N >= 128 and not run % 16)
     tile = {
         "BM": 64 if low else 32,
-        "BN": _breadth(outputs, 128 if low or turned else 64),
-        "BK": 64 if channels >= 16 or turned else 32,
+        "BN": _output_tile(d.N, 128 if low or transposed else 64),
+        "BK": 64 if d.C >= 16 or transposed else 32,
     }
     warps = 4
-    if turned and squared and size <= 64:
-        tile["BM"] = 64  # a picture a turn
+    if transposed and squared and size <= 64:
+        tile["BM"] = 64  # one step per sample
         if tile["BN"] == 128:
             tile["BK"], warps = 128, 8
-    assert not turned or tile["BK"] == 16 * warps  # with more, Triton 3.6 loses where a picture of several turns begins
-    sums, values = _apart(g, turned) if apart else (None, g)
-    length = values.shape[-1] if turned else rows
-    tiles = triton.cdiv(columns - apart, tile["BK"]) * triton.cdiv(outputs, tile["BN"])
-    turns = batch if squared else triton.cdiv(rows, tile["BM"])
-    share = triton.cdiv(turns, max(1, min(triton.cdiv(WARPS, warps * tiles * lanes), turns // 4)))
-    parts = triton.cdiv(turns, share)
-    out = torch.empty(parts, lanes, outputs, columns, device=x.device)
-    _gradient[(tiles * lanes, parts)](
-        values, x, out, rows, length, lanes, share, squared, apart, turned, high, wide, height, width, channels,
-        outputs, *kernel, *stride, *padding, **tile, PRECISION=precision(), num_warps=warps,
-        num_stages=stages(3, runs, 0 if turned else outputs * g.element_size()),
+    # With a larger BK, Triton 3.6 loses track of where a sample begins that takes several steps.
+    assert not transposed or tile["BK"] == 16 * warps
+    sums, values = _separate_bias(g, transposed) if separate_bias else (None, g)
+    length = values.shape[-1] if transposed else positions
+    tiles = triton.cdiv(d.K + (not separate_bias), tile["BK"]) * triton.cdiv(d.N, tile["BN"])
+    terms = batch if squared else triton.cdiv(positions, tile["BM"])
+    per_part = triton.cdiv(terms, max(1, min(triton.cdiv(WARPS, warps * tiles * lanes), terms // 4)))
+    parts = triton.cdiv(terms, per_part)
+    out = torch.empty(parts, lanes, d.N, d.K + 1, device=x.device)
+    (_conv2d_squared_weight_grad if squared else _conv2d_weight_grad)[(tiles * lanes, parts)](
+        values, x, out, positions, length, lanes, per_part, separate_bias, transposed, d, **tile,
+        PRECISION=dot_precision(), num_warps=warps,
+        num_stages=pipeline_stages(3, run, 0 if transposed else d.N * g.element_size()),
     )  # fmt: skip
-    found = out.sum(0)
+    grad = out.sum(0)
     if sums is not None:
-        torch.sum(sums.square() if squared else sums, 0, out=found[..., -1])
-    return found
+        torch.sum(sums.square() if squared else sums, 0, out=grad[..., -1])
+    return grad
 
 
-def _apart(g: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
-    """Σ over each picture's positions of g, batch × lanes × outputs; and g, turned if asked, filled up to sixteens."""
-    lanes, batch, high, wide, outputs = g.shape
-    rows, block = batch * high * wide, _breadth(outputs, 64)
-    sums, values, length = torch.empty(batch, lanes, outputs, device=g.device), g, triton.cdiv(rows, 16) * 16
-    if turned:
+def _separate_bias(g: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+    """Σ g over the positions of each sample, batch × lanes × outputs; and g itself.
+
+    `transpose`: g as lanes × outputs × positions, with zeros after them up to a multiple of 16.
+    """
+    lanes, batch, out_height, out_width, outputs = g.shape
+    positions, block = batch * out_height * out_width, _output_tile(outputs, 64)
+    sums, values, length = torch.empty(batch, lanes, outputs, device=g.device), g, triton.cdiv(positions, 16) * 16
+    if transpose:
         values = g.new_empty(lanes, outputs, length)
-        values[..., rows:].zero_()
-    _sums[(lanes * batch * triton.cdiv(outputs, block),)](
-        g, sums, values, lanes, batch, length, turned, high * wide, outputs, 64, block
+        values[..., positions:].zero_()
+    _sum_positions[(lanes * batch * triton.cdiv(outputs, block),)](
+        g, sums, values, lanes, batch, length, transpose, out_height * out_width, outputs, 64, block
     )
     return sums, values
 
 
-def _breadth(outputs: int, most: int) -> int:
-    """How many outputs a tile has: products take powers of two, from 16."""
-    return min(most, max(16, triton.next_power_of_2(outputs)))
+def _output_tile(outputs: int, largest: int) -> int:
+    """How many outputs a tile has: `tl.dot` takes powers of two, from 16."""
+    return min(largest, max(16, triton.next_power_of_2(outputs)))

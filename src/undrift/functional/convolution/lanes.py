@@ -1,11 +1,9 @@
-"""A cohort's convolutions, each lane with weights of its own.
+"""2-d convolutions of a cohort, in which each lane has its own weights.
 
-`vmap` makes one grouped convolution of them, channels first, for which GPUs have no good kernel. Two-dimensional
-convolutions are therefore taken over (users' modules stay as they are) by a function with a vmap rule of its own, in
-which channels come last in memory and two operations do all the work: a correlation of every lane, which with the
-kernel turned round is also the way back to the input, and the gradient of the weights (`operations.py`). On a GPU
-they are kernels of ours, 1.3 to 10 times as fast for the layers of the papers' models (`python -m
-benchmarks.convolutions`).
+Under `vmap`, torch turns them into one grouped convolution with channels first, for which GPUs have no good kernel. So
+inside `LaneConvolutions` calls of `F.conv2d` (users' modules stay as they are) go to an autograd function with its own
+vmap rule, which is channels-last in memory and runs the operations of `operations.py`. On a GPU these are Triton
+kernels, 1.3 to 10 times as fast for the layers of the papers' models (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -17,59 +15,74 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from undrift.functional.convolution.operations import Pair, arguments, as_weight, channels_last, correlate, gradient
-from undrift.functional.triton import available, lanes_of
+from undrift.functional.convolution.operations import (
+    Pair,
+    channels_first,
+    channels_last,
+    conv2d_arguments,
+    conv2d_forward,
+    conv2d_input_grad,
+    conv2d_weight_grad,
+    split_bias,
+)
+from undrift.functional.triton import available
+from undrift.functional.vmap import lanes_first, mapped
 
-Wanted = tuple[bool, bool]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Needed = tuple[bool, bool]
+"""Whether the gradient of the input is needed, and whether that of the weight or the bias is."""
 
 
-class Convolutions(TorchFunctionMode):
-    """Inside it, two-dimensional convolutions are those of `convolve`.
+class ConvolutionMode(TorchFunctionMode):
+    """Inside it, calls of `F.conv2d` go to `conv2d`.
 
-    What these put out may lie in memory as torch's own would not, so whoever asks for a view gets one of a copy.
+    Its outputs may have other strides than torch's own would have, so `Tensor.view` gets a contiguous copy where it
+    needs one.
     """
 
-    convolve: Callable[..., Tensor]
+    conv2d: Callable[..., Tensor]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.conv2d, torch.conv2d):
-            return type(self).convolve(*args, **(kwargs or {}))
+            return type(self).conv2d(*args, **(kwargs or {}))
         if func in (Tensor.view, Tensor.view_as):
             args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
-def _in_lanes(*args: Any, **kwargs: Any) -> Tensor:
-    found = arguments(*args, **kwargs)
+def _lane_conv2d(*args: Any, **kwargs: Any) -> Tensor:
+    found = conv2d_arguments(*args, **kwargs)
+    # The gradient with respect to the input is itself a convolution, with padding kernel - 1 - padding, not below 0.
     if not found or any(p >= k for p, k in zip(found[4], found[1].shape[2:], strict=True)):
         return F.conv2d(*args, **kwargs)
     x, weight, bias, stride, padding = found
     bias = weight.new_zeros(len(weight)) if bias is None else bias
-    return Convolution.apply(x, weight, bias, stride, padding)  # type: ignore[no-untyped-call]
+    return LaneConv2d.apply(x, weight, bias, stride, padding)  # type: ignore[no-untyped-call]
 
 
-def _channels_last(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _channels_last_conv2d(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     last = torch.channels_last
-    if input.dim() == 4:  # a clone, since with one channel both orders look alike, and torch takes the other
+    # A clone, for with one channel a weight is contiguous in both formats, and torch would take it for channels-first.
+    if input.dim() == 4:
         input, weight = input.contiguous(memory_format=last), weight.clone(memory_format=last)
     return F.conv2d(input, weight, *args, **kwargs)
 
 
-class LaneConvolutions(Convolutions):
-    """Those of a cohort: plain ones by the functions below, all others as they are."""
+class LaneConvolutions(ConvolutionMode):
+    """For a cohort under vmap: `LaneConv2d`.
 
-    convolve = _in_lanes
+    Convolutions that are batchless, grouped, dilated, padded by name or by as much as the kernel's size stay torch's.
+    """
+
+    conv2d = _lane_conv2d
 
 
-class ChannelsLast(Convolutions):
-    """Those of one model on a CPU, channels last in memory: up to 1.4 times as fast, pooling included."""
+class ChannelsLast(ConvolutionMode):
+    """For one model on a CPU: channels-last in memory, which is up to 1.4 times as fast, pooling included."""
 
-    convolve = _channels_last
+    conv2d = _channels_last_conv2d
 
 
 def convolutions(params: dict[str, Tensor], x: Tensor, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -83,16 +96,9 @@ def convolutions(params: dict[str, Tensor], x: Tensor, dtype: torch.dtype) -> Ab
     return ChannelsLast() if x.device.type == "cpu" and not mapped(x) else nullcontext()
 
 
-def mapped(tensor: Tensor) -> bool:
-    """Whether vmap maps this tensor over an axis."""
-    while is_functorch_wrapped_tensor(tensor):
-        if is_batchedtensor(tensor):
-            return True
-        tensor = get_unwrapped(tensor)
-    return False
+class LaneConv2d(Function):
+    """`F.conv2d`, and under vmap the operations of `operations.py`."""
 
-
-class Convolution(Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
         return F.conv2d(x, weight, bias, stride, padding)
@@ -105,26 +111,30 @@ class Convolution(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        wanted = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3]))
-        dx, dw, db = Back.apply(g, x, weight, ctx.stride, ctx.padding, wanted)  # type: ignore[no-untyped-call]
-        return (dx if wanted[0] else None), *((dw, db) if wanted[1] else (None, None)), None, None
+        needed = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3]))
+        grads = LaneConv2dBackward.apply(g, x, weight, ctx.stride, ctx.padding, needed)  # type: ignore[no-untyped-call]
+        return (grads[0] if needed[0] else None), *(grads[1:] if needed[1] else (None, None)), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Any:
         tensors = zip((x, weight, bias), in_dims[:3], strict=True)
-        x, weight, bias = (lanes_of(t, dim, info.batch_size) for t, dim in tensors)
-        return forward(x, weight, bias, stride, padding), 0
+        x, weight, bias = (lanes_first(t, dim, info.batch_size) for t, dim in tensors)
+        out = conv2d_forward(channels_last(x), channels_last(weight), bias.contiguous(), stride, padding)
+        return channels_first(out), 0
 
 
-class Back(Function):
-    """The gradients of a convolution, of its input and its weights as `wanted`; not to be differentiated again."""
+class LaneConv2dBackward(Function):
+    """The gradients of `LaneConv2d` with respect to input, weight and bias. It has no derivative of its own.
+
+    A function must return tensors, so gradients that are not needed are zeros, which `LaneConv2d` drops.
+    """
 
     @staticmethod
-    def forward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Any:
-        found = torch.ops.aten.convolution_backward(
-            g, x, weight, [len(weight)], stride, padding, (1, 1), False, (0, 0), 1, (*wanted, wanted[1])
+    def forward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, needed: Needed) -> Any:
+        grads = torch.ops.aten.convolution_backward(
+            g, x, weight, [len(weight)], stride, padding, (1, 1), False, (0, 0), 1, (*needed, needed[1])
         )
-        return tuple(g.new_zeros(()) if d is None else d for d in found)
+        return tuple(g.new_zeros(()) if d is None else d for d in grads)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -132,37 +142,14 @@ class Back(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted
+        info: Any, in_dims: Any, g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, needed: Needed
     ) -> Any:
         tensors = zip((g, x, weight), in_dims[:3], strict=True)
-        g, x, weight = (lanes_of(t, dim, info.batch_size) for t, dim in tensors)
-        found = backward(g, x, weight, stride, padding, wanted)
-        return tuple(g.new_zeros(len(g)) if d is None else d for d in found), (0, 0, 0)
-
-
-def forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    return correlate(channels_last(x), channels_last(weight), bias.contiguous(), stride, padding).permute(0, 1, 4, 2, 3)
-
-
-def backward(g: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: Wanted) -> Gradients:
-    g, kernel = channels_last(g), (weight.shape[3], weight.shape[4])
-    dx = dw = db = None
-    if wanted[1]:
-        sums = gradient(g, channels_last(x), kernel, stride, padding).to(weight.dtype)
-        dw, db = as_weight(sums[..., :-1], weight), sums[..., -1]
-    if wanted[0]:
-        turned = channels_last(weight.flip(3, 4).transpose(1, 2))
-        beyond = [(n + 2 * p - k) % s for n, p, k, s in zip(x.shape[3:], padding, kernel, stride, strict=True)]
-        g = F.pad(_dilated(_dilated(g, 2, stride[0]), 3, stride[1]), (0, 0, 0, beyond[1], 0, beyond[0]))
-        around = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
-        zeros = turned.new_zeros(turned.shape[:2])
-        dx = correlate(g, turned, zeros, (1, 1), around).permute(0, 1, 4, 2, 3)
-    return dx, dw, db
-
-
-def _dilated(x: Tensor, axis: int, step: int) -> Tensor:
-    """Zeros between the entries of an axis, for patches that lie `step` apart."""
-    if step == 1:
-        return x
-    spaced = torch.stack([x, *[torch.zeros_like(x)] * (step - 1)], axis + 1).flatten(axis, axis + 1)
-    return spaced.narrow(axis, 0, (x.shape[axis] - 1) * step + 1)
+        g, x, weight = (lanes_first(t, dim, info.batch_size) for t, dim in tensors)
+        g, dx, dw, db = channels_last(g), None, None, None
+        if needed[1]:
+            dw, db = split_bias(conv2d_weight_grad(g, channels_last(x), weight.shape[3:], stride, padding), weight)
+        if needed[0]:
+            weight = weight.permute(0, 1, 3, 4, 2)  # flipping makes the copy
+            dx = channels_first(conv2d_input_grad(g, weight, x.shape[3:], stride, padding))
+        return tuple(g.new_zeros(len(g)) if d is None else d for d in (dx, dw, db)), (0, 0, 0)

@@ -1,1 +1,1 @@
-"""Recurrent layers of a cohort: GRU and LSTM as tensor operations, and their loops over time as kernels."""
+"""Recurrent layers of a cohort: GRU and LSTM modules that run under vmap, their loops over time, and Triton kernels."""
