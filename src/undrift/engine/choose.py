@@ -1,6 +1,6 @@
 """Which engine, and how many lanes: by rules on the model, the data and the device, never by timing.
 
-So the choice, and with it the bits, repeat. The constants come from `python -m benchmarks.cpu`.
+So the choice repeats, and with it the bits. The constants come from `python -m benchmarks.cpu`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from undrift.functional.model import Model
 CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
 CPU_LANE_BYTES = 16 * 2**20
-"""What all lanes' weights and batches may take on a CPU: beyond its cache, more lanes cost more than they save."""
+"""The most that all lanes' weights and batches may take on a CPU: beyond its cache, more lanes do not pay."""
 CPU_PADDING = 4
-"""How many times the mean batch the widest may be before padding all to it costs a CPU more than lanes save."""
+"""The most that the widest batch may exceed the mean: beyond it, padding costs a CPU more than lanes save."""
 CPU_THREAD_BYTES = 4 * 2**20
-"""What a layer may put out for clients to have a thread each; of more, they crowd each other out of the cache."""
+"""The largest output of a layer for which clients get a thread each; beyond it, they evict each other's cache."""
 GPU_LANE_SHARE = 0.05
 """The share of a GPU's memory for all lanes' weights and batches; gradients, activations and data take the rest."""
 
@@ -88,7 +88,7 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
     """The engine that was chosen."""
     if choice.engine == "plain":
         return PlainEngine(program, data)
-    functions, compiled = Vectorized(program, data), program.model.compute if choice.compile else None
+    functions, compiled = Vectorized(program, data), program.model.compute_dtype if choice.compile else None
     if captures(data.device):
         steps = GraphSteps(functions.step, compiled)
         return LanesEngine(functions, steps, choice.lanes, trace_passes=True, compiled=compiled)

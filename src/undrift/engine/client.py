@@ -24,7 +24,7 @@ from undrift.method.part import Method, Part, aligned, part_stream
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
-# Where a hook draws outside a local step, these stand in the step's place, so that no two hooks draw alike.
+# The step of hooks that draw outside a local step, so that no two hooks draw the same.
 PREPARE, CONCLUDE = 2**31, 2**31 + 1
 AUGMENT = 2**16 - 1
 """The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
@@ -91,7 +91,7 @@ class Program:
         if self.reads_rates:
             k = torch.zeros_like(given["id"])
             zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k), given["start"]))
-            state |= {"rate_sum": zeros, "work": zeros, "inertia": torch.zeros_like(given["lr"])}
+            state |= {"rate_sum": zeros, "work": zeros, "momentum_sum": torch.zeros_like(given["lr"])}
         return state
 
     def objective(
@@ -126,9 +126,9 @@ class Program:
             params = aligned(part.project(params, client), params, part, "project")
         after["params"] = params
         if self.reads_rates:
-            after["inertia"] = given["momentum"] * state["inertia"] + 1
+            after["momentum_sum"] = given["momentum"] * state["momentum_sum"] + 1
             after["rate_sum"] = tree_map(torch.add, state["rate_sum"], rate)
-            after["work"] = tree_map(lambda a, m: a + m * after["inertia"], state["work"], multiplier)
+            after["work"] = tree_map(lambda a, m: a + m * after["momentum_sum"], state["work"], multiplier)
         return after
 
     def multiplier(self, k: Tensor, clients: list[tuple[Part, Client]], params: Params) -> Tree:
@@ -136,7 +136,7 @@ class Program:
         product: Tree = torch.ones((), dtype=torch.float64, device=k.device)
         rating = {i for i, _ in self.method.overriding("rate")}
         for part, client in (pair for i, pair in enumerate(clients) if i in rating):
-            rate = part.rate(k.to(self.model.exact), client)
+            rate = part.rate(k.to(self.model.accum_dtype), client)
             if isinstance(rate, dict):
                 rate = aligned(rate, params, part, "rate")
                 product = product if isinstance(product, dict) else dict.fromkeys(params, product)
@@ -168,9 +168,8 @@ class Program:
             sums.append(tree_map(_summable, own_sums))
             kept.append(own_kept)
         # In at least float32: a half-precision update times a client's samples would overflow.
-        weighted = [
-            tree_map(lambda t: t.to(self.model.exact) * given["weight"], tree) for tree in (update, statistics or {})
-        ]
+        dtype = self.model.accum_dtype
+        weighted = [tree_map(lambda t: t.to(dtype) * given["weight"], tree) for tree in (update, statistics or {})]
         sent = (weighted[0], sums, weighted[1])
         if not skip:
             return sent, kept, ()

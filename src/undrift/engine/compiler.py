@@ -1,11 +1,10 @@
 """torch's compiler, with two precautions.
 
-It chooses among kernels by rule. Left to itself it times variants, some of which add up in another order, and takes the
-fastest of the day; two processes would then not give the same bits.
+Kernels are chosen by rule. By default the compiler times variants, some of which sum in another order, and takes the
+fastest; two processes could then give different bits.
 
-And the first call also runs the uncompiled program and compares the results: torch 2.11 gets the gradient of SiLU
-before pooling wrong in bfloat16, by more than half of its size, and says nothing. Where they differ, the run goes on
-uncompiled.
+The first call also runs the uncompiled program and compares the results: torch 2.11 silently gets the gradient of SiLU
+before pooling wrong in bfloat16, by more than half its norm. Where the two differ, the run goes on uncompiled.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 class Tried:
-    """A program and what the compiler made of it: the first call runs both, and later ones the one to be trusted."""
+    """A program and its compiled form. The first call runs both and compares; later calls run the one to be trusted."""
 
     def __init__(self, program: Callable[..., list[Tensor]], compute: torch.dtype) -> None:
         self.program, self.compute = program, compute
@@ -51,7 +50,7 @@ class Tried:
 def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> float:
     """‖found − wanted‖ / ‖wanted − start‖ over all tensors of floats as one vector.
 
-    NaN where `wanted` shows nothing, because it is not finite, or does not move and is met exactly.
+    NaN where that says nothing: `wanted` is not finite, or it equals `start` and `found` equals it.
     """
     error, size = 0.0, 0.0
     for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -67,10 +66,10 @@ def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[
 
 
 def trusted(off: float, compute: torch.dtype) -> bool:
-    """Whether a distance is no more than rounding makes it, in the precision that products are taken in.
+    """Whether rounding alone explains a distance, in the precision of the products.
 
-    Rounding by u puts about that share of a model's kinks (ReLU, pooling) on their other side, where what passes is
-    wrong by all of its size: √u of the norm. Four times that leaves room. NaN, which shows nothing, passes.
+    A rounding error of u flips about that share of a model's kinks (ReLU, pooling), whose gradients are then entirely
+    wrong: √u of the norm. The bound is four times that. NaN says nothing, so it passes.
     """
     tf32 = compute == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     bound = 4 * math.sqrt(TF32 if tf32 else ROUNDING[compute])

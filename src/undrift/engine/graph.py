@@ -1,7 +1,7 @@
 """A local step on a GPU: captured once as a CUDA graph, then replayed.
 
-Everything the step reads lies in buffers that stay where they are: the training state and what lanes have of their own,
-which replays change in place, and the batches of several steps, of which a counter on the device says whose turn it is.
+Everything the step reads lies in buffers with fixed addresses: the training state, which replays change in place, what
+lanes have of their own, and the batches of several steps, from which a counter on the device selects the current one.
 So a segment of steps is one replay per step, and none of them waits for the host.
 
 The graph is captured when it is built, before the buffers hold anything, and never again: a segment longer than the
@@ -95,7 +95,7 @@ class StepGraph:
             self.graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        # What a first call sets up (handles, workspaces, compiled code) must not happen while capturing.
+        # A first call creates handles and workspaces and compiles code, none of which may happen while capturing.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -130,9 +130,10 @@ def _mutating(program: Program, count: int, compiled: bool) -> Callable[..., Any
 
 
 def _cast_ahead(program: GraphModule, count: int) -> list[tuple[int, torch.dtype]]:
-    """Let a step end, not begin, with its weights in low precision: the update writes them as it goes, unread.
+    """Fuse the cast of the weights to low precision into the update that writes them, a step earlier.
 
-    The casts become arguments, and results, of their own after the `count` of the state. Gives of which, and to what.
+    The casts become arguments and results of the program, after the `count` tensors of the state. Returns which of
+    these are cast, and to what.
     """
     graph, found, extra = program.graph, [], []
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
@@ -161,7 +162,7 @@ _made = itertools.count()
 
 
 def _of_its_own(function: Any) -> Any:
-    """The function with a code object of its own: torch compiles one and the same for eight sets of shapes at most."""
+    """A copy of the function with its own code object: torch compiles each for at most eight sets of shapes."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_made)}")
     return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
@@ -170,7 +171,7 @@ UPDATES = {torch.ops.aten.addcmul.default: torch.ops.aten.addcmul_.default}
 
 
 def _update_in_place(program: GraphModule, count: int) -> None:
-    """Let the last operation on a weight write over it, where nothing reads the old one after that."""
+    """Make the last operation on a weight an in-place one, where nothing reads the old value afterwards."""
     nodes = list(program.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     inputs, (outputs,) = [n for n in nodes if n.op == "placeholder"], nodes[-1].args
@@ -182,7 +183,7 @@ def _update_in_place(program: GraphModule, count: int) -> None:
 
 
 def _readers(node: Node) -> set[Node]:
-    """Whoever reads a tensor, or a view of it."""
+    """The nodes that read a tensor or a view of it."""
     found: set[Node] = set()
     waiting = [node]
     while waiting:

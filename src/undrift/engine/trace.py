@@ -1,7 +1,7 @@
-"""A function of trees of tensors as one flat program.
+"""A function of trees of tensors, traced into one flat program.
 
-`vmap(grad(…))` costs far more in Python and dispatch than in arithmetic when models are small. Tracing it once
-leaves the list of tensor operations it comes to, which then runs without autograd, functorch or our own code.
+For small models `vmap(grad(…))` costs far more in Python and dispatch than in arithmetic. Tracing it once gives a list
+of tensor operations, which then runs without autograd, functorch or our own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
 
 CALLING = RLock()
-"""Whoever calls the model's module holds it, for the module's weights are put in and out; traced programs need not."""
+"""Held while the model's module is called, since its weights are swapped for the call; traced programs do not."""
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
 
 
@@ -57,9 +57,8 @@ class Traced:
             shape.append(out)
             return found
 
-        # Tracing knows tensors by identity: one that stands in two places must look like two, or later calls
-        # with different ones would read the first for both. And a program whose views hold for contiguous
-        # tensors must get contiguous ones.
+        # Tracing tells tensors apart by identity: one that is passed twice must look like two, or later calls with
+        # different ones would read the first for both. And views are traced for contiguous tensors.
         copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
         try:
             with _one_mode():
@@ -76,17 +75,17 @@ class Traced:
 
 
 def _one_mode() -> Any:
-    """One mode of fake tensors for all operations: unless it finds one, tracing makes a new one for each of them."""
+    """One fake-tensor mode for the whole trace: without it, tracing creates a new one per operation."""
     try:
         from torch._guards import TracingContext, tracing
         from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError:  # torch's own affairs: without them tracing takes twice as long
+    except ImportError:  # private to torch; without them tracing takes twice as long
         return nullcontext()
     return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
 
 
 def _without_idle_views(program: GraphModule) -> GraphModule:
-    """vmap's rules reshape to the shape a tensor has already; on a CPU such a call costs as much as a small product."""
+    """Remove reshapes to the same shape, which vmap's rules add; on a CPU each costs as much as a small product."""
     for node in program.graph.nodes:
         if node.target in VIEWS and isinstance(node.args[0], Node):
             source, result = (n.meta.get("val") for n in (node.args[0], node))

@@ -1,4 +1,4 @@
-"""A module as a function of its parameters, which is how both engines and every hook call it."""
+"""A module as a function of its parameters: how the engines and every hook call it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Model:
         if not self.start:
             raise UndriftError("The model has no trainable parameters; set requires_grad=True on those to train.")
         self.dtype = next(iter(self.start.values())).dtype
-        self.exact = torch.promote_types(self.dtype, torch.float32)
+        self.accum_dtype = torch.promote_types(self.dtype, torch.float32)
         """The precision of numbers about clients, and of sums."""
-        self.compute = torch.bfloat16 if precision == "bfloat16" else self.dtype
+        self.compute_dtype = torch.bfloat16 if precision == "bfloat16" else self.dtype
         self.norms = _of_norms(self.module)
         self.outputs = 0
         self.tracked: Params = {}
@@ -109,7 +109,7 @@ class Model:
 
     @cached_property
     def squares(self) -> int | None:
-        """Whether one backward pass gives squared per-sample gradients: then how many numbers it makes a sample."""
+        """The most numbers per sample that one backward pass for squared gradients makes; None if it needs several."""
         assert self.sample is not None
         found = [Uses(3), Uses(5)]  # two numbers of rows, of which one is not by chance the length of another axis
         for uses in found:
@@ -141,11 +141,11 @@ class Model:
         return self._call(params, x, {}, False, Squares())
 
     def activations(self, params: Params, x: Tensor) -> dict[str, Tensor]:
-        """What each layer's neurons do, in evaluation mode: by layer, samples × neurons."""
+        """The activations of each layer's neurons in evaluation mode: by layer, samples × neurons."""
         return self.watch(params, x).activations()
 
     def features(self, params: Params, x: Tensor) -> Tensor:
-        """What the last layer is given, in evaluation mode: samples × features."""
+        """The input of the last layer in evaluation mode: samples × features."""
         return self.watch(params, x).calls[-1].input
 
     def watch(self, params: Params, x: Tensor) -> Watch:
@@ -159,16 +159,16 @@ class Model:
     ) -> Tensor:
         if self.module.training != training:
             self.module.train(training)
-        x = x.to(self.compute) if x.is_floating_point() else x
+        x = x.to(self.compute_dtype) if x.is_floating_point() else x
         tensors = {**dict(self.module.named_parameters()), **self.tracked, **params} if watch else self.tracked | params
-        if self.compute != self.dtype:  # activations in low precision, parameters and all after the output in their own
+        if self.compute_dtype != self.dtype:  # activations in low precision
             rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | self.tracked | params
             whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
-            tensors = {n: t.to(self.compute) for n, t in rest.items() if n not in whole} | whole
+            tensors = {n: t.to(self.compute_dtype) for n, t in rest.items() if n not in whole} | whole
         if isinstance(watch, Watch | Uses):
             own = dict(self.module.named_parameters())
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
-        mode = convolutions(params, x, self.compute)
+        mode = convolutions(params, x, self.compute_dtype)
         with mode, watch or contextlib.nullcontext(), self._differentiable(training):
             output = functional_call(self.module, {**tensors, **statistics}, (x,))
         if not isinstance(output, Tensor):

@@ -57,7 +57,7 @@ def prepare(given: Settings) -> Run:
     function = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         part.check_model(function, rounds)
-    device_data = DeviceData(data, where, function.exact)
+    device_data = DeviceData(data, where, function.accum_dtype)
     with selected(where):
         choice = chosen(given, function, device_data, cohort_size)
     function = function.in_lanes() if choice.engine == "lanes" else function
