@@ -41,14 +41,13 @@ def pages():
 
 
 @pytest.fixture
-def new_process(tmp_path, monkeypatch):
-    """What a page registers and imports is forgotten again, and sweeps run in this process, as on a single core."""
+def new_process(tmp_path, monkeypatch, one_core):
+    """A folder to run a page in; what the page registers and imports is forgotten again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     yield tmp_path
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
