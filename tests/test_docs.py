@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 LONG = ("reproduce",)
 """Pages whose code runs in `make soak`; what this one shows, other tests run too."""
 SHELL = ("install",)
-"""Pages whose commands run in a shell in `make test`, as the README's do; in `make soak` all of them do."""
+"""Pages whose commands run in a shell in `make test`; in `make soak` all of them do, and the README's."""
 
 
 def pages():

@@ -114,7 +114,7 @@ def test_every_hook_has_its_effect(engine, skip):
 def with_everything(engine, skip):
     data = make_clients([23, 5, 0, 41, 10, 17, 1])
     method = Everything(scale=0.5, skip=skip) + Finish(skip=skip)
-    return ud.train(net(), data, method, rounds=3, local=LOCAL, participation=4, engine=engine).params
+    return ud.train(net(), data, method, rounds=2, local=LOCAL, participation=4, engine=engine).params
 
 
 @dataclass(frozen=True)
