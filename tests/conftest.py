@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 
 import pytest
@@ -13,6 +14,12 @@ torch.set_num_threads(1)  # tests run two at a time on two cores
 with contextlib.suppress(ValueError):  # not in the main thread
     # A suite that a shell started in the background ignores Ctrl-C, and so would the processes that tests send one to.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_core(monkeypatch) -> None:
+    """Sweeps and comparisons run one run at a time, on one thread, in this process: no worker imports torch."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
 
 
 @pytest.fixture

@@ -141,13 +141,25 @@ def neuron_scales(data):
     return scales
 
 
+DECAYING = ("TwoDLRD", "AllDecreasing", "AdditiveTuning")
+"""Methods that wait for training to stall, which takes them more rounds than others need."""
+
+TOGETHER = {"FedAvg": LOCALS, "FedNova": ("momentum and decay", "schedules"), "Scaffold": ("mini-batches", "schedules")}
+"""Local work that a method's own equations depend on: what `make test` tries beside the one kind per method."""
+
+
+def stalls(name: str) -> bool:
+    return any(method in name for method in DECAYING)
+
+
 def cases():
-    """Every method with every kind of local work; what `make test` leaves to `make soak` is marked `long`."""
-    for name in EVERYTHING:
-        for local in LOCALS:
-            if "Scaffold" in name and local == "momentum and decay":
-                continue
-            decays = "LRD" in name or "Decreasing" in name or "Tuning" in name
-            usual = {"schedules", "mini-batches" if "Scaffold" in name else "momentum and decay"}
-            usual |= {"full batches"} if decays or name in ("FedAvg", "FedNova") else set()
+    """Every method with every kind of local work.
+
+    `make test` has each method with one kind, turn and turn about, and the pairings that interact: `TOGETHER`, and full
+    batches for what waits for a stall, which comes soonest with them. The rest is marked `long`, for `make soak`.
+    """
+    for turn, name in enumerate(EVERYTHING):
+        kinds = [local for local in LOCALS if not ("Scaffold" in name and local == "momentum and decay")]
+        usual = {kinds[turn % len(kinds)], *TOGETHER.get(name, ()), *(["full batches"] if stalls(name) else [])}
+        for local in kinds:
             yield pytest.param(name, local, id=f"{name}, {local}", marks=[] if local in usual else pytest.mark.long)

@@ -20,7 +20,7 @@ from undrift.tools.sweep import summary
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, one_core):
     monkeypatch.chdir(tmp_path)
     Path("e.toml").write_text(toml(GOOD))
     return tmp_path
@@ -153,13 +153,6 @@ def test_a_sweep_chooses_on_validation_data_and_goes_on_where_it_stopped(here):
     undrift("sweep", "e.toml", "--seeds", 2, "--out", "s", "--workers", 1)
     again = {f: (Path("s") / f / "model.safetensors").stat().st_mtime_ns for f in folders}
     assert [f for f in folders if times[f] != again[f]] == [folders[0]]
-
-
-def test_a_sweep_in_processes_gives_what_runs_alone_give(here):
-    undrift("sweep", "e.toml", "--seeds", 2, "--out", "s", "--workers", 2)
-    threads = "threads=1"
-    undrift("run", "e.toml", "--set", "seed=1", "--set", threads, "--out", "alone")
-    assert Path("s/seed=1/model.safetensors").read_bytes() == Path("alone/model.safetensors").read_bytes()
 
 
 def test_long_settings_that_begin_alike_do_not_share_a_folder(here):

@@ -17,22 +17,46 @@ import pytest
 
 import undrift as ud
 from benchmarks import costs, troubles
-from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, python, run
+from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, commands, console, python, run
+from undrift import models
+from undrift.data import sources
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if any(block.language in RUN for block in blocks(page))]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "benchmarks" / "results"
 LONG = ("reproduce",)
 """Pages whose code runs in `make soak`; what this one shows, other tests run too."""
+SHELL = ("install",)
+"""Pages whose commands run in a shell in `make test`; in `make soak` all of them do, and the README's."""
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.long] * (p.stem in LONG), id=p.stem) for p in PAGES]
-)
-def test_a_pages_code_runs_as_printed(page, tmp_path, monkeypatch):
+def pages():
+    for page in PAGES:
+        commands_too = any(block.language == "console" for block in blocks(page))
+        if page.stem not in SHELL:
+            yield pytest.param(page, commands, marks=[pytest.mark.long] * (page.stem in LONG), id=page.stem)
+        if commands_too:
+            marks = [pytest.mark.long] * (page.stem not in SHELL)
+            yield pytest.param(page, console, marks=marks, id=f"{page.stem}, in a shell")
+
+
+@pytest.fixture
+def new_process(tmp_path, monkeypatch, one_core):
+    """A folder to run a page in; what the page registers and imports is forgotten again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
-    run(page, tmp_path)
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(("page", "shell"), list(pages()))
+def test_a_pages_code_runs_as_printed(page, shell, new_process):
+    run(page, new_process, shell)
 
 
 def test_no_block_is_in_a_language_that_the_tests_pass_over():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def test_explosions_count_where_nobody_asks_to_leave_them_out(name):
     runs = [train(method, faults, engine, rounds=3) for engine in ("lanes", "plain")]
     for run in runs:
         assert distance(run.params, reference(parts, faults, lambda fate: True, rounds=3)) < 1e-12
-    assert distance(runs[0].params, train(method, rounds=3).params) > 0.05
+    assert distance(runs[0].params, train(method, engine="plain", rounds=3).params) > 0.05
 
 
 @pytest.mark.parametrize("engine", ["lanes", "plain"])
@@ -160,7 +161,7 @@ def test_same_bits_where_nothing_happens(engine, names):
     [
         (METHOD, True),
         (ud.FedCurv(0.1) + ud.SignAgreement(2) + ud.ServerAdam(0.1), False),
-        (ud.FedDyn(0.1) + ud.FedNLR() + ud.CCVR(samples_per_class=5), True),
+        (ud.FedDyn(0.1) + ud.FedNLR() + ud.CCVR(samples_per_class=5), False),
         (ud.TwoDLRD(1), False),
     ],
     ids=["every hook", "FedCurv", "FedDyn", "TwoDLRD"],
@@ -209,10 +210,10 @@ def test_running_statistics_are_those_of_the_clients_that_count():
 @pytest.mark.parametrize("engine", ["lanes", "plain"])
 def test_personalisation_has_no_faults(engine):
     """Clients' own models are an evaluation: those of the clean run from the same weights, whoever fails."""
-    data = split()
+    settings = {"engine": engine, "data": split(), "personalize_every": 2, "participation": 2}
+    clean = train(ud.Scaffold(), **settings)
     for faults, same in ((ud.Faults(), True), (ud.Faults(dropout=1.0), False)):
-        run = train(ud.Scaffold(), faults, engine, data=data, personalize_every=2, participation=2)
-        clean = train(ud.Scaffold(), None, engine, data=data, personalize_every=2, participation=2)
+        run = train(ud.Scaffold(), faults, **settings)
         tuned = [row["tuned_loss"] for row in run.history if "tuned_loss" in row]
         assert len(tuned) == 3 and all(map(math.isfinite, tuned))
         assert (tuned == [row["tuned_loss"] for row in clean.history if "tuned_loss" in row]) is same
@@ -376,6 +377,11 @@ def test_a_round_with_too_few_survivors_changes_nothing(name, engine, caplog):
     assert said[0] == f"round {t + 1}: the model stays as it was, for {few} of 6 clients are left and 4 are needed"
 
 
+@functools.cache
+def two_rounds(method, engine):
+    return train(method, None, engine, rounds=2)
+
+
 @pytest.mark.parametrize(
     ("method", "engine"),
     [(ud.ServerSGD(momentum=0.9), "plain"), (ud.Scaffold() + ud.FedNLR(), "lanes"), (ud.FedDyn(0.1), "plain")],
@@ -386,7 +392,7 @@ def test_without_survivors_everything_stays_as_it_was(why, method, engine):
     """Nobody answers, or nobody that is finite, in the third round, which might as well not have been."""
     faults = ud.Faults(**{why: lambda t: float(t == 2)})
     run = train(method, faults, engine, rounds=3, on_nonfinite="skip")
-    before = train(method, None, engine, rounds=2)
+    before = two_rounds(method, engine)
     row = run.history[2]
     assert same_bits(run.params, before.params) and row["loss"] == before.history[-1]["loss"]
     assert row["dropped" if why == "dropout" else "skipped"] == EVERYONE
@@ -400,7 +406,7 @@ def test_without_survivors_everything_stays_as_it_was(why, method, engine):
 @pytest.mark.parametrize(("min_clients", "needed"), [(5, 5), (0.5, 3), (0.51, 4), (1.0, 6), (0.01, 1), (None, 1)])
 def test_how_many_must_be_left(min_clients, needed):
     faults = ud.Faults(dropout=ud.inverse(0.9, 2))
-    rows = train(ud.FedAvg(), faults, min_clients=min_clients, evaluate_every=9).history
+    rows = train(ud.FedAvg(), faults, "plain", min_clients=min_clients, evaluate_every=9).history
     assert [row["round_skipped"] for row in rows] == [row["survivors"] < needed for row in rows]
     assert len({row["survivors"] for row in rows}) > 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,21 +37,33 @@ class Steps(ud.Part):
         return replace(plan, steps=np.array(self.table[plan.round])[plan.clients])
 
 
-def compare(data, method: ud.Part | ud.Method, local: ud.Local, rounds: int, lanes: int, compile: bool = False) -> None:
-    """Lanes against plain, relative to the update."""
+Sizes = tuple[int, ...]
+
+
+@functools.cache
+def by_the_plain_engine(sizes: Sizes, method: ud.Part | ud.Method, local: ud.Local, rounds: int):
+    """What every number of lanes, compiled or not, is compared with."""
     arguments = {"rounds": rounds, "local": local, "device": "cpu", "evaluate_every": rounds}
+    return ud.train(net(), make_clients(list(sizes)), method, engine="plain", **arguments).params
+
+
+def compare(
+    sizes: Sizes, method: ud.Part | ud.Method, local: ud.Local, rounds: int, lanes: int, compile: bool = False
+) -> None:
+    """Lanes against plain, relative to the update."""
+    plain = by_the_plain_engine(sizes, method, local, rounds)
+    arguments = {"rounds": rounds, "local": local, "device": "cpu", "evaluate_every": rounds}
+    data = make_clients(list(sizes))
     found = ud.train(net(), data, method, engine="lanes", lanes=lanes, compile=compile, **arguments)
-    plain = ud.train(net(), data, method, engine="plain", **arguments)
     assert found.choices["engine"] == "lanes" and found.choices["compile"] == compile
     start = dict(net().named_parameters())
-    moves = [{name: w - start[name].detach() for name, w in run.params.items()} for run in (found, plain)]
+    moves = [{name: w - start[name].detach() for name, w in params.items()} for params in (found.params, plain)]
     assert distance(*moves) < 1e-12
 
 
 def compare_steps(table: Table, lanes: int, compile: bool = False) -> None:
-    data = make_clients([9, 4, 13, 1, 6, 11][: len(table[0])])
     local = ud.Local(steps=1, batch_size=4, lr=0.05, momentum=0.9)
-    compare(data, Steps(table), local, len(table), lanes, compile)
+    compare((9, 4, 13, 1, 6, 11)[: len(table[0])], Steps(table), local, len(table), lanes, compile)
 
 
 TABLES = {
@@ -63,6 +76,12 @@ TABLES = {
     "one client has more than all others": ((2, 40, 3, 1, 4),),
     "longer than the buffers": ((2, 70, 3), (140, 64, 65)),
 }
+
+
+COMPILED = ("one step", "a later segment is longer by one", "longer than the buffers")
+"""Those whose rounds are compiled in `make test`: the compiler sees one step, whatever the lengths of segments."""
+
+UNEVEN = (23, 5, 0, 41, 10, 17, 1)
 
 
 def lengths(table: Table, lanes: int) -> list[int]:
@@ -81,25 +100,44 @@ def test_the_tables_are_what_they_are_called():
     assert max(lengths(TABLES["longer than the buffers"], 3)) > graph.PIECE_STEPS
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 6])
-@pytest.mark.parametrize("name", TABLES)
+def tables():
+    """With a lane for every client, and with fewer: one of three numbers in `make test`, all of them in `make soak`."""
+    for turn, name in enumerate(TABLES):
+        for lanes in (1, 2, 3, 6):
+            yield pytest.param(name, lanes, marks=[pytest.mark.long] * (lanes not in (6, 1 + turn % 3)))
+
+
+@pytest.mark.parametrize(("name", "lanes"), list(tables()))
 def test_rounds_through_graphs_are_the_plain_engines(graphs, name, lanes):
     compare_steps(TABLES[name], lanes)
     assert len(graphs) == 1 and graphs[0].replays == sum(lengths(TABLES[name], lanes))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about things of its own
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n not in COMPILED)) for n in TABLES])
 def test_compiled_rounds_are_the_plain_engines(graphs, name):
     compare_steps(TABLES[name], 3, compile=True)
 
 
+HOOKS = {
+    "every hook": METHOD,
+    "Scaffold": ud.Scaffold(),
+    "FedDyn + FedNLR": ud.FedDyn(0.1) + ud.FedNLR(),
+    "FedCurv": ud.FedCurv(0.5),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("method", [METHOD, ud.Scaffold(), ud.FedDyn(0.1) + ud.FedNLR(), ud.FedCurv(0.5)])
-def test_every_hook_goes_through_graphs(graphs, uneven, method, compile):
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [
+        *((name, False) for name in HOOKS),
+        *(pytest.param(name, True, marks=[pytest.mark.long] * (name != "every hook")) for name in HOOKS),
+    ],
+)
+def test_every_hook_goes_through_graphs(graphs, name, compile):
     """A lane per client: segments of 2, 2, 2 and 6 steps, so the last outgrows those before, in mid-training."""
-    compare(uneven, method, ud.Local(epochs=2, batch_size=8, lr=0.05), 3, 6, compile)
+    compare(UNEVEN, HOOKS[name], ud.Local(epochs=2, batch_size=8, lr=0.05), 2, 6, compile)
 
 
 @settings(max_examples=15, deadline=None)
@@ -169,7 +207,7 @@ def test_steps_run_with_the_runs_device_current(graphs):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("factor", [2.0, float("nan")])
 @pytest.mark.parametrize("broken", ["step", "conclude"])
-def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, uneven, broken, factor):
+def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, broken, factor):
     """A compiler that spoils a result of one of two programs: the run says so, and its result is right."""
     graphs = cuda_graphs.put_in_place(monkeypatch)
 
@@ -186,6 +224,6 @@ def test_what_the_compiler_gets_wrong_is_not_used(monkeypatch, caplog, uneven, b
         return made
 
     monkeypatch.setattr(torch, "compile", wrong)
-    compare(uneven, ud.FedAvg(), ud.Local(epochs=2, batch_size=8, lr=0.05), 2, 6, compile=True)
+    compare(UNEVEN, ud.FedAvg(), ud.Local(epochs=2, batch_size=8, lr=0.05), 2, 6, compile=True)
     warnings = [record.getMessage() for record in caplog.records if "compiler made a program" in record.getMessage()]
     assert len(warnings) == len({*warnings}) >= 1 and len(graphs) == (2 if broken == "step" else 1)

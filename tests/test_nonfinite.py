@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import logging
 import math
@@ -51,18 +53,32 @@ class Poison(ud.Part):
         return {"sum": torch.ones(()) + self.spoiled(client, "upload")}, kept
 
 
-def train(method, rounds=4, engine="lanes", data=None, **more):
+def train(method, rounds=4, engine="plain", data=None, **more):
     data = data if data is not None else make_clients([23, 5, 0, 41, 10, 17, 1])
     more = {"lanes": 3} | more if engine == "lanes" else more
     return ud.train(net(), data, method, rounds=rounds, local=LOCAL, engine=engine, **more)
 
 
-@pytest.mark.parametrize("engine", ["lanes", "plain"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("what", ["gradient", "update", "upload", "keep"])
-def test_a_run_stops_before_the_round_and_names_the_client(engine, what, value):
+def on_either(*lists):
+    """Every combination on both engines; all but one engine for each, turn and turn about, are left to `make soak`."""
+    for places in itertools.product(*(range(len(values)) for values in lists)):
+        chosen = [values[place] for values, place in zip(lists, places, strict=True)]
+        for turn, engine in enumerate(("lanes", "plain")):
+            yield pytest.param(*chosen, engine, marks=[pytest.mark.long] * ((sum(places) + turn) % 2))
+
+
+@functools.cache
+def until_the_poison(engine):
+    return train(ud.Scaffold() + Poison("nothing"), rounds=ROUND, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "engine"),
+    list(on_either(["gradient", "update", "upload", "keep"], [math.nan, math.inf, -math.inf])),
+)
+def test_a_run_stops_before_the_round_and_names_the_client(what, value, engine):
     run = train(ud.Scaffold() + Poison(what, value=value), engine=engine)
-    before = train(ud.Scaffold() + Poison("nothing"), rounds=ROUND, engine=engine)
+    before = until_the_poison(engine)
     assert (
         run.stopped.startswith(f"Round {ROUND + 1}: client {CLIENT} sent or kept non-finite values.")
         and "on_nonfinite" in run.stopped
@@ -71,10 +87,11 @@ def test_a_run_stops_before_the_round_and_names_the_client(engine, what, value):
     assert [row["round"] for row in run.history] == [1, 2] and before.stopped is None
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "FedDyn", "FedNova"])
-@pytest.mark.parametrize("engine", ["lanes", "plain"])
-@pytest.mark.parametrize("what", ["gradient", "upload", "keep"])
-def test_a_skipped_client_counts_for_nothing(what, engine, name, uneven):
+@pytest.mark.parametrize(
+    ("name", "what", "engine"),
+    list(on_either(["FedAvg", "Scaffold", "FedDyn", "FedNova"], ["gradient", "upload", "keep"])),
+)
+def test_a_skipped_client_counts_for_nothing(name, what, engine, uneven):
     """Against the reference, in whose third round that client does not take part."""
     method, parts = {
         "FedAvg": (ud.FedAvg(), []),
@@ -156,9 +173,9 @@ def test_flags_may_be_read_a_round_late(monkeypatch, late, on_nonfinite):
     if late:
         monkeypatch.setattr(Clock, "_passed", lambda self, moment: False)
     method = ud.Scaffold() + Poison("gradient")
-    run = train(method, 6, participation=4, on_nonfinite=on_nonfinite, evaluate_every=6)
+    run = train(method, 6, "lanes", participation=4, on_nonfinite=on_nonfinite, evaluate_every=6)
     if on_nonfinite == "stop":
-        before = train(ud.Scaffold() + Poison("nothing"), ROUND, participation=4, evaluate_every=6)
+        before = train(ud.Scaffold() + Poison("nothing"), ROUND, "lanes", participation=4, evaluate_every=6)
         assert CLIENT in train(ud.FedAvg(), ROUND + 1, participation=4).history[ROUND]["clients"]
         assert same_bits(run.params, before.params) and len(run.history) == ROUND and run.stopped
     else:

@@ -28,7 +28,7 @@ class NanFromClient1(ud.Part):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, one_core):
     """An experiment that goes well, and one whose third round does not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

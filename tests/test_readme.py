@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from tests.pages import DOCS, ROOT, blocks, console, python
+from tests.pages import DOCS, ROOT, blocks, commands, console, python
 from undrift import models
 from undrift.data import sources
 from undrift.tools import config
@@ -25,10 +25,12 @@ def test_the_readmes_python_runs_as_printed_and_learns():
     assert len(own.splitlines()) <= 10
 
 
-def test_the_readmes_commands_run_as_printed(tmp_path):
+@pytest.mark.parametrize("shell", [commands, pytest.param(console, marks=pytest.mark.long)])
+def test_the_readmes_commands_run_as_printed(shell, tmp_path, monkeypatch, one_core):
+    monkeypatch.chdir(tmp_path)
     (code,) = (block.code for block in blocks(README) if block.language == "console")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert "best by validation accuracy" in console(code, tmp_path)
+    assert "best by validation accuracy" in shell(code, tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 1e6
 
 

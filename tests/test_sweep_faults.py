@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.experiments import GOOD, changed, toml
+from tests.experiments import GOOD, changed, toml, undrift
 from undrift.tools.cli import app
 from undrift.tools.compare import Run
 from undrift.tools.sweep import Point, summary, unique
@@ -41,7 +41,7 @@ class Fails(ud.Part):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, one_core):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2)))
@@ -136,6 +136,7 @@ def test_a_sweep_of_which_nothing_is_left_says_so(here):
 
 
 def test_a_worker_that_is_killed_costs_its_run_alone(here):
+    """The others, in processes of their own, give what they give alone."""
     methods = ["Fails('killed')", "Fails('bug')", "FedAvg()", "FedProx(mu=0.1)"]
     said = sweep(
         "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--workers", 2, "--out", "s", status=1
@@ -144,6 +145,11 @@ def test_a_worker_that_is_killed_costs_its_run_alone(here):
     assert "error: method=Fails_bug,seed=0: ZeroDivisionError: of this test" in said
     found = json.loads(Path("s/sweep.json").read_text())
     assert {row["name"] for row in found["settings"]} == {"FedAvg()", "FedProx(mu=0.1)"} and len(found["failed"]) == 2
+    undrift(
+        "run", "e.toml", "--set", "method=FedProx(mu=0.1)", "--set", "seed=0", "--set", "threads=1", "--out", "alone"
+    )
+    (beside,) = Path("s").glob("method=FedProx*/model.safetensors")
+    assert beside.read_bytes() == Path("alone/model.safetensors").read_bytes()
 
 
 # ---- signals -----------------------------------------------------------------------------------------------------
