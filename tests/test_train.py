@@ -165,7 +165,7 @@ GOOD = {"rounds": 1, "local": LOCAL}
         ({"model": 3}, "model must be an nn.Module or the name"),
         ({"model": torch.nn.Linear(5, 4)}, "does not take the clients' samples of shape (6,)"),
         ({"model": torch.nn.Linear(6, 3).double()}, "labels run from 0 to 3, but the model has 3 outputs"),
-        ({"model": "cnn"}, "needs pictures"),
+        ({"model": "cnn"}, "needs images"),
         ({"local": ud.Local(steps=1, lr=-1)}, "Local(lr) is -1"),
         ({"local": {"steps": 1}}, "local must be a ud.Local"),
         ({"data": [1]}, "data must be a FederatedDataset"),

@@ -14,7 +14,7 @@ def pictures(model: str, shape: tuple[int, ...], least: int) -> tuple[int, int, 
     """Channels, height and width of samples that are pictures, refused where `model` cannot take them."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise UndriftError(
-            f'The model "{model}" needs pictures of channels × height × width, at least {least}×{least}, '
+            f'The model "{model}" needs images of channels × height × width, at least {least}×{least}, '
             f"not samples of shape {shape}."
         )
     channels, height, width = shape
