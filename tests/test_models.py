@@ -311,7 +311,7 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_drawn():
         ("vgg9", (3, 7, 7), {}, 'The model "vgg9" needs images .* at least 8×8, not samples of shape'),
         ("resnet20", (32, 32), {}, 'The model "resnet20" needs images of channels × height × width'),
         ("gru", (3, 32, 32), {}, 'The model "gru" needs tokens of shape .time,., sequences .* or spectrograms'),
-        ("lstm", (30,), {}, 'The model "lstm" reads samples of shape .* give models.get a vocabulary.'),
+        ("lstm", (30,), {}, 'The model "lstm" reads samples of shape .* pass vocabulary to models.get.'),
         ("lstm", (30,), {"vocabulary": 0}, "vocabulary must be a whole number from 1, not 0."),
         (
             "vgg9",
