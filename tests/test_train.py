@@ -223,6 +223,6 @@ def test_the_test_sets_faults_are_found_before_training(uneven):
 def test_a_folder_that_holds_a_run_is_not_overwritten(uneven, tmp_path):
     ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ud.UndriftError, match="is taken; choose another folder"):
+    with pytest.raises(ud.UndriftError, match="exists; choose another folder"):
         ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
