@@ -132,10 +132,10 @@ def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int,
 
     Example:
         >>> import undrift as ud
-        >>> layer = nn.Linear(1, 2)
-        >>> _ = layer.weight.data.copy_(torch.tensor([[1.0], [0.0]])), layer.bias.data.zero_()
-        >>> ud.bound_neurons(layer, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1]))
-        {'': {0: 1}}
+        >>> model = nn.Sequential(nn.Linear(1, 2))
+        >>> _ = model[0].weight.data.copy_(torch.tensor([[1.0], [0.0]])), model[0].bias.data.zero_()
+        >>> ud.bound_neurons(model, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1]))
+        {'0': {0: 1}}
 
     Args:
         model: The model; it is not changed.

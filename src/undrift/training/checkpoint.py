@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
+from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.functional.model import Params
 from undrift.training.result import as_json
 from undrift.training.run import Run
@@ -178,7 +178,7 @@ class Checkpoints:
         for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # what names others goes first
             if file.name not in needed:
                 file.unlink()
-        sweep_up(self.folder, OURS)
+        remove_partial(self.folder, OURS)
 
     def recorded(self) -> dict[str, Any] | None:
         """What the newest checkpoint that can be read says of its run."""
