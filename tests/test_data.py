@@ -65,9 +65,9 @@ NAN = torch.tensor([[0.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: ud.FederatedDataset.from_clients([(X, Y), (NAN, Y)]), "Client 1, row 1 has NaN in its x"),
-        (lambda: ud.FederatedDataset.from_clients([(X, Y), (X / 0 + 1 / X, Y)]), "Client 1, row 0 has"),
-        (lambda: ud.FederatedDataset.from_clients([(X, Y)], test=(NAN, Y)), "The test data's row 1 has NaN"),
+        (lambda: ud.FederatedDataset.from_clients([(X, Y), (NAN, Y)]), "Client 1, sample 1 has NaN in its x"),
+        (lambda: ud.FederatedDataset.from_clients([(X, Y), (X / 0 + 1 / X, Y)]), "Client 1, sample 0 has"),
+        (lambda: ud.FederatedDataset.from_clients([(X, Y)], test=(NAN, Y)), "Sample 1 of the test data has NaN"),
         (lambda: ud.FederatedDataset.from_clients([(X, Y[:2])]), "as many x as y"),
         (lambda: ud.FederatedDataset.from_clients([(X, Y), (X[:, :1], Y)]), "Client 1's samples are .1,."),
         (lambda: ud.FederatedDataset.from_clients([X]), "client 0 must be a pair"),

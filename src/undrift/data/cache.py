@@ -39,10 +39,10 @@ Notes = dict[str, Any]
 
 
 class Writer:
-    """A safetensors file that grows row by row, so that decoding takes the memory of a batch, not of a data set.
+    """A safetensors file that grows batch by batch, so that decoding takes the memory of a batch, not of a data set.
 
-    The library writes whole tensors only, so each array grows in a file of its own and the last step joins them
-    behind the header that the format asks for.
+    The library only writes whole tensors, so each array grows in its own file, and the last step concatenates them
+    after the header that the format requires.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,15 +51,15 @@ class Writer:
         self.shapes: dict[str, tuple[str, list[int]]] = {}
         self.notes: Notes = {}
 
-    def append(self, name: str, rows: np.ndarray) -> None:
-        """Append rows to the array `name`."""
+    def append(self, name: str, values: np.ndarray) -> None:
+        """Append to the array `name`, along its first axis."""
         if name not in self.files:
             self.files[name] = (self.folder / name).open("x+b")
-            self.shapes[name] = rows.dtype.name, [0, *rows.shape[1:]]
+            self.shapes[name] = values.dtype.name, [0, *values.shape[1:]]
         dtype, shape = self.shapes[name]
-        assert dtype == rows.dtype.name and shape[1:] == list(rows.shape[1:]), f"{name} changed its shape"
-        self.files[name].write(np.ascontiguousarray(rows).data)
-        shape[0] += len(rows)
+        assert dtype == values.dtype.name and shape[1:] == list(values.shape[1:]), f"{name} changed its shape"
+        self.files[name].write(np.ascontiguousarray(values).data)
+        shape[0] += len(values)
 
     def finish(self, file: Path) -> None:
         header: dict[str, Any] = {"__metadata__": self._metadata()}

@@ -144,8 +144,8 @@ class FederatedDataset:
             task: The default loss and metrics, and the sizes that models need.
 
         Raises:
-            UndriftError: If a pair is no pair of arrays of one length, if clients' shapes or types differ, if a value
-                is not finite, or if no client has any data.
+            UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or types differ, if
+                a value is not finite, or if no client has any data.
         """
         if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
             raise UndriftError(f"from_clients needs a list with one (x, y) per client, not {type(clients).__name__}.")
@@ -193,7 +193,7 @@ class FederatedDataset:
             f"FederatedDataset: {len(self):,} clients, {len(self.index):,} samples of shape {shape}{kind} ({sizes})"
         ]
         splits = {"test": self.test_rows, "validation": self.validation_rows, "server": self.server_rows}
-        held = [f"{name} {len(rows):,}" for name, rows in splits.items() if rows is not None]
+        held = [f"{name} {len(split):,}" for name, split in splits.items() if split is not None]
         held += [f"clients' own tests {len(self.client_test.index):,}"] if self.client_test is not None else []
         return "\n".join([*lines, f"  held out: {', '.join(held)}"] if held else lines)
 
@@ -231,9 +231,9 @@ class FederatedDataset:
         """
         found = {"training data": digest.of_parts(self.store, index=self.index, offsets=self.offsets)}
         for split in ("test", "validation", "server"):
-            rows: Rows | None = getattr(self, f"{split}_rows")
-            if rows is not None:
-                found[f"{split} data"] = digest.of_parts(rows.store, index=rows.index)
+            held: Rows | None = getattr(self, f"{split}_rows")
+            if held is not None:
+                found[f"{split} data"] = digest.of_parts(held.store, index=held.index)
         if self.client_test is not None:
             found["clients' test data"] = self.client_test.digests["training data"]
         return found
@@ -256,8 +256,8 @@ class FederatedDataset:
         return max(int(y.max()) + 1 for y in self._all_labels() if len(y))
 
     def _all_labels(self) -> list[Tensor]:
-        rows = [rows for rows in (self.test_rows, self.validation_rows, self.server_rows) if rows]
-        return [self.store["y"], *(rows.store["y"] for rows in rows)]
+        held = [split for split in (self.test_rows, self.validation_rows, self.server_rows) if split]
+        return [self.store["y"], *(split.store["y"] for split in held)]
 
     def _check_classes(self) -> None:
         """Warn if labels are unlikely to be classes from 0; raise if no model could have that many outputs."""
@@ -306,25 +306,26 @@ class FederatedDataset:
         position = np.arange(sizes.sum()) + np.repeat(self.offsets[clients] - np.cumsum(sizes) + sizes, sizes)
         assert self.labels is not None
         labels = self.labels[self.index[torch.from_numpy(position)]].long()
-        row = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
-        return torch.bincount(row * self.classes + labels, minlength=len(clients) * self.classes).view(len(clients), -1)
+        owner = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
+        counts = torch.bincount(owner * self.classes + labels, minlength=len(clients) * self.classes)
+        return counts.view(len(clients), -1)
 
     def _refuse_not_finite(self) -> None:
         for what, tensor in self.store.items():
-            for row in _not_finite(tensor):
-                if len(spot := torch.nonzero(self.index == row).flatten()):  # a client holds it
+            for i in _not_finite(tensor):
+                if len(spot := torch.nonzero(self.index == i).flatten()):  # a client holds it
                     client = int(np.searchsorted(self.offsets, int(spot[0]), side="right")) - 1
-                    place = f"Client {client}, row {int(spot[0]) - int(self.offsets[client])}"
-                    raise UndriftError(f"{place} has {_what(tensor[row])} in its {what}; clean or drop that row.")
+                    place = f"Client {client}, sample {int(spot[0]) - int(self.offsets[client])}"
+                    raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
         for split in ("test", "validation", "server"):
-            rows: Rows | None = getattr(self, f"{split}_rows")
-            if rows is None:
+            held: Rows | None = getattr(self, f"{split}_rows")
+            if held is None:
                 continue
-            for what, tensor in rows.store.items():
-                for row in _not_finite(tensor):
-                    if len(spot := torch.nonzero(rows.index == row).flatten()):
-                        place = f"The {split} data's row {int(spot[0])}"
-                        raise UndriftError(f"{place} has {_what(tensor[row])} in its {what}; clean or drop that row.")
+            for what, tensor in held.store.items():
+                for i in _not_finite(tensor):
+                    if len(spot := torch.nonzero(held.index == i).flatten()):
+                        place = f"Sample {int(spot[0])} of the {split} data"
+                        raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
 
 
 def _not_finite(tensor: Tensor) -> list[int]:
@@ -334,8 +335,8 @@ def _not_finite(tensor: Tensor) -> list[int]:
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
 
 
-def _what(row: Tensor) -> str:
-    return "NaN" if bool(torch.isnan(row).any()) else "infinity"
+def _what(sample: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(sample).any()) else "infinity"
 
 
 def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Tensor, Tensor]:

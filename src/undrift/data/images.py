@@ -98,11 +98,11 @@ class Images:
                 raise UndriftError(f"The {split} split of {place.name} has no rows.")
         if self.beside and places[1:]:
             other, column = places[1], self.beside[1]
-            for table in other.rows("train", [column]):
+            for table in other.batches("train", [column]):
                 write.append("train_key", encoded(table[column].to_pylist(), codes))
-            rows, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
-            if rows != wanted:
-                raise UndriftError(f"{other.name} has {rows} rows, but {place.name} has {wanted}; get both again.")
+            count, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
+            if count != wanted:
+                raise UndriftError(f"{other.name} has {count} rows, but {place.name} has {wanted}; get both again.")
         total, squares, pixels = moments
         mean = total / pixels
         write.append("mean", mean.astype(np.float32)[:, None, None])
@@ -116,7 +116,7 @@ class Images:
 
         def read(split: str) -> Iterator[Cells]:
             begin = 0
-            for table in place.rows(split, columns):
+            for table in place.batches(split, columns):
                 who = table[self.client].to_pylist() if self.client else None
                 yield table[self.image].to_pylist(), labels.read(table[self.label], split, begin), who
                 begin += len(table)

@@ -34,7 +34,7 @@ class Labels:
         if kind in ("binary", "large_binary"):
             raise not_utf8(place, column)
         if self.strings:
-            found = {label for table in place.rows("train", [column]) for label in table[column].to_pylist()}
+            found = {label for table in place.batches("train", [column]) for label in table[column].to_pylist()}
             self.names = sorted(found - {None})
             if len(self.names) > MOST:
                 raise UndriftError(

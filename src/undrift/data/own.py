@@ -94,7 +94,7 @@ class Table:
             log.warning("%s: the index column that pandas wrote is left out", place.name)
         kinds = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in features.items()}
         if wrong := [name for name, kind in kinds.items() if not kind.startswith(("int", "uint", "float", "bool"))]:
-            if kinds[wrong[0]] == "null" and not any(map(len, place.rows("train", [wrong[0]]))):
+            if kinds[wrong[0]] == "null" and not any(map(len, place.batches("train", [wrong[0]]))):
                 raise UndriftError(f"{place.name} has no rows to train on.")
             found = {"binary": "text that is not UTF-8", "null": "nothing"}.get(kinds[wrong[0]], kinds[wrong[0]])
             raise UndriftError(
@@ -115,7 +115,7 @@ class Table:
         columns = [*features, self.label, *([self.client] if self.client else [])]
         for split in splits:
             count = 0
-            for table in place.rows(split, columns):
+            for table in place.batches(split, columns):
                 x = np.stack([self._numbers(table[name], name, place, split, count) for name in features], 1)
                 y = table[self.label]
                 write.append(f"{split}_x", x)
@@ -136,7 +136,7 @@ class Table:
     def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
         """Whether float labels are numbers to predict, and a warning if they are all whole, so that we must guess."""
         seen: set[float] = set()
-        for table in (table for split in splits for table in place.rows(split, [self.label])):
+        for table in (table for split in splits for table in place.batches(split, [self.label])):
             y = table[self.label].to_numpy()
             if y.dtype.kind not in "fiu" or not (y == np.floor(y)).all() or len(seen) > MOST:
                 return True, None

@@ -73,7 +73,7 @@ def report(data: FederatedDataset, title: str) -> Any:
         f"sizes: smallest {found['smallest']:,}, median {found['median']:,.0f}, largest {found['largest']:,}",
     ]
     splits = {name: getattr(data, f"{name}_rows") for name in ("test", "validation", "server")}
-    held = [f"{name} {len(rows):,}" for name, rows in splits.items() if rows]
+    held = [f"{name} {len(split):,}" for name, split in splits.items() if split]
     held += [f"clients' own tests {int(data.client_test.sizes.sum()):,}"] if data.client_test else []
     lines += [f"held out: {', '.join(held)}"] if held else []
     if "classes" not in found:

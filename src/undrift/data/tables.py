@@ -55,7 +55,7 @@ class Place:
             found.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
         return [self.name, self.config, *found]
 
-    def rows(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
+    def batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
         """The given columns of a split, as Arrow tables of at most `BATCH` rows."""
         features, read = self._open(split)
         missing = [name for name in columns if name not in features]

@@ -49,10 +49,10 @@ class Bags:
 
 
 def _counts(ids: Tensor, size: int) -> Tensor:
-    """How often each number below `size` occurs in each row; rows are padded with `size` itself."""
-    row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    """How often each number below `size` occurs in each sample; samples are padded with `size` itself."""
+    sample = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
     counts = torch.zeros(len(ids), size + 1, device=ids.device)
-    return counts.index_put((row, ids), torch.ones((), device=ids.device), accumulate=True)[:, :size]
+    return counts.index_put((sample, ids), torch.ones((), device=ids.device), accumulate=True)[:, :size]
 
 
 def sequences(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,13 +115,13 @@ class Characters:
     def _pieces(self, place: Place) -> Iterator[tuple[Any, str]]:
         """Speakers, each with a piece of their text."""
         if self.text:
-            for table in place.rows("train", [self.client, self.text]):
+            for table in place.batches("train", [self.client, self.text]):
                 yield from zip(table[self.client].to_pylist(), table[self.text].to_pylist(), strict=True)
             return
         assert self.window
         speaker, text = None, ""
         grown: list[str] = []
-        for table in place.rows("train", [self.client, *self.window]):
+        for table in place.batches("train", [self.client, *self.window]):
             for who, before, after in zip(*(column.to_pylist() for column in table.itercolumns()), strict=True):
                 if len(before) != self.length or len(after) != 1:
                     raise UndriftError(
@@ -157,19 +157,19 @@ class Tags:
 
     def decode(self, places: list[Place], write: Writer) -> None:
         columns = [self.title, self.tags, *([self.client] if self.client else [])]
-        rows: list[tuple[list[str], list[str], Any]] = []
-        for table in places[0].rows("train", columns):
+        posts: list[tuple[list[str], list[str], Any]] = []
+        for table in places[0].batches("train", columns):
             cells = [column.to_pylist() for column in table.itercolumns()]
             who = cells[2] if self.client else [""] * len(table)
             found = zip(*cells[:2], who, strict=True)
-            rows += [(words(title), _tags(tags), c) for title, tags, c in found if title and tags and c is not None]
-            if self.limit and len(rows) >= self.limit:
+            posts += [(words(title), _tags(tags), c) for title, tags, c in found if title and tags and c is not None]
+            if self.limit and len(posts) >= self.limit:
                 break
-        known = most_frequent((tags for _, tags, _ in rows), self.most_tags)
-        rows = [row for row in rows if set(row[1]).intersection(known)]
-        if not rows:
+        known = most_frequent((tags for _, tags, _ in posts), self.most_tags)
+        posts = [post for post in posts if set(post[1]).intersection(known)]
+        if not posts:
             raise UndriftError(f"{places[0].name} has no row with a title and tags.")
-        titles, tags, who = (list(column) for column in zip(*rows, strict=True))
+        titles, tags, who = (list(column) for column in zip(*posts, strict=True))
         vocabulary = most_frequent(titles, self.words)
         write.append("x", _padded(titles, vocabulary))
         write.append("y", _padded(tags, known))
@@ -211,16 +211,16 @@ class Sentences:
         labels = Labels(place, self.label)
         for split in ("train", "test"):
             sentences: list[list[str]] = []
-            for table in place.rows(split, [self.text, self.label]):
+            for table in place.batches(split, [self.text, self.label]):
                 write.append(f"{split}_y", labels.read(table[self.label], split, len(sentences)))
                 sentences += [words(text or "") for text in table[self.text].to_pylist()]
             if split == "train":  # the vocabulary must not depend on the test set
                 vocabulary = most_frequent(sentences, self.words)
                 codes = {word: i + UNKNOWN + 1 for i, word in enumerate(vocabulary)}
             ids = np.full((len(sentences), self.length), PADDING, np.int32)
-            for row, sentence in zip(ids, sentences, strict=True):
-                for column, word in enumerate(reversed(sentence[: self.length]), 1):
-                    row[-column] = codes.get(word, UNKNOWN)
+            for line, sentence in zip(ids, sentences, strict=True):
+                for back, word in enumerate(reversed(sentence[: self.length]), 1):
+                    line[-back] = codes.get(word, UNKNOWN)
             write.append(f"{split}_x", ids)
         labels.check()
         write.notes |= {"words": vocabulary, "classes": labels.names}
@@ -252,10 +252,10 @@ def _padded(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
     """The ids of each text's known words, one row per text, padded with the size of the vocabulary."""
     codes = {word: i for i, word in enumerate(vocabulary)}
     known = [[codes[word] for word in text if word in codes] for text in texts]
-    rows = np.full((len(texts), max(1, *map(len, known))), len(vocabulary), np.int32)
-    for row, own in zip(rows, known, strict=True):
-        row[: len(own)] = own
-    return rows
+    padded = np.full((len(texts), max(1, *map(len, known))), len(vocabulary), np.int32)
+    for line, own in zip(padded, known, strict=True):
+        line[: len(own)] = own
+    return padded
 
 
 def _points(text: str) -> np.ndarray:

@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 """Functions of `(classes, shape, …)` by name. Those that read tokens also take `vocabulary`; the rest are options."""
 
 FROM_DATA = ("classes", "shape", "vocabulary", "seed")
-"""Arguments that come from the data and the run, and are no options."""
+"""Arguments that come from the data and the run, so they are not options."""
 
 
 def get(

@@ -11,7 +11,7 @@ from undrift.errors import UndriftError
 
 
 def image_shape(model: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
-    """Channels, height and width of images; raises if `shape` is no image's, or an image is too small for `model`."""
+    """Channels, height and width of images; raises if `shape` is not an image's, or too small for `model`."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise UndriftError(
             f'The model "{model}" needs images of channels × height × width, at least {least}×{least}, '
