@@ -223,7 +223,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
             ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, **changed})
     with pytest.raises(ud.UndriftError, match="with training data"):
         ud.train(net(), make_clients([11, 20]), out=tmp_path / "r", resume=True, **options)
-    with pytest.raises(ud.UndriftError, match="is taken"):
+    with pytest.raises(ud.UndriftError, match="exists; choose another folder"):
         ud.train(net(), data, out=tmp_path / "r", **options)
     with pytest.raises(ud.UndriftError, match="has no run to resume"):
         ud.train(net(), data, out=tmp_path / "other", resume=True, **options)
