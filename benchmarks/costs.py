@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -152,44 +153,41 @@ def page(found: dict[str, Any]) -> str:
         lines.append(f"| [`{name}`](#{name.partition('(')[0].lower()}) | {' | '.join(cells)} |")
     lines += ["", "CCVR's work comes once, after the last round, and is not in its figure; nor are its uploads then."]
     lines += ["", *SCHEDULES.splitlines()]
-    told: set[Any] = set()
+    shown: set[Any] = set()
     for title, group in METHODS.items():
         lines += ["", f"## {title}"]
         for part in dict.fromkeys(type(as_method(e).parts[0]) for e in group):
-            if part not in told:
+            if part not in shown:
                 example = next(as_method(e).parts[0] for e in group if e.startswith(part.__name__ + "("))
-                lines += entry(part, told, contradictions(example))
-    lines += entry(ud.TemporalEnsemble, told, [])
+                lines += entry(part, shown, contradictions(example))
+    lines += entry(ud.TemporalEnsemble, shown, [])
     return "\n".join(lines) + "\n"
 
 
-def entry(part: type, told: set[Any], beside: list[str]) -> list[str]:
-    """One method: its file's words on the paper, unless they were said, its own, its numbers, its hooks."""
+def entry(part: type, shown: set[Any], beside: list[str]) -> list[str]:
+    """One method: the docstring of its module, if several methods share it, and its own, its arguments and hooks."""
     family = inspect.getdoc(sys.modules[part.__module__]) or ""
     lines = ["", f"### {part.__name__}", ""]
-    if family not in told:  # the first of a family brings them
+    if list(ud.METHODS.values()).count(part.__module__) > 1 and family not in shown:  # before the first of a family
         lines += [family, ""]
-    told |= {part, family}
-    lines += [inspect.getdoc(part) or ""]
-    if fields := numbers(part):
+    shown |= {part, family}
+    text, _, arguments = (inspect.getdoc(part) or "").partition("\n\nArgs:\n")
+    lines += [text]
+    if fields := numbers(part, dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments, re.M))):
         lines += ["", *fields]
     if used := [h for h in HOOKS if issubclass(part, Part) and getattr(part, h) is not getattr(Part, h)]:
         lines += ["", f"Hooks: {', '.join(f'[{h}](hooks.md#{h})' for h in used)}."]
     return [*lines, "", f"Not beside: {', '.join(beside)}."] if beside else lines
 
 
-def numbers(part: type) -> list[str]:
+def numbers(part: type, described: dict[str, str]) -> list[str]:
+    """The arguments, with their ranges, defaults and descriptions."""
     found = []
     for field in dataclasses.fields(part):
-        if "Number" in str(field.type):
-            default = "" if field.default is dataclasses.MISSING else f", by default {field.default}"
-            interval = getattr(part, "ranges", {}).get(field.name, "[0, inf)")
-            found.append(f"- `{field.name}` in {interval}{default}")
-        else:
-            found.append(
-                f"- `{field.name}`"
-                + ("" if field.default is dataclasses.MISSING else f", by default {field.default!r}")
-            )
+        interval = getattr(part, "ranges", {}).get(field.name, "[0, inf)")
+        values = f" in {interval}" if "Number" in str(field.type) else ""
+        default = "" if field.default is dataclasses.MISSING else f", by default {field.default!r}"
+        found.append(f"- `{field.name}`{values}{default}: {' '.join(described[field.name].split())}")
     return found
 
 

@@ -25,7 +25,7 @@ import undrift as ud
 from gpu.checks import Absent, Check, Finding
 from gpu.runner import ROOT
 from undrift.data.dataset import Rows, Take, Task
-from undrift.data.pictures import standardised
+from undrift.data.images import standardised
 from undrift.data.text import Bags, sequences
 
 DATA, REFERENCE = ROOT / "carry" / "real", ROOT / "gpu" / "reference.json"

@@ -125,7 +125,7 @@ def test_crop_and_flip_refuse_what_is_no_picture():
     assert data.augment == ud.CropFlip(1)
     data = ud.FederatedDataset.from_clients([(torch.zeros(4, 3), torch.zeros(4).long())])
     data.augment = ud.CropFlip()
-    with pytest.raises(ud.UndriftError, match="CropFlip needs pictures"):
+    with pytest.raises(ud.UndriftError, match="CropFlip needs images"):
         ud.train("mlp", data, rounds=1, local=LOCAL)
     with pytest.raises(ud.UndriftError, match="padding"):
         ud.CropFlip(-1)

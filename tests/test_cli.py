@@ -211,7 +211,7 @@ def test_lists(kind):
 def test_resume_of_what_is_no_run(here, capsys, monkeypatch):
     from undrift.tools.cli import main
 
-    for arguments, sentence in ((["resume", "nowhere"], "nowhere is no run"), (["compare", "."], ". is no run")):
+    for arguments, sentence in ((["resume", "nowhere"], "nowhere is not a run"), (["compare", "."], ". is no run")):
         monkeypatch.setattr("sys.argv", ["undrift", *arguments])
         with pytest.raises(SystemExit) as stopped:
             main()

@@ -48,7 +48,7 @@ def refused(function, *arguments: object, **more: object) -> str:
 @pytest.mark.parametrize(
     ("parse", "text", "sentence"),
     [
-        (parse_method, f"FedProx({'-' * 20_000}1)", "The method has 20,010 characters; at most 10,000 are read."),
+        (parse_method, f"FedProx({'-' * 20_000}1)", "The method has 20,010 characters; the limit is 10,000."),
         (parse_method, f"FedProx({'-' * 9_000}1)", "Cannot read the method"),
         (parse_method, "+".join(["FedAvg()"] * 5000), "The method has 44,999 characters"),
         (parse_method, "+".join(["FedAvg()"] * 1000), "nests deeper than 100 levels"),
@@ -92,7 +92,7 @@ def test_a_method_may_span_lines():
 
 def test_a_part_without_its_number():
     local = ud.Local(steps=1, lr=0.1)
-    assert "FedProx(mu) must be a number or a function of the round that gives one, not None." in refused(
+    assert "FedProx(mu) must be a number or a function of the round that returns one, not None." in refused(
         ud.train, "mlp", make_clients([5, 5]), ud.FedProx(mu=None), rounds=1, local=local
     )
     assert ud.FedNLR(ratio=None).ratio is None
@@ -379,8 +379,8 @@ def test_a_damaged_run_is_named_and_left_out_of_the_report(runs):
     assert done.exit_code == 0 and "2 runs, in r.html" in done.stdout and Path("r.html").exists()
     warned = done.stderr.splitlines()
     assert [next(name for name in DAMAGE if f"warning: {name}" in said) for said in warned]
-    told = gather([Path("good-0"), Path("good-1")])
-    assert told["left_out"] == [] and len(told["groups"]) == 1
+    payload = gather([Path("good-0"), Path("good-1")])
+    assert payload["left_out"] == [] and len(payload["groups"]) == 1
     for name in DAMAGE:
         left = [said for said in warned if said.startswith((f"warning: {name}:", f"warning: {name}/"))]
         assert len(left) == 1 and left[0].endswith("It is left out."), (name, warned)

@@ -65,13 +65,13 @@ NAN = torch.tensor([[0.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: ud.FederatedDataset.from_clients([(X, Y), (NAN, Y)]), "Client 1, row 1 has NaN in its x"),
-        (lambda: ud.FederatedDataset.from_clients([(X, Y), (X / 0 + 1 / X, Y)]), "Client 1, row 0 has"),
-        (lambda: ud.FederatedDataset.from_clients([(X, Y)], test=(NAN, Y)), "The test data's row 1 has NaN"),
+        (lambda: ud.FederatedDataset.from_clients([(X, Y), (NAN, Y)]), "Client 1, sample 1 has NaN in its x"),
+        (lambda: ud.FederatedDataset.from_clients([(X, Y), (X / 0 + 1 / X, Y)]), "Client 1, sample 0 has"),
+        (lambda: ud.FederatedDataset.from_clients([(X, Y)], test=(NAN, Y)), "Sample 1 of the test data has NaN"),
         (lambda: ud.FederatedDataset.from_clients([(X, Y[:2])]), "as many x as y"),
         (lambda: ud.FederatedDataset.from_clients([(X, Y), (X[:, :1], Y)]), "Client 1's samples are .1,."),
         (lambda: ud.FederatedDataset.from_clients([X]), "client 0 must be a pair"),
-        (lambda: ud.FederatedDataset.from_clients(None), "a list with one .x, y. a client"),
+        (lambda: ud.FederatedDataset.from_clients(None), "a list with one .x, y. per client"),
         (lambda: ud.FederatedDataset.from_clients([([], [])]), "No client has any data"),
         (lambda: ud.FederatedDataset.from_clients([(X, X[:, 0])]).label_counts(), "targets that are classes"),
         (lambda: ud.load("digit", ud.IID(), clients=2), "no data set called 'digit'. Did you mean 'digits'"),

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 import undrift as ud
 from tests import hub
 from undrift.data import tables
-from undrift.data.pictures import picture
+from undrift.data.images import picture
 from undrift.data.sound import spectrogram
 
 X, Y = np.arange(24.0, dtype=np.float32).reshape(12, 2), np.arange(12) % 3
@@ -177,15 +177,15 @@ def test_whole_numbers_written_as_floats_are_classes_and_that_is_said(tmp_path, 
     for _ in range(2):  # from the file, and from the cache
         data = ud.load(tmp_path / f"t.{ending}", everything, 1)
         assert data.classes == 3 and data[0][1].tolist() == [0, 1, 2, 1] and data.task.loss is None
-        assert "the whole numbers from 0 to 2, written as floats; they are taken for classes" in said(caplog)
+        assert "the whole numbers from 0 to 2, written as floats, and are treated as classes" in said(caplog)
 
 
 @pytest.mark.parametrize(
     ("labels", "warning"),
     [
-        ([100_000.0, 250_000.0, 90_000.0], "they are taken for numbers to predict. If they are classes, write them"),
-        ([1.0, 2.0, 3.0], "they are taken for numbers to predict"),
-        ([-1.0, 0.0, 1.0], "they are taken for numbers to predict"),
+        ([100_000.0, 250_000.0, 90_000.0], "are treated as numbers to predict. If they are classes, write them"),
+        ([1.0, 2.0, 3.0], "are treated as numbers to predict"),
+        ([-1.0, 0.0, 1.0], "are treated as numbers to predict"),
         ([0.0, 1.0, 1.5], ""),
     ],
 )
@@ -327,7 +327,7 @@ def test_sizes_that_nobody_means():
     digits = lambda *arguments: lambda: ud.load("digits", *arguments)  # noqa: E731
     assert "clients must be at most 10,000,000" in sentence(digits(ud.IID(), 10**9))
     assert "clients must be" in sentence(digits(ud.IID(), 10**5000))
-    assert "cuts 1438 samples into 20000000000 pieces; ask for fewer" in sentence(digits(ud.SortedShards(10**9), 20))
+    assert "cuts 1438 samples into 20000000000 shards; ask for fewer" in sentence(digits(ud.SortedShards(10**9), 20))
     assert "asks for 1000000000 classes" in sentence(digits(ud.Shards(10**9), 20))
     assert "SortedShards(per_client) must be" in sentence(lambda: ud.SortedShards(-(10**5000)))
 
@@ -361,13 +361,13 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(tmp_path, size):
 
 
 def test_many_large_pictures_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
-    from undrift.data import pictures
+    from undrift.data import images
 
     for i in range(10):
         png(tmp_path / "pets" / "cat" / f"{i}.png", 10 * i)
     whole = ud.load(tmp_path / "pets", everything, 1)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(pictures, "MOST_BYTES", 3 * 16)
+    monkeypatch.setattr(images, "MOST_BYTES", 3 * 16)
     few = ud.load(tmp_path / "pets", everything, 1)
     assert torch.equal(few.store["x"], whole.store["x"]) and torch.allclose(few.store["std"], whole.store["std"])
 
@@ -450,7 +450,7 @@ def test_confusing_tables(tmp_path, text, options, expected):
 def test_clients_that_are_not_a_number_are_not_one_client_each(tmp_path):
     frame = pd.DataFrame({"a": [1, 2, 3], "label": [0, 1, 0], "client": [1.0, float("nan"), float("nan")]})
     frame.to_parquet(tmp_path / "t.parquet", index=False)
-    assert "rows that are no client's" in sentence(lambda: ud.load(tmp_path / "t.parquet", ud.ByKey()))
+    assert "those rows belong to no client" in sentence(lambda: ud.load(tmp_path / "t.parquet", ud.ByKey()))
     frame["client"] = [[1], [2], [1]]
     frame.to_parquet(tmp_path / "u.parquet", index=False)
     assert "several values per row" in sentence(lambda: ud.load(tmp_path / "u.parquet", ud.ByKey()))
@@ -527,7 +527,7 @@ def test_a_cell_reads_nothing_outside_of_the_table_s_folder(tmp_path, no_hang, m
         "pipe.png": "is not a regular file",
         "folder.png": "is not a regular file",
         "hf://datasets/x/y/z.png": "there is no file",
-        "": "it has neither a picture's bytes nor the path of one",
+        "": "it has neither an image's bytes nor the path of one",
         "\0": "embedded null byte",
     }
     for path, expected in hostile.items():
@@ -672,7 +672,7 @@ def test_a_disk_without_room_for_the_cache(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert "cannot be written to" in message and "set UNDRIFT_CACHE to a folder with more room" in message
+    assert "cannot be written to" in message and "set UNDRIFT_CACHE to a folder with more space" in message
     assert not list((tmp_path / "cache").iterdir()), "nothing half-written"
 
 

@@ -75,9 +75,9 @@ def test_comparisons_reports_and_trackers_take_such_runs(here):
     runs = [Run.read(Path(name)) for name in ("clean", "faulty")]
     assert [*groups(runs)] == ["faults.dropout=None, min_clients=None", "faults.dropout=0.5, min_clients=0.5"]
     assert "faults.dropout=0.5" in undrift("compare", "clean", "faulty")
-    told = gather([Path("clean"), Path("faulty")])
-    assert not {"dropped", "stragglers", "left_out"} & told["runs"][1]["layers"].keys()
-    assert told["groups"][1]["cells"]["state"] == "finished"
+    payload = gather([Path("clean"), Path("faulty")])
+    assert not {"dropped", "stragglers", "left_out"} & payload["runs"][1]["layers"].keys()
+    assert payload["groups"][1]["cells"]["state"] == "finished"
     row = scalars(runs[1].rows[0])
     assert row["survivors"] + len(runs[1].rows[0]["dropped"]) == 4 and row["round_skipped"] in (0.0, 1.0)
     assert not any(name.startswith(("dropped", "stragglers")) for name in row)

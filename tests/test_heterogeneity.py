@@ -27,7 +27,7 @@ def test_dirichlet_from_near_iid_to_far_from_it():
     distances = {p: round(f["label_distance"], 3) for p, f in found.items()}
     assert distances["IID()"] < 0.02 < distances["Dirichlet(100)"] < 0.1 < 0.6 < distances["Dirichlet(0.05)"]
     assert found["Dirichlet(100)"]["label_distance_by_chance"] == pytest.approx(0.09, abs=0.03)
-    assert found["Shards(2)"]["classes_a_client"] <= 2
+    assert found["Shards(2)"]["classes_per_client"] <= 2
     assert found["IID()"]["largest"] - found["IID()"]["smallest"] <= 1
 
 
@@ -51,7 +51,7 @@ def test_the_picture_is_drawn(tmp_path, clients):
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["data", "show", "digits", "--partition", "Dirichlet(0.1)", "--clients", "4"])
-    assert done.exit_code == 0 and "1,438 samples at 4 clients" in done.output and "label distance: 0." in done.output
+    assert done.exit_code == 0 and "1,438 samples over 4 clients" in done.output and "label distance: 0." in done.output
     assert (tmp_path / "digits-Dirichlet-0-1-4.png").stat().st_size > 5000
     done = CliRunner().invoke(app, ["data", "show", "digits", "--picture", "who.svg"])
     assert done.exit_code == 0 and (tmp_path / "who.svg").exists()

@@ -19,8 +19,8 @@ def test_a_finished_run_is_compared_and_reported():
     runs, problems = read_runs([BEFORE / "finished"])
     assert not problems and len(runs) == 1 and len(runs[0].rows) == 4
     assert runs[0].settings["method"] == "Scaffold()"
-    told = gather([BEFORE / "finished"])
-    assert not told["left_out"] and "accuracy" in str(told)
+    payload = gather([BEFORE / "finished"])
+    assert not payload["left_out"] and "accuracy" in str(payload)
 
 
 def test_a_run_that_was_stopped_is_resumed_and_ends_where_the_unbroken_one_did(tmp_path):

@@ -49,7 +49,7 @@ def test_a_run_that_stops_says_why_and_can_be_resumed(here):
     said = fails("run", "bad.toml", "--out", "bad")
     assert "stopped. Round 3: client 1 sent or kept non-finite values. Training may have diverged" in said
     assert (
-        "2 rounds are in bad; to go on without such clients: undrift resume bad --import spoils --on-nonfinite skip"
+        "2 rounds are in bad; to continue without such clients: undrift resume bad --import spoils --on-nonfinite skip"
         in said
     )
     assert not Path("bad/model.safetensors").exists() and len(Path("bad/metrics.jsonl").read_text().splitlines()) == 2
@@ -97,9 +97,9 @@ def test_sweeps_go_on_and_never_choose_them(here):
 def test_the_report_marks_them(here):
     fails("run", "bad.toml", "--out", "bad")
     undrift("run", "bad.toml", "--out", "skip", "--set", "on_nonfinite=skip")
-    told = gather(folders([Path("bad")]))
-    assert told["groups"][0]["cells"]["state"] == "2 of 4 rounds, stopped"
-    assert told["runs"][0]["stopped"].startswith("Round 3: client 1")
+    payload = gather(folders([Path("bad")]))
+    assert payload["groups"][0]["cells"]["state"] == "2 of 4 rounds, stopped"
+    assert payload["runs"][0]["stopped"].startswith("Round 3: client 1")
     assert gather([Path("skip")])["groups"][0]["cells"]["state"] == "finished, 2 client updates left out"
     undrift("report", "bad")
     assert "Round 3: client 1" in Path("bad/report.html").read_text()

@@ -133,7 +133,7 @@ def test_arrays():
             "Row 1 of the train split .* has label -1, which must be from 0 to 99,999",
         ),
         ({"a": [1, 2], "label": ["x", None]}, {}, "Row 1 of the train split .* has no label; drop that row"),
-        ({"label": [0, 1]}, {}, "has no columns beside 'label', so nothing to learn from"),
+        ({"label": [0, 1]}, {}, "has no columns besides 'label', so there is nothing to learn from"),
     ],
 )
 def test_wrong_tables_are_one_sentence(tmp_path, columns, options, sentence):
@@ -148,8 +148,8 @@ def test_other_wrong_data_are_one_sentence(tmp_path):
     (tmp_path / "broken.csv").write_text("a,label\n1,2,3\n")
     wrong = {
         "There is no file or folder": tmp_path / "missing.csv",
-        "is no parquet or CSV file": tmp_path / "notes.txt",
-        "has neither parquet files nor pictures": tmp_path / "empty",
+        "is neither a parquet or CSV file": tmp_path / "notes.txt",
+        "has neither parquet files nor images": tmp_path / "empty",
         "broken.csv cannot be read": tmp_path / "broken.csv",
         "load needs a name, a path, a pair": {"x": [1], "y": [0]},
         "must be pairs": Unpaired(),

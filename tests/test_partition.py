@@ -130,7 +130,7 @@ def test_classes_per_client_are_niid_benchs():
     assert (split(ud.ClassesPerClient(10)) == 25).all()
     with pytest.raises(ud.UndriftError, match="at most 10"):
         split(ud.ClassesPerClient(11))
-    with pytest.raises(ud.UndriftError, match=r"take at least 10 clients, or Shards\(2\)"):
+    with pytest.raises(ud.UndriftError, match=r"use at least 10 clients, or Shards\(2\)"):
         split(ud.ClassesPerClient(2), clients=9)
 
 
@@ -199,14 +199,14 @@ def test_tails_leave_a_gap():
     ("partition", "clients", "sentence"),
     [
         (ud.Shards(11), 20, "asks for 11 classes per client, but the data have 10"),
-        (ud.Shards(2), 4, "leaves some of the 10 classes without a holder; take at least 5 clients"),
-        (ud.LabelSplit(), 11, "serves at most 10 clients"),
+        (ud.Shards(2), 4, "leaves some of the 10 classes without a holder; use at least 5 clients"),
+        (ud.LabelSplit(), 11, "enough for at most 10 clients"),
         (ud.ByKey(), None, "needs data with a client column"),
         ("Dirichlett(0.1)", 20, "no partition called 'Dirichlett'. Did you mean 'Dirichlet'"),
         ("Dirichlet(alfa=0.1)", 20, "Dirichlet has no argument 'alfa'"),
-        (0.1, 20, "partition must be one such as"),
-        (ud.Dirichlet, 20, "partition must be one such as"),
-        (lambda labels, clients, rng, keys: labels + 15, 20, "must give every one of the 1438 rows an owner"),
+        (0.1, 20, "partition must be an object such as"),
+        (ud.Dirichlet, 20, "partition must be an object such as"),
+        (lambda labels, clients, rng, keys: labels + 15, 20, "must return an owner for each of the 1438 samples"),
     ],
 )
 def test_refusals(partition, clients, sentence):

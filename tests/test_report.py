@@ -23,10 +23,10 @@ from tests.killing import EXPERIMENT, undrift
 from tests.problems import make_clients
 from undrift.data.holdings import holdings
 from undrift.tools.cli import app
+from undrift.tools.report.downsample import downsample, even, rounded
 from undrift.tools.report.figures import draw
 from undrift.tools.report.gather import folders, gather
 from undrift.tools.report.page import page, write
-from undrift.tools.report.thin import even, plain, telling
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -181,11 +181,11 @@ def test_runs_that_are_not_as_they_should_be(browser, runs, tmp_path):
     (tmp_path / "lost" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lost)))
     other = [{key: row[key] for key in COSTS} | {"loss": 1.0, "validation_recall_at_5": 0.5, "own": 3} for row in lost]
     (tmp_path / "other" / "metrics.jsonl").write_text("\n".join(map(json.dumps, other)))
-    told = gather(folders([tmp_path]))
-    states = {group["name"]: group["cells"]["state"] for group in told["groups"]}
+    payload = gather(folders([tmp_path]))
+    states = {group["name"]: group["cells"]["state"] for group in payload["groups"]}
     assert states["Own(empty)"] == "0 of 4 rounds" and states["Own(cut)"] == "2 of 4 rounds"
-    assert states["Own(lost)"] == "finished, diverged" and told["metrics"] == ["accuracy", "recall_at_5", "loss"]
-    write(tmp_path / "report.html", told)
+    assert states["Own(lost)"] == "finished, diverged" and payload["metrics"] == ["accuracy", "recall_at_5", "loss"]
+    write(tmp_path / "report.html", payload)
     with Reader(browser, (tmp_path / "report.html").as_uri()) as reader:
         assert {"metric accuracy", "metric loss", "other own"} <= set(reader.read_on())
         text = reader.see("document.body.innerText")
@@ -198,7 +198,7 @@ def test_runs_that_are_not_as_they_should_be(browser, runs, tmp_path):
         assert reader.complaints == [] and len(reader.asked) == 1
     write(tmp_path / "report.html", gather([tmp_path / "empty"]))
     with Reader(browser, (tmp_path / "report.html").as_uri()) as reader:
-        assert "Not a single round yet" in reader.see("document.body.innerText")
+        assert "No round finished yet" in reader.see("document.body.innerText")
         assert reader.read_on() == ["partition"] and reader.complaints == []
 
 
@@ -245,10 +245,10 @@ def test_watching_a_run_that_goes_on(browser, runs, tmp_path):
             hidden = reader.curves("metric accuracy")
             reader.read_on()
             reader.see("scrollTo(0, 700)")
-            rounds, place = reader.see("told.runs[0].rounds"), reader.see("scrollY")
-            reader.until(f"told.runs[0].rounds > {rounds + 1}")
+            rounds, place = reader.see("payload.runs[0].rounds"), reader.see("scrollY")
+            reader.until(f"payload.runs[0].rounds > {rounds + 1}")
             shown = "document.querySelector('.chart[data-key=\"metric accuracy\"] .plot').data.at(-1).x.length"
-            reader.until(f"{shown} == told.groups[0].evaluated.round.length")
+            reader.until(f"{shown} == payload.groups[0].evaluated.round.length")
             assert reader.curves("metric accuracy") == hidden and len(hidden) == 1
             assert reader.see("scrollY") == place > 0
             assert reader.see("document.getElementById('live').textContent") == "live"
@@ -257,13 +257,13 @@ def test_watching_a_run_that_goes_on(browser, runs, tmp_path):
             with pytest.raises(urllib.error.HTTPError, match="403") as refused:  # a name that was made to point here
                 urllib.request.urlopen(foreign)
             refused.value.close()
-            before = reader.see("told.runs[0].rounds")
+            before = reader.see("payload.runs[0].rounds")
             watching.send_signal(signal.SIGINT)
             out, err = watching.communicate(timeout=120)
             assert watching.returncode == 0 and out == "stopped; the page is in r.html\n" and err == ""
             reader.until("document.getElementById('live').textContent == 'no longer live'")
         with Reader(browser, (tmp_path / "r.html").as_uri()) as reader:
-            assert reader.see("told.runs[0].rounds") >= before
+            assert reader.see("payload.runs[0].rounds") >= before
     finally:
         for process in (running, watching):
             if process:
@@ -279,10 +279,10 @@ def wait_for(happened) -> None:
 
 
 def test_figures_for_a_paper(runs, tmp_path):
-    told = gather(folders([runs]))
-    for group in told["groups"]:  # each figure takes a while, and these are drawn alike
+    payload = gather(folders([runs]))
+    for group in payload["groups"]:  # each figure takes a while, and these are drawn alike
         group["curves"] = {key: curve for key, curve in group["curves"].items() if key.startswith("test.")}
-    made = draw(told, tmp_path / "figures")
+    made = draw(payload, tmp_path / "figures")
     assert {"accuracy", "loss", "class_accuracy", "by_client", "partition", "lr", "local_steps", "diagnostic"} <= {
         *made
     }
@@ -306,7 +306,7 @@ def test_where_the_page_goes_and_what_is_refused(runs, tmp_path, monkeypatch):
     assert {file.name for file in Path("f").iterdir()} == {"loss.svg", "loss.png"}
     Path("bare").mkdir()
     for path in ("bare", "nowhere", "report.html"):
-        with pytest.raises(ud.UndriftError, match=rf"{path} is no run"):
+        with pytest.raises(ud.UndriftError, match=rf"{path} is not a run"):
             say("report", path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ud.UndriftError, match="cannot be used"):
         say("report", "one", "--watch", "--port", str(taken.getsockname()[1]))
@@ -347,11 +347,11 @@ def test_who_holds_what_is_kept_in_short(runs):
         assert counts == np.bincount(data[client][1].numpy(), minlength=4).tolist()
 
 
-def test_thinning_keeps_what_the_eye_would_see():
+def test_downsampling_keeps_what_the_eye_would_see():
     curve = np.sin(np.arange(10_000) / 500)
     curve[4321] = 7.0
-    kept = telling([curve], len(curve), 500)
+    kept = downsample([curve], len(curve), 500)
     assert len(kept) <= 502 and 4321 in kept and kept[0] == 0 and kept[-1] == 9999
-    assert np.array_equal(telling([curve], 300, 500), np.arange(300))
+    assert np.array_equal(downsample([curve], 300, 500), np.arange(300))
     assert even(7, 100).tolist() == list(range(7)) and even(1000, 3).tolist() == [0, 500, 999] and not len(even(0, 9))
-    assert plain([1 / 3, 2.0, math.nan, math.inf, None, 1234567]) == [0.33333, 2, None, None, None, 1234600]
+    assert rounded([1 / 3, 2.0, math.nan, math.inf, None, 1234567]) == [0.33333, 2, None, None, None, 1234600]

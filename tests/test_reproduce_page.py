@@ -585,7 +585,7 @@ def test_quick_results_are_labelled_and_kept_apart(results: Results, known: Pape
         page.page(results.folder)
     add(results, known.tables["main"], "easy", "old", [0.7])
     for quick in (False, True):
-        with pytest.raises(UndriftError, match="beside full ones"):
+        with pytest.raises(UndriftError, match="both scaled-down and full results"):
             page.page(results.folder, quick)
 
 

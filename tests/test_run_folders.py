@@ -51,11 +51,11 @@ def test_a_folder_with_files_of_its_own_is_refused_and_left_alone(tmp_path, monk
     (tmp_path / "p" / "checkpoint" / "best.pt").write_text("weights")
     (tmp_path / "p" / "model.safetensors").write_text("mine")
     before = contents(tmp_path / "p")
-    with pytest.raises(ud.UndriftError, match="holds 'checkpoint', so it is no folder for a new run"):
+    with pytest.raises(ud.UndriftError, match="contains 'checkpoint'; choose an empty or a new folder"):
         train(tmp_path / "p", checkpoint_every=1)
     monkeypatch.chdir(tmp_path / "p")
     for here in (".", Path(".")):
-        with pytest.raises(ud.UndriftError, match="no folder for a new run"):
+        with pytest.raises(ud.UndriftError, match="choose an empty or a new folder"):
             train(here, checkpoint_every=1)
     with pytest.raises(ud.UndriftError, match="out must name a folder, not ''"):
         train("", checkpoint_every=1)

@@ -139,22 +139,22 @@ class Dead(BaseException):
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_death_at_any_moment_between_two_files(tmp_path, monkeypatch, before):
-    """Die at the k-th file that is settled, just before its rename or just after, for every k; then go on."""
+    """Die at the k-th file that is written, just before its rename or just after, for every k; then go on."""
     data = make_clients([10, 20, 8, 12, 9])
     options = {"rounds": 4, "local": ud.Local(steps=1, lr=0.1), "participation": 2, "engine": "plain"}
     whole = ud.train(net(), data, ud.Scaffold(), **options)
-    settle, moments = files.settle, 0
+    atomic_replace, moments = files.atomic_replace, 0
 
     def dying(partial, file):
         nonlocal left
         left -= 1
         if before and left == 0:
             raise Dead
-        settle(partial, file)
+        atomic_replace(partial, file)
         if not before and left == 0:
             raise Dead
 
-    monkeypatch.setattr(files, "settle", dying)
+    monkeypatch.setattr(files, "atomic_replace", dying)
     for k in range(1, 100):
         folder, left = tmp_path / f"{before}-{k}", k
         try:
@@ -174,7 +174,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
     data, options = make_clients([10, 20]), {"rounds": 2, "local": LOCAL}
 
     def meddle(row):
-        with pytest.raises(ud.UndriftError, match="Another process runs in"):
+        with pytest.raises(ud.UndriftError, match="Another process uses"):
             ud.train(net(), data, out=tmp_path / "r", resume=True, **options)
 
     ud.train(net(), data, out=tmp_path / "r", on_round=meddle, **options)
@@ -224,9 +224,9 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
             ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, **changed})
     with pytest.raises(ud.UndriftError, match="with training data"):
         ud.train(net(), make_clients([11, 20]), out=tmp_path / "r", resume=True, **options)
-    with pytest.raises(ud.UndriftError, match="is taken"):
+    with pytest.raises(ud.UndriftError, match="exists; choose another folder"):
         ud.train(net(), data, out=tmp_path / "r", **options)
-    with pytest.raises(ud.UndriftError, match="has no run to go on with"):
+    with pytest.raises(ud.UndriftError, match="has no run to resume"):
         ud.train(net(), data, out=tmp_path / "other", resume=True, **options)
     with pytest.raises(ud.UndriftError, match="resume needs the folder"):
         ud.train(net(), data, resume=True, **options)
@@ -316,7 +316,7 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path, monkeypatch):
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
-    assert process.returncode == 130 and err.endswith("stopped; go on with: undrift resume broken\n")
+    assert process.returncode == 130 and err.endswith("stopped; resume with: undrift resume broken\n")
     assert 3 <= count(tmp_path / "broken") < 30
     assert "30 rounds" in finish(undrift("resume", "broken", cwd=tmp_path))
     assert what_it_left(tmp_path / "broken") == what_it_left(tmp_path / "whole")

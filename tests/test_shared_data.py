@@ -70,7 +70,7 @@ def test_shakespeare():
     data = load("shakespeare_roles", ud.ByKey(), None)
     assert len(data) == 1120  # of 1,338 roles those with a window in their first four fifths
     assert len(data.store["x"]) == 4_314_632 and data.classes == data.task.vocabulary == 72
-    (table,) = list(tables.hub("shakespeare_roles", None, FOLDER).rows("train", ["text"]))[:1]
+    (table,) = list(tables.hub("shakespeare_roles", None, FOLDER).batches("train", ["text"]))[:1]
     text = table["text"][0].as_py()
     x, y = data[0]
     letters = data.names

@@ -295,7 +295,7 @@ def broken(root: Path, what: str) -> None:
             "picture",
             r"Row 4 of the train split of uoft-cs/cifar10 cannot be decoded \(.*\); get or write that file again",
         ),
-        ("size", r"Row 5 of the train split of uoft-cs/cifar10 is 3×28×28 but others 3×32×32; bring all pictures"),
+        ("size", r"Row 5 of the train split of uoft-cs/cifar10 is 3×28×28 but others 3×32×32; bring all images"),
         ("label", r"Row 3 of the train split of uoft-cs/cifar10 has label -1, which must be from 0 to 99,999"),
         ("range", r"Row 0 of the train split of uoft-cs/cifar10 has label 2, which must be from 0 to 1"),
         ("no label", r"Row 2 of the train split of uoft-cs/cifar10 has no label; drop that row\."),
@@ -322,13 +322,13 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path, monkeypatch, what
         (lambda: ud.load("cifar10", ud.ByKey()), "ByKey() needs data with a client column"),
         (
             lambda: ud.load("ag_news", ud.IID(), 2, normalize=True),
-            "normalize is for pictures that are read from files",
+            "normalize is for images that are read from files",
         ),
         (lambda: ud.load("cifar10", ud.IID(), 2, test_fraction=0.1), "cifar10 has a test set of its own"),
         (lambda: ud.load("cifar10", ud.IID(), 2, test_size=0), "test_size must be a whole number from 1"),
         (lambda: ud.load("cifar10", ud.IID(), 2, augment=3), "augment must be CropFlip(), or a function of (x, key)"),
         (lambda: ud.load("cifar10", ud.IID(), 2, augment="CropFlop()"), "There is no augmentation called 'CropFlop'"),
-        (lambda: ud.load("cifar10", ud.IID(), 2, test=(1, 2)), "test goes with arrays or a torch Dataset"),
+        (lambda: ud.load("cifar10", ud.IID(), 2, test=(1, 2)), "test is for arrays and torch Datasets"),
         (lambda: ud.load(7, ud.IID(), 2), "load needs a name, a path, a pair (x, y) or a torch Dataset"),
         (
             lambda: ud.load("digits", ud.IID(), 2, server_fraction=0.5, validation_fraction=0.5),
@@ -351,7 +351,7 @@ def test_no_network_and_no_folder(tmp_path, monkeypatch):
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "uoft-cs/cifar10 could not be had from the Hugging Face hub" in last
+    assert "uoft-cs/cifar10 could not be read from the Hugging Face hub" in last
     assert "put its parquet files into FOLDER/uoft-cs/cifar10 and set UNDRIFT_DATA=FOLDER" in last
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
 
@@ -366,5 +366,5 @@ def test_what_is_on_no_hub_says_so(tmp_path):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(ud.UndriftError, match="set UNDRIFT_CACHE to a folder you may write"):
+    with pytest.raises(ud.UndriftError, match="set UNDRIFT_CACHE to a writable folder"):
         ud.load("cifar10", ud.IID(), 2)

@@ -10,7 +10,7 @@ from torch.func import vmap
 
 from undrift.functional.model import Model
 from undrift.method.context import Batch
-from undrift.methods.curvature import _at_once, _each_row, _row_by_row, squared_gradients
+from undrift.methods.curvature import _one_by_one, _one_pass, _vmapped, squared_gradients
 
 PICTURES, ROWS = (3, 12, 12), 7
 
@@ -83,11 +83,11 @@ def farthest(found, true) -> float:
 def test_one_pass_gives_what_sample_by_sample_gives_also_in_lanes(make, shape):
     model, batch = problem(make, shape)
     assert model.squares is not None
-    assert farthest(_at_once(model, loss, model.start, batch), _row_by_row(model, loss, model.start, batch)) < 1e-14
+    assert farthest(_one_pass(model, loss, model.start, batch), _one_by_one(model, loss, model.start, batch)) < 1e-14
     lanes = {n: torch.stack([w, w + 0.1 * torch.randn_like(w), -w]) for n, w in model.start.items()}
-    found = vmap(lambda p: _at_once(model, loss, p, batch))(lanes)
+    found = vmap(lambda p: _one_pass(model, loss, p, batch))(lanes)
     for i in range(3):
-        true = _row_by_row(model, loss, {n: w[i] for n, w in lanes.items()}, batch)
+        true = _one_by_one(model, loss, {n: w[i] for n, w in lanes.items()}, batch)
         assert farthest({n: f[i] for n, f in found.items()}, true) < 1e-14
 
 
@@ -95,7 +95,7 @@ def test_one_pass_gives_what_sample_by_sample_gives_also_in_lanes(make, shape):
 def test_where_one_pass_would_be_wrong_each_row_has_its_own(make, shape):
     model, batch = problem(make, shape)
     assert model.squares is None
-    true = _row_by_row(model, loss, model.start, batch)
+    true = _one_by_one(model, loss, model.start, batch)
     assert farthest(squared_gradients(model, loss, model.start, batch), true) < 1e-14
 
 
@@ -107,4 +107,4 @@ def test_chunks_add_up(monkeypatch):
     assert model.squares == max(w.numel() for w in model.start.values() if w.dim() == 4)
     monkeypatch.setattr(curvature, "ELEMENTS", 3 * model.squares)
     assert farthest(squared_gradients(model, loss, model.start, batch), whole) < 1e-14
-    assert farthest(_each_row(model, loss, model.start, batch), whole) < 1e-14
+    assert farthest(_vmapped(model, loss, model.start, batch), whole) < 1e-14

@@ -419,10 +419,10 @@ def test_how_far_a_compiled_program_is_off():
     assert compiler.distance([torch.tensor([3.0])], [torch.tensor([2.0])], [torch.tensor([1.0])]) == 1.0
 
 
-@pytest.mark.parametrize(("model", "way"), [(net(), "_at_once"), (None, "_row_by_row")])
+@pytest.mark.parametrize(("model", "way"), [(net(), "_one_pass"), (None, "_one_by_one")])
 def test_squared_gradients_go_row_by_row_only_where_a_model_does_not_vmap(model, way, monkeypatch):
     used = []
-    for name in ("_at_once", "_each_row", "_row_by_row"):
+    for name in ("_one_pass", "_vmapped", "_one_by_one"):
         function = getattr(curvature, name)
         monkeypatch.setattr(curvature, name, lambda *a, f=function, n=name: used.append(n) or f(*a))
     if model is None:  # batch norm looks across a batch

@@ -170,7 +170,7 @@ GOOD = {"rounds": 1, "local": LOCAL}
         ({"model": 3}, "model must be an nn.Module or the name"),
         ({"model": torch.nn.Linear(5, 4)}, "does not take the clients' samples of shape (6,)"),
         ({"model": torch.nn.Linear(6, 3).double()}, "labels run from 0 to 3, but the model has 3 outputs"),
-        ({"model": "cnn"}, "needs pictures"),
+        ({"model": "cnn"}, "needs images"),
         ({"local": ud.Local(steps=1, lr=-1)}, "Local(lr) is -1"),
         ({"local": {"steps": 1}}, "local must be a ud.Local"),
         ({"data": [1]}, "data must be a FederatedDataset"),
@@ -228,6 +228,6 @@ def test_the_test_sets_faults_are_found_before_training(uneven):
 def test_a_folder_that_holds_a_run_is_not_overwritten(uneven, tmp_path):
     ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ud.UndriftError, match="is taken; choose another folder"):
+    with pytest.raises(ud.UndriftError, match="exists; choose another folder"):
         ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

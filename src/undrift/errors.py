@@ -1,4 +1,4 @@
-"""The exception that users see, when to raise it, and the wording of errors."""
+"""The exception that users see, and helpers for error messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from collections.abc import Iterable
 from numbers import Integral
 
 DEBUG = "UNDRIFT_DEBUG"
-"""An environment variable: `undrift --debug` sets it, so that a sweep's processes show tracebacks too."""
+"""The environment variable that `undrift --debug` sets, so that a sweep's processes show tracebacks too."""
 
 
 class UndriftError(ValueError):
-    """Bad input, refused before anything runs. The message says what to change."""
+    """Raised for invalid input, before anything runs. The message says what to change.
+
+    Example:
+        >>> import undrift as ud
+        >>> try:
+        ...     ud.load("digits", ud.IID(), clients=0)
+        ... except ud.UndriftError as error:
+        ...     print(error)
+        clients must be a whole number from 1, not 0.
+    """
 
 
 def require(fine: bool, sentence: str) -> None:
@@ -25,23 +34,23 @@ def whole(x: object) -> bool:
 
 
 def quoted(x: object, most: int = 80) -> str:
-    """`repr(x)`, cut to `most` characters: a message must not repeat a whole file."""
+    """`repr(x)`, cut to `most` characters, since a message must not repeat a whole file."""
     try:
         text = repr(x)
-    except Exception:  # nested too deeply, or a number of too many digits
+    except Exception:  # nested too deeply, or a number with too many digits
         text = f"<{type(x).__name__}>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that is most like `name`, whatever its case, if there is one."""
+    """The known name most similar to `name`, ignoring case, or None."""
     by_lower = {n.lower(): n for n in sorted(known, reverse=True)}
     close = difflib.get_close_matches(name[:100].lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
-    """The error for a name that nobody registered, with the nearest one that somebody did."""
+    """The error for an unknown name, with the most similar known one."""
     names = sorted(known)
     close = nearest(name, names)
     hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(names)}."
@@ -49,7 +58,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
 
 
 def machine_trouble(error: BaseException) -> str | None:
-    """A sentence about a file or memory that the machine refused, with the path if known; None for any other error."""
+    """A message for errors of the file system or memory, with the path if known; None for any other error."""
     reason = first_line(error)
     if isinstance(error, OSError):
         where = f"{quoted(str(error.filename), 200)}: " if error.filename is not None else ""
@@ -75,7 +84,7 @@ def shortened(text: str, most: int = 300) -> str:
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Names as a message lists them: the first few, and how many more there are."""
+    """Names in a message: the first few, and how many more there are."""
     found = list(names)
     rest = f" and {len(found) - most:,} more" if len(found) > most else ""
     return ", ".join(shortened(name, 40) for name in found[:most]) + rest

@@ -1,6 +1,6 @@
-"""Expressions in strings, `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed by known names, never evaluated.
+"""Expressions in strings, such as `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed, never evaluated.
 
-Which names are known is up to the caller: `parse_method` (method/parse.py), `parse_partition` (data/partition.py), ….
+The caller decides which names are known: `parse_method` (method/parse.py), `parse_partition` (data/partition.py), ….
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from undrift.schedule import decay, inverse
 
 
 def parse_number(text: str) -> Any:
-    """A schedule in a string, `decay(0.1, 0.99)`."""
+    """The schedule that a string such as `decay(0.1, 0.99)` describes."""
     try:
         float(text)
     except ValueError:
@@ -31,9 +31,9 @@ def parse(
     example: str,
     inner: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Build what `text` writes: a call of a known name with plain values, of methods also a sum of such calls.
+    """Build the object that `text` describes: a call of a known name with literals or, for methods, a sum of calls.
 
-    `inner` may stand in arguments. Errors show the `example`.
+    The names in `inner` are known only inside arguments. Errors show the `example`.
     """
     adds_up = kind == "method"
 
@@ -53,7 +53,7 @@ def parse(
             return allowed[name](*args, **dict(keywords))
         except UndriftError:
             raise
-        except Exception as error:  # whatever a user's own class may raise
+        except Exception as error:  # a user's own class may raise anything
             raise UndriftError(f"{name}(…): {first_line(error)}.") from error
 
     def argument(node: ast.expr) -> Any:
@@ -69,7 +69,7 @@ def parse(
             return ast.literal_eval(node)
         except UndriftError:
             raise
-        except (ValueError, TypeError):  # no literal, or a key that cannot be one
+        except (ValueError, TypeError):  # not a literal, or an unhashable key
             raise refuse(node) from None
 
     def build(node: ast.expr) -> Any:
@@ -85,19 +85,19 @@ def parse(
 
 
 LONGEST = 10_000
-"""How many characters an expression may have."""
+"""The most characters in an expression."""
 DEEPEST = 100
-"""How many levels it may nest; each `+` is one."""
+"""The most levels of nesting; each `+` is one."""
 
 
 def _tree(text: str, kind: str, example: str) -> ast.expr:
-    """The expression's syntax tree, refused if it is too large to handle."""
+    """The expression's syntax tree. Raises if the expression is too large."""
     if len(text) > LONGEST:
-        raise UndriftError(f"The {kind} has {len(text):,} characters; at most {LONGEST:,} are read.")
+        raise UndriftError(f"The {kind} has {len(text):,} characters; the limit is {LONGEST:,}.")
     try:
-        # As the argument of a call it may span several lines, and have comments.
+        # Inside parentheses, an expression may span several lines and have comments.
         tree = ast.parse(f"_(\n{text}\n)", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two if it nests deeper than Python reads
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two if it is nested too deeply
         tree = None
     one = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and len(tree.args) == 1 and not tree.keywords
     if not one:
@@ -116,12 +116,12 @@ def _tree(text: str, kind: str, example: str) -> ast.expr:
 def _source(node: ast.AST) -> str:
     try:
         return quoted(ast.unparse(node))
-    except Exception:  # f-strings, which Python cannot always write out again
+    except Exception:  # f-strings, which Python cannot always unparse
         return "an expression"
 
 
 def _check_arguments(name: str, function: Callable[..., Any], given: int, keywords: list[str]) -> None:
-    """Refuse arguments that `function` does not have, with those that it has."""
+    """Raise for unknown, missing or repeated arguments; the message lists those that there are."""
     known = inspect.signature(function).parameters
     free = {p.kind for p in known.values()} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     if free:

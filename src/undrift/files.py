@@ -1,8 +1,8 @@
-"""Files that are whole or not there, and that are what was written.
+"""Atomic and verified files.
 
-Every file is written under a temporary name, synced, renamed, and the rename synced too. The temporary name is random
-and created exclusively, so nothing that exists is written to, and no link is followed. `seal` adds a checksum to a
-JSON file; `digest` gives that of any other.
+Every file is written under a temporary name, synced and renamed, and then its folder is synced. The temporary name is
+random and created exclusively, so no existing file is written to, and no link is followed. `seal` writes JSON with its
+checksum; `digest` computes that of any other file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 from undrift.errors import UndriftError
 
 PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
-"""The temporary name of a file, which is its first group."""
+"""The temporary name of a file; the first group is the file's own name."""
 
 
 class DamagedError(UndriftError):
-    """A file is missing, or is not what was written."""
+    """Raised if a file is missing or does not have the contents that were written."""
 
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Gives a new, empty file to write to, which becomes `file` when the block ends without an error.
+    """A context with a new, empty file to write to, which becomes `file` when the block ends without an error.
 
-    Its mode follows the umask, also where a library replaces it by a file of its own.
+    Its mode follows the umask, even if a library replaces it by another file.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.partial")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -41,16 +41,16 @@ def replacing(file: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.chmod(mode)
-        settle(partial, file)
-    except Exception as error:  # a disk that is full, say; what ends the process leaves its partial file to `sweep_up`
+        atomic_replace(partial, file)
+    except Exception as error:  # a full disk, for example; after a crash, `remove_partial` removes the partial file
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(partial)):
             error.filename = str(file)
         raise
 
 
-def settle(partial: Path, file: Path) -> None:
-    """Rename a file that was written under another name; a crash leaves the old one or the new one, whole."""
+def atomic_replace(partial: Path, file: Path) -> None:
+    """Rename a file that was written under a temporary name; after a crash, either the old or the new file exists."""
     sync(partial)
     partial.replace(file)
     sync(file.parent)
@@ -69,8 +69,8 @@ def write_text(file: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def sweep_up(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove temporary files that a crash left in `folder`, of the files that `names` matches."""
+def remove_partial(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove the temporary files that a crash left in `folder`, of files whose names match."""
     for file in folder.iterdir():
         found = PARTIAL.fullmatch(file.name)
         if found and names.fullmatch(found[1]) and regular(file):
@@ -78,7 +78,7 @@ def sweep_up(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def regular(file: Path) -> bool:
-    """Whether this is a file: no folder, no link, no device."""
+    """Whether this is a regular file: no folder, link or device."""
     try:
         return stat.S_ISREG(file.lstat().st_mode)
     except OSError:
@@ -100,7 +100,7 @@ def verify(file: Path, sha256: str) -> None:
     if found is None:
         raise DamagedError(f"{file} is missing.")
     if found != sha256:
-        raise DamagedError(f"{file} is damaged: its checksum is not that of what was written.")
+        raise DamagedError(f"{file} is damaged: its checksum is not the one that was recorded.")
 
 
 def seal(file: Path, body: Any) -> None:
@@ -109,7 +109,7 @@ def seal(file: Path, body: Any) -> None:
 
 
 def unseal(file: Path) -> Any:
-    """What `seal` wrote. Raises `DamagedError` if the file is missing or was changed."""
+    """Read what `seal` wrote. Raises `DamagedError` if the file is missing or was changed."""
     if not regular(file):
         raise DamagedError(f"{file} is missing.")
     try:
@@ -121,7 +121,7 @@ def unseal(file: Path) -> Any:
         raise DamagedError(f"{file} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise DamagedError(f"{file} is damaged: its checksum is not that of what was written.")
+    raise DamagedError(f"{file} is damaged: its checksum is not the one that was recorded.")
 
 
 def _checksum(body: Any) -> str:
@@ -129,8 +129,8 @@ def _checksum(body: Any) -> str:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Inside it nobody else runs in this folder, on systems that have such locks."""
+def lock(folder: Path) -> Iterator[None]:
+    """A context in which no other process runs in this folder, on systems with `flock`."""
     try:
         import fcntl
     except ImportError:
@@ -141,7 +141,7 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UndriftError(f"Another process runs in {folder}; wait for it, or choose another folder.") from None
+            raise UndriftError(f"Another process uses {folder}; wait for it, or choose another folder.") from None
         yield
     finally:
         os.close(handle)

@@ -1,7 +1,7 @@
-"""Losses, one value per sample, and metrics.
+"""Losses, with one value per sample, and metrics.
 
-A metric is a function of (output, target) that gives one value per sample, averaged over the test set, or a pair
-(numerators, denominators), each summed before they are divided: recall in the top 5, say.
+A metric is a function of `(output, target)` that returns one value per sample, to be averaged over the test set, or a
+pair (numerators, denominators), whose sums are divided, as for recall in the top 5.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
-    """`‖z − y‖²`, averaged over what a sample has."""
+    """`‖z − y‖²`, averaged over a sample's targets."""
     return (
         (output.reshape(target.shape) - target).square().flatten(1).mean(1)
         if target.dim() > 1
@@ -40,9 +40,9 @@ def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
-    """`max(0, 1 − s·z)²`, s = +1 for a sample's own class and −1 for the others: a linear SVM of one against the rest.
+    """`max(0, 1 − s·z)²`, averaged over the outputs: s is +1 for a sample's own class and −1 for the others.
 
-    Averaged over the outputs. With one output, labels are 0 and 1.
+    With a linear model, this is a one-against-the-rest SVM. With one output, labels are 0 and 1.
     """
     if output.shape[-1] == 1:
         own = target.reshape(-1, 1) > 0
@@ -52,13 +52,13 @@ def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
 
 
 def recall_at_5(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """True labels among the five highest outputs, over all true labels; summed over samples before dividing."""
+    """True labels among the five highest outputs, as a share of all true labels; summed over samples first."""
     top = output.topk(min(5, output.shape[-1]), -1).indices
     return target.gather(-1, top).sum(-1), target.sum(-1)
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """1 where the highest output is the label; of one output, where its sign is."""
+    """1 if the highest output is the label, else 0; with one output, if it is above 0 just when the label is."""
     if output.shape[-1] == 1:
         return (output.squeeze(-1) > 0) == (target > 0)
     return output.argmax(-1) == target
@@ -73,11 +73,11 @@ COLUMNS = {
     "bytes_down", "bytes_up", "total_bytes", "loss", "class_accuracy", "by_client", "skipped", "dropped", "stragglers",
     "left_out", "survivors", "round_skipped",
 }  # fmt: skip
-"""What a round's history has by itself."""
+"""The columns that every row of the history may have."""
 
 
 def reserved(name: str) -> bool:
-    """Whether a metric or a part's own figure may not have this name."""
+    """Whether metrics and columns of parts must not have this name."""
     return name in COLUMNS or str(name).startswith(("validation_", "client_", "tuned_"))
 
 
@@ -94,7 +94,7 @@ def get_loss(loss: str | Loss | None) -> Loss:
 
 
 def get_metrics(metrics: Any, loss: Loss) -> dict[str, Metric]:
-    """The metrics by name. Accuracy by default where the loss is for classes, and none elsewhere."""
+    """The metrics by name. The default is accuracy if the loss is for classes, otherwise none."""
     if metrics is None:
         return {"accuracy": accuracy} if loss in (cross_entropy, squared_hinge) else {}
     if isinstance(metrics, str):

@@ -1,11 +1,11 @@
-"""Randomness is data: every draw is a function of a key, never of global state.
+"""Random draws from explicit keys: every draw is a function of a key, never of global state.
 
-The generator is Philox4x32-10 (Salmon et al., 2011), a keyed bijection of a counter. It is written in
-integer operations alone, so one definition serves Python's integers, numpy arrays and torch tensors, on
-every device, inside `vmap` and inside a CUDA graph, and gives the same words everywhere.
+The generator is Philox4x32-10 (Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011), a keyed bijection
+of a counter. It uses only integer operations, so one definition works for Python integers, numpy arrays and torch
+tensors, on every device, inside `vmap` and CUDA graphs, and gives the same words everywhere.
 
-A key is derived from (seed, purpose, round, client). Where a draw happens inside local training the
-counter is (block, stream, step, 0): `step` is the local step, `stream` tells apart the draws of one step.
+A key is derived from (seed, purpose, round, client). Inside local training, the counter is (block, stream, step, 0):
+`step` is the local step, and `stream` distinguishes the draws of one step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Words = tuple[Any, Any, Any, Any]
 
 
 def philox(counter: Words, key: tuple[Any, Any]) -> Words:
-    """Four 32-bit words from a counter of four and a key of two, as integers, int64 arrays or int64 tensors.
+    """Four 32-bit words from a counter of four words and a key of two: integers, int64 arrays or int64 tensors.
 
-    A product of two 32-bit words needs 64 bits and may wrap to a negative int64; the masks undo that.
+    A product of two 32-bit words needs 64 bits and may wrap around to a negative int64; the masks correct that.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -41,12 +41,12 @@ def philox(counter: Words, key: tuple[Any, Any]) -> Words:
 
 
 def fold(key: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
-    """The key of a branch: `word` is an integer or an int64 array (then so are the key's words)."""
+    """A new key from a key and a word: an integer, or an int64 array, for an array of keys."""
     return philox((word & MASK, word >> 32 & MASK, 0, 0), key)[:2]
 
 
 def derive(seed: int, purpose: str, *words: Any) -> tuple[Any, Any]:
-    """The key of (seed, purpose, words…). The last word may be an array: one key for each of its entries."""
+    """The key of (seed, purpose, words…). The last word may be an array, for one key per entry."""
     if not whole(seed) or not 0 <= seed < 2**64:
         raise UndriftError(f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}.")
     key: tuple[Any, Any] = fold((int(seed) & MASK, int(seed) >> 32 & MASK), zlib.crc32(purpose.encode()))
@@ -56,20 +56,20 @@ def derive(seed: int, purpose: str, *words: Any) -> tuple[Any, Any]:
 
 
 def host_generator(seed: int, purpose: str, *words: int) -> np.random.Generator:
-    """A numpy generator for work done once on the host, such as a partition's Dirichlet draws."""
+    """A numpy generator for draws on the host, such as those of a partition."""
     return np.random.Generator(np.random.Philox(key=list(derive(seed, purpose, *words))))
 
 
 def torch_seed(seed: int, purpose: str, *words: int) -> int:
-    """A seed for a generator of torch, such as the one that initializes a model."""
+    """A seed for a torch generator, such as the one that initializes a model."""
     low, high = derive(seed, purpose, *words)
     return int(low | high << 32) & 0x7FFFFFFFFFFFFFFF
 
 
 def choose(key: tuple[int, int], population: int, count: int) -> np.ndarray:
-    """`count` distinct numbers below `population`, ascending. Costs in `count` alone, not in `population`.
+    """`count` distinct numbers below `population`, in ascending order, in time that depends only on `count`.
 
-    A large share is the head of a random order; a small one is drawn with the duplicates left out.
+    A large share is the beginning of a random permutation; a small one is drawn, without duplicates.
     """
     if 2 * count >= population:
         words = philox((np.arange(population), 0, 0, 0), key)[0]
@@ -86,9 +86,19 @@ def choose(key: tuple[int, int], population: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Key:
-    """A key inside local training: the client's two words, the local step, and a stream of that step's draws.
+    """A random key inside local training. A part's own is `client.key`.
 
-    A part gets its own in `client.key`; `key.stream_at(i)` gives the i-th independent one.
+    Example:
+        >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
+        >>> bool((uniform(key, (3,)) == uniform(key, (3,))).all())
+        True
+        >>> bool((uniform(key, (3,)) == uniform(key.stream_at(1), (3,))).any())
+        False
+
+    Args:
+        words: The two words of the client's key.
+        step: The local step.
+        stream: Distinguishes the draws of one step.
     """
 
     words: Tensor
@@ -96,28 +106,46 @@ class Key:
     stream: int = 0
 
     def stream_at(self, i: int) -> Key:
+        """The key of the i-th stream after this one, whose draws are independent of this key's."""
         return replace(self, stream=self.stream + i)
 
 
 def bits(key: Key, count: int) -> Tensor:
-    """`count` random 32-bit words as int64."""
-    # As data, not as a mere index: compilers take the latter for 32 bits, and the generator's products need 64.
+    """`count` random 32-bit words, as int64.
+
+    Args:
+        key: The key.
+        count: How many words.
+    """
+    # Adding 0 from a tensor keeps compilers from treating this as an index, in 32 bits: the products need 64.
     blocks = torch.arange((count + 3) // 4, device=key.words.device) + (key.words[0] & 0)
     words = philox((blocks, key.stream, key.step, 0), (key.words[0], key.words[1]))
     return torch.stack(words, -1).reshape(-1)[:count]
 
 
 def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on (0, 1), in float32 and above never 0 nor 1, so that a logarithm is safe."""
+    """Uniform draws from (0, 1); in float32 and float64 never 0 or 1, so that a logarithm is finite.
+
+    Args:
+        key: The key.
+        shape: The shape of the result.
+        dtype: The type of the result.
+    """
     words = bits(key, math.prod(shape))
     if dtype == torch.float64:
         return ((words.to(dtype) + 0.5) * 2.0**-32).reshape(tuple(shape))
-    # 23 bits and a half fill float32's 24 exactly, so that rounding can never reach 1.
+    # 23 bits plus one half need exactly float32's 24 bits, so that rounding can never give 1.
     return (((words >> 9).to(torch.float32) + 0.5) * 2.0**-23).reshape(tuple(shape)).to(dtype)
 
 
 def normal(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal draws, by Box and Muller: two from each pair of uniform ones."""
+    """Standard normal draws, by the Box–Muller transform.
+
+    Args:
+        key: The key.
+        shape: The shape of the result.
+        dtype: The type of the result.
+    """
     count = math.prod(shape)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     u, v = uniform(key, ((count + 1) // 2, 2), exact).unbind(1)
@@ -127,5 +155,11 @@ def normal(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -
 
 
 def keep_mask(key: Key, shape: Sequence[int], p: float) -> Tensor:
-    """True with probability 1 − p. Compared as integers, so every precision sees the same mask."""
+    """A boolean mask that is True with probability 1 − p, and the same in every precision.
+
+    Args:
+        key: The key.
+        shape: The shape of the mask.
+        p: The probability of False.
+    """
     return (bits(key, math.prod(shape)) >= round(p * 2**32)).reshape(tuple(shape))

@@ -1,4 +1,4 @@
-"""Any number may be a schedule: a value, or a function of the round from 0."""
+"""Schedules: any number may be a value, or a function of the round, counted from 0."""
 
 from __future__ import annotations
 
@@ -16,20 +16,34 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from undrift.errors import UndriftError, first_line, quoted
 
 if TYPE_CHECKING:
-    # Inside a hook a number is that round's tensor, outside a float or a callable: nothing narrower is true of both.
+    # Inside a hook, a number is a tensor with that round's value; outside, it is a float or a callable.
     Number = Any
 else:
 
     class Number:
-        """A value or a schedule. Annotate a part's field with it, and the engine resolves it every round."""
+        """The annotation of a part's fields that may be a number or a schedule, a function of the round from 0.
+
+        Inside hooks, such a field has the value of the current round.
+
+        Example:
+            >>> import undrift as ud
+            >>> method = ud.FedProx(mu=ud.decay(1.0, 0.5))  # annotated `mu: Number`
+            >>> method.mu(2)
+            0.25
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class decay:  # noqa: N801 - users call it like a function
-    """`initial · rate^t`, t the round from 0.
+    """Exponential decay: `initial · rate^t` in round t, counted from 0.
 
-    >>> [decay(1.0, 0.5)(t) for t in range(3)]
-    [1.0, 0.5, 0.25]
+    Example:
+        >>> [decay(1.0, 0.5)(t) for t in range(3)]
+        [1.0, 0.5, 0.25]
+
+    Args:
+        initial: The value in round 0.
+        rate: The factor per round.
     """
 
     initial: float
@@ -41,10 +55,15 @@ class decay:  # noqa: N801 - users call it like a function
 
 @dataclasses.dataclass(frozen=True)
 class inverse:  # noqa: N801
-    """`initial · offset / (offset + t)`, t the round from 0.
+    """Inverse decay: `initial · offset / (offset + t)` in round t, counted from 0.
 
-    >>> [inverse(6.0, 2)(t) for t in range(3)]
-    [6.0, 4.0, 3.0]
+    Example:
+        >>> [inverse(6.0, 2)(t) for t in range(3)]
+        [6.0, 4.0, 3.0]
+
+    Args:
+        initial: The value in round 0.
+        offset: The round in which the value has halved.
     """
 
     initial: float
@@ -55,20 +74,20 @@ class inverse:  # noqa: N801
 
 
 def value(number: Any, t: int) -> float:
-    """What `number` is in round `t`."""
+    """The value of a number or schedule in round `t`."""
     found = number(t) if callable(number) else number
     if isinstance(found, str):
-        raise TypeError("a string is no number")
+        raise TypeError("a string is not a number")
     return float(found)
 
 
 def whole_steps(x: float) -> int:
-    """A step count from a schedule: `max(1, ⌈x − 1e-9⌉)`, so that 50·0.8² is 32."""
+    """A number of steps from a schedule: `max(1, ⌈x − 1e-9⌉)`, so that 50·0.8² gives 32."""
     return max(1, math.ceil(x - 1e-9))
 
 
 def number_fields(owner: Any) -> Iterator[str]:
-    """The names of a dataclass's fields that are annotated `Number`; those that may be None only where they are set."""
+    """The names of a dataclass's fields that are annotated `Number`, without optional ones that are None."""
     for name, may_be_none in _annotated(type(owner)).items():
         if getattr(owner, name) is not None or not may_be_none:
             yield name
@@ -78,7 +97,7 @@ _found: weakref.WeakKeyDictionary[type, dict[str, bool]] = weakref.WeakKeyDictio
 
 
 def _annotated(owner: type) -> dict[str, bool]:
-    """The fields of a dataclass whose annotation has `Number` in it, by whatever name, and whether each may be None."""
+    """The fields of a dataclass whose annotation contains `Number`, under any alias, and whether each may be None."""
     if owner not in _found:
         _found[owner] = dict(_find(owner))
     return _found[owner]
@@ -87,7 +106,7 @@ def _annotated(owner: type) -> dict[str, bool]:
 def _find(owner: type) -> Iterator[tuple[str, bool]]:
     for field in dataclasses.fields(owner):
         hint = _resolved(owner, field)
-        if isinstance(hint, str):  # it names what is only imported for type checkers, or inside a function
+        if isinstance(hint, str):  # it uses a name that is only imported for type checkers, or in a function
             number, optional = bool(re.search(r"\bNumber\b", hint)), bool(re.search(r"\b(None|Optional)\b", hint))
         else:
             number, optional = _mentions(hint, Number), _mentions(hint, type(None))
@@ -96,22 +115,22 @@ def _find(owner: type) -> Iterator[tuple[str, bool]]:
 
 
 def _resolved(owner: type, field: dataclasses.Field[Any]) -> Any:
-    """The field's annotation as an object, or as its text where that cannot be had."""
+    """The field's annotation as an object, or as a string if it cannot be resolved."""
     home = next(cls for cls in owner.__mro__ if field.name in inspect.get_annotations(cls))
     holder = types.SimpleNamespace(__annotations__={field.name: field.type})
     try:
         return get_type_hints(holder, vars(sys.modules[home.__module__]), dict(vars(home)))[field.name]
-    except Exception:  # a name that is unknown there, or what is no type
+    except Exception:  # an unknown name, or not a type
         return field.type if isinstance(field.type, str) else str(field.type)
 
 
 def _mentions(hint: Any, wanted: type) -> bool:
-    """Whether `wanted` stands in a type, as in `Number | None` or `dict[str, Number]`."""
+    """Whether a type contains `wanted`, as in `Number | None` or `dict[str, Number]`."""
     return hint is wanted or any(_mentions(inner, wanted) for inner in get_args(hint))
 
 
 def nested(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The fields that hold further objects with numbers of their own, such as a target inside FedProx."""
+    """The fields whose values may have numbers themselves, such as FedProx's target."""
     for field in dataclasses.fields(owner):
         inner = getattr(owner, field.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type) and not callable(inner):
@@ -119,7 +138,7 @@ def nested(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def inside(interval: str, x: float) -> bool:
-    """Whether `x` lies in an interval written as mathematicians do: "[0, 1)"."""
+    """Whether `x` is in an interval in mathematical notation, such as "[0, 1)"."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     above = x >= low if interval[0] == "[" else x > low
     below = x <= high if interval[-1] == "]" else x < high
@@ -127,11 +146,11 @@ def inside(interval: str, x: float) -> bool:
 
 
 CHECKED = 1000
-"""At most so many rounds at either end of a run are checked one by one, and about as many in between."""
+"""At most this many rounds at either end of a run are checked one by one, and about as many in between."""
 
 
 def sampled_rounds(rounds: int) -> Iterable[int]:
-    """The rounds in which a schedule is checked: all of them, or of a very long run the ends and an even sample."""
+    """The rounds in which a schedule is checked: all of them or, in a very long run, both ends and an even sample."""
     if rounds <= 3 * CHECKED:
         return range(rounds)
     middle = range(CHECKED, rounds - CHECKED, rounds // CHECKED)
@@ -139,14 +158,14 @@ def sampled_rounds(rounds: int) -> Iterable[int]:
 
 
 def check_number(number: Any, rounds: int, where: str, interval: str = "[0, inf)") -> None:
-    """Refuse a number that is, in a round of the run, not a number or outside its range (see `sampled_rounds`)."""
+    """Raise if, in some round of the run, the value is not a number or out of range (see `sampled_rounds`)."""
     for t in sampled_rounds(rounds) if callable(number) else (0,):
         try:
             x = value(number, t)
-        except Exception as error:  # whatever a user's function may raise
+        except Exception as error:  # a user's function may raise anything
             why = f" (in round {t}: {first_line(error)})" if callable(number) else ""
             raise UndriftError(
-                f"{where} must be a number or a function of the round that gives one, not {quoted(number)}{why}."
+                f"{where} must be a number or a function of the round that returns one, not {quoted(number)}{why}."
             ) from error
         if not inside(interval, x):
             when = f" in round {t}" if callable(number) else ""

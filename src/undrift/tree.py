@@ -1,4 +1,4 @@
-"""Trees of tensors: dicts, lists and tuples, as deep as one likes. State, updates and uploads are all trees."""
+"""Trees of tensors: nested dicts, lists and tuples. State, updates and uploads are all trees."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ Tree = Any
 
 
 def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Apply `function` to the leaves of one tree, or of several of the same shape.
+    """Apply a function to the leaves of one or several trees.
 
-    >>> tree_map(lambda a, b: a + b, {"w": 1}, {"w": 2})
-    {'w': 3}
+    Example:
+        >>> tree_map(lambda a, b: a + b, {"w": 1}, {"w": 2})
+        {'w': 3}
+
+    Args:
+        function: A function of as many leaves as there are trees.
+        tree: A tree: nested dicts, lists and tuples.
+        *rest: More trees, of the same structure.
+
+    Returns:
+        A tree of the same structure, of the function's results.
+
+    Raises:
+        ValueError: If the trees differ in structure.
     """
     return pytree.tree_map(function, tree, *rest)
 
@@ -34,7 +46,7 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Tree:
 
 
 def tree_to(tree: Tree, device: torch.device) -> Tree:
-    """The tree as contiguous tensors on `device`; Python's own numbers become scalars."""
+    """The tree as contiguous tensors on `device`; Python numbers become scalar tensors."""
 
     def leaf(x: Any) -> torch.Tensor:
         exact = torch.float64 if isinstance(x, float) else None
@@ -44,12 +56,12 @@ def tree_to(tree: Tree, device: torch.device) -> Tree:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device, without waiting for what the device still has to do."""
+    """The tensor on the device, without waiting for the device's pending work."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def tree_bytes(tree: Tree) -> int:
-    """What the tree's tensors take, on a disk or on a wire."""
+    """The size of the tree's tensors in bytes."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tree))
 
 
@@ -66,7 +78,7 @@ def tree_zeros(tree: Tree) -> Tree:
 
 
 def tree_finite(tree: Tree) -> torch.Tensor:
-    """Whether every number in the tree is finite, as a boolean scalar where the tensors are: nothing waits for it."""
+    """Whether all numbers in the tree are finite, as a scalar on the tensors' device, so that nothing waits for it."""
     leaves = [t for t in tree_leaves(tree) if t.is_floating_point() and t.numel()]
     if not leaves:
         return torch.ones((), dtype=torch.bool)
@@ -74,15 +86,15 @@ def tree_finite(tree: Tree) -> torch.Tensor:
 
 
 def tree_where(condition: torch.Tensor, tree: Tree, other: Tree) -> Tree:
-    """`tree` where a scalar condition holds, else `other`; both have the same structure, and `tree`'s types remain."""
+    """`tree` if a scalar condition holds, else `other`; of the same structure, and with the types of `tree`."""
     return tree_map(lambda a, b: torch.where(condition, a, b.to(a.dtype)), tree, other)
 
 
 def tree_stack(trees: list[Tree]) -> Tree:
-    """One tree whose leaves have a new first axis, from many trees of one shape."""
+    """Stack trees of the same structure and shapes along a new first axis."""
     return tree_map(lambda *leaves: torch.stack(leaves), trees[0], *trees[1:])
 
 
 def tree_expand(tree: Tree, count: int) -> Tree:
-    """The same tree `count` times along a new first axis, without a copy."""
+    """Repeat a tree `count` times along a new first axis, without a copy."""
     return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)

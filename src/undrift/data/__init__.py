@@ -1,1 +1,1 @@
-"""Federated data: one store of tensors, and who holds which of its rows."""
+"""Federated data: one store of tensors, and which client holds which of its samples."""

@@ -1,7 +1,7 @@
-"""Changes of a batch before each local step, drawn from the client's key: on the device, inside the lanes.
+"""Augmentations of a batch before each local step, drawn from the client's key: on the device, inside the lanes.
 
-An augmentation is a function of (x, key) that gives x of the same shape. A sample's draws come first in the batch's
-order, so rows of padding change none of them.
+An augmentation is a function of `(x, key)` that returns a tensor of x's shape. Draws follow the order of the batch,
+and padding comes last, so that padding changes no sample's draws.
 """
 
 from __future__ import annotations
@@ -18,9 +18,23 @@ from undrift.random import Key, bits
 
 @dataclass(frozen=True)
 class CropFlip:
-    """A picture moved by up to `padding` pixels each way and, by a coin, mirrored left to right.
+    """Shift each image by up to `padding` pixels in both directions and flip it horizontally with probability 1/2.
 
-    What comes in from outside is 0 (the mean colour, where pictures are normalised), or the picture's own reflection.
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.IID(), clients=2, augment=ud.CropFlip(padding=1, flip=False))
+        >>> data.augment
+        CropFlip(padding=1, flip=False, reflect=False)
+
+    Args:
+        padding: The largest shift, in pixels. All shifts from `-padding` to `padding` are equally likely.
+        flip: Whether to flip.
+        reflect: Whether pixels from outside the image are its reflection. By default they are 0, which is the mean
+            colour where images are normalized.
+
+    Raises:
+        UndriftError: If `padding` is not a whole number from 0. When called, if the samples are not images that are
+            larger than the padding.
     """
 
     padding: int = 4
@@ -32,9 +46,9 @@ class CropFlip:
             raise UndriftError(f"CropFlip(padding) must be a whole number from 0, not {quoted(self.padding)}.")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
-        if x.dim() != 4 or self.padding >= min(x.shape[2:]):  # a picture moved by its own size is gone
+        if x.dim() != 4 or self.padding >= min(x.shape[2:]):  # a shift by the whole size would leave nothing
             raise UndriftError(
-                f"CropFlip needs pictures of channels × height × width that are larger than its padding of "
+                f"CropFlip needs images of channels × height × width that are larger than its padding of "
                 f"{self.padding}, not samples of shape {tuple(x.shape[1:])}."
             )
         n, channels, height, width = x.shape
@@ -56,11 +70,11 @@ def _inside(position: Tensor, size: int) -> Tensor:
 
 
 def _reflected(position: Tensor, size: int) -> Tensor:
-    """Positions outside as their mirror image inside; the border itself is not repeated."""
+    """Positions outside the image, reflected into it; the border itself is not repeated."""
     return (size - 1 - (size - 1 - position.abs()).abs()).clamp(0, size - 1)
 
 
 def parse_augmentation(text: str) -> CropFlip:
-    """`"CropFlip(padding=4)"` as an augmentation."""
+    """The augmentation that a string such as `"CropFlip(padding=4)"` describes."""
     found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
     return found

@@ -1,8 +1,8 @@
 """Decoded data on disk: one safetensors file per data set, written once and memory-mapped from then on.
 
-`UNDRIFT_CACHE` says where (by default `~/.cache/undrift`). A file's name ends in a digest of where its data came
-from, so that local files that changed are decoded again. What came from the hub stays as it was that day, until the
-file is removed.
+The folder is `UNDRIFT_CACHE`, by default `~/.cache/undrift`. A file's name ends in a digest of where its data came
+from, so that local files that changed are decoded again. Data from the hub stay as they were when they were decoded,
+until the file is removed.
 
 A file carries the SHA-256 of each array, which is part of the data's identity (`FederatedDataset.digests`), and a
 checksum, which is verified whenever the file is opened. A damaged file is replaced by decoding the data again.
@@ -32,17 +32,17 @@ from undrift.errors import UndriftError
 log = logging.getLogger("undrift")
 
 FORMAT = 3
-"""Raised when what is written for the same data changes."""
+"""Version of the file format: increase it whenever the same data would be written differently."""
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64", "float32": "F32"}
 
 Notes = dict[str, Any]
 
 
 class Writer:
-    """A safetensors file that grows row by row, so that decoding takes the memory of a batch, not of a data set.
+    """A safetensors file that grows batch by batch, so that decoding takes the memory of a batch, not of a data set.
 
-    The library writes whole tensors only, so each array grows in a file of its own and the last step joins them
-    behind the header that the format asks for.
+    The library only writes whole tensors, so each array grows in its own file, and the last step concatenates them
+    after the header that the format requires.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,20 +51,20 @@ class Writer:
         self.shapes: dict[str, tuple[str, list[int]]] = {}
         self.notes: Notes = {}
 
-    def append(self, name: str, rows: np.ndarray) -> None:
-        """More rows of the array `name`."""
+    def append(self, name: str, values: np.ndarray) -> None:
+        """Append to the array `name`, along its first axis."""
         if name not in self.files:
             self.files[name] = (self.folder / name).open("x+b")
-            self.shapes[name] = rows.dtype.name, [0, *rows.shape[1:]]
+            self.shapes[name] = values.dtype.name, [0, *values.shape[1:]]
         dtype, shape = self.shapes[name]
-        assert dtype == rows.dtype.name and shape[1:] == list(rows.shape[1:]), f"{name} changed its shape"
-        self.files[name].write(np.ascontiguousarray(rows).data)
-        shape[0] += len(rows)
+        assert dtype == values.dtype.name and shape[1:] == list(values.shape[1:]), f"{name} changed its shape"
+        self.files[name].write(np.ascontiguousarray(values).data)
+        shape[0] += len(values)
 
     def finish(self, file: Path) -> None:
         header: dict[str, Any] = {"__metadata__": self._metadata()}
         end = 0
-        # The widest types first: then every array begins at a multiple of its own item's size.
+        # The widest types first, so that every array is aligned to its item size.
         order = sorted(self.shapes, key=lambda name: -np.dtype(self.shapes[name][0]).itemsize)
         for name in order:
             dtype, shape = self.shapes[name]
@@ -81,7 +81,7 @@ class Writer:
             os.fsync(whole.fileno())
 
     def _metadata(self) -> dict[str, str]:
-        """The notes, and what every array must turn out to be; sealed with a digest of all that."""
+        """The notes and each array's type, shape and digests, with a digest of all that."""
         arrays = {}
         for name, (dtype, shape) in self.shapes.items():
             self.files[name].flush()
@@ -104,13 +104,13 @@ def folder() -> Path:
 
 
 def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[dict[str, Tensor], Notes]:
-    """The arrays and notes of data that `identity` tells apart from all others, decoded now or earlier."""
-    told = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:16]
-    file = folder() / f"{name}-{told}.safetensors"
+    """The arrays and notes of the data that `identity` identifies, decoded now or earlier."""
+    key = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:16]
+    file = folder() / f"{name}-{key}.safetensors"
     if os.path.lexists(file):
         try:
             return _mapped(file, check=True)
-        except Exception as error:  # whatever can be wrong with a file: it is written anew, so nothing is lost
+        except Exception as error:  # any damage: the file is written again, so nothing is lost
             log.warning("%s is damaged (%s); its data are decoded again", file, str(error)[:200])
     log.info("decoding %s into %s", name, file)
     with _scratch(file.parent) as scratch:
@@ -122,38 +122,38 @@ def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[
             for stream in writer.files.values():
                 stream.close()
         try:
-            # At once, so that nobody ever reads half a file, or has one that is mapped change. A link of that name is
-            # replaced, not followed.
+            # Atomic, so that no process ever reads half a file, and none that has mapped the file sees it change. A
+            # symbolic link of that name is replaced, not followed.
             (scratch / "whole").replace(file)
-        except OSError as error:  # a folder of that name, which is not ours to remove
-            log.warning("Decoded data cannot be kept as %s (%s); move away what is there", file, error.strerror)
-            return _mapped(scratch / "whole", check=False)  # which stays until it is unmapped
+        except OSError as error:  # a folder of that name, which may be the user's
+            log.warning("Decoded data cannot be stored as %s (%s); move away what is there", file, error.strerror)
+            return _mapped(scratch / "whole", check=False)  # removed from the disk once it is unmapped
     return _mapped(file, check=False)
 
 
 @contextlib.contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A folder with a random name that only this user can enter, so that nobody can put a link into it."""
+    """A folder with a random name that only this user can enter, so that nobody else can put a link into it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="decoding-", dir=parent))
     except OSError as error:
         raise UndriftError(
-            f"Decoded data cannot be kept in {parent} ({error.strerror}); set UNDRIFT_CACHE to a folder you may write."
+            f"Decoded data cannot be stored in {parent} ({error.strerror}); set UNDRIFT_CACHE to a writable folder."
         ) from error
     try:
         yield path
-    except OSError as error:  # no space, a quota, a limit on files: what is read has sentences of its own
+    except OSError as error:  # no space, a quota, a limit on files; errors of reading have messages of their own
         raise UndriftError(
             f"The decoded data cannot be written to {parent} ({error.strerror}); set UNDRIFT_CACHE to a folder with "
-            "more room."
+            "more space."
         ) from error
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
-    """A file's arrays and notes; raises whatever is wrong with the file."""
+    """A file's arrays and notes; raises an exception of any type if the file is damaged."""
     if kind(file) != "file":
         raise ValueError("it is not a regular file")
     with safe_open(file, framework="pt") as opened:
@@ -168,7 +168,7 @@ def _mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
     for name, known in contents["arrays"].items():
         tensor = arrays[name]
         if [str(tensor.dtype), list(tensor.shape)] != [known["dtype"], known["shape"]]:
-            raise ValueError(f"the array {name} has another shape")
+            raise ValueError(f"the array {name} has the wrong type or shape")
         if check and digest.checksum(digest.as_bytes(tensor)) != known["checksum"]:
             raise ValueError(f"the values of {name} have changed")
         digest.remember(tensor, known["sha256"])

@@ -1,4 +1,4 @@
-"""A federated data set: one store of tensors, and for each client a range of one index into it."""
+"""A federated data set: one store of tensors, and one index into it, of which each client has a range."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from undrift.random import Key
 log = logging.getLogger("undrift")
 
 MOST_OUTPUTS = 1_000_000
-"""More classes than any data set has: labels beyond are codes of some kind."""
+"""More classes than any data set has: larger labels are codes of some kind."""
 MOST_COUNTS = 1_000_000_000
-"""Entries of a table of clients by classes: more would take the memory of a large machine."""
+"""The most entries of a table of clients × classes: more would fill the memory of a large machine."""
 
 Store = dict[str, Tensor]
 Take = Callable[[Store, Tensor], tuple[Tensor, Tensor]]
 
 
 def take(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The samples at `indices`, on the store's device. Bytes become floats from 0 to 1."""
+    """The samples at `indices`, on the store's device, with uint8 values scaled to [0, 1]."""
     x, y = store["x"][indices], store["y"][indices]
     return (x.float() / 255 if x.dtype == torch.uint8 else x), y
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a store: a client's, the test set, the server's."""
+    """A subset of a store, given by indices: a client's data, the test set, the server's data."""
 
     store: Store
     index: Tensor
@@ -54,21 +54,44 @@ class Rows:
 
 @dataclass(frozen=True)
 class Task:
-    """What a data set brings along: its loss and metrics, where `ud.train` is given none, and what its models need."""
+    """A data set's default loss and metrics, and the sizes that a model for it needs.
+
+    Example:
+        >>> import undrift as ud
+        >>> x, y = torch.randn(8, 3), torch.randn(8)
+        >>> data = ud.FederatedDataset.from_clients([(x, y)], task=ud.Task(loss="mse"))
+        >>> data.task.loss
+        'mse'
+
+    Args:
+        loss: The loss that `ud.train` uses if it is given none: a name, or a function of `(output, target)` that
+            returns one value per sample.
+        metrics: Metrics by name, likewise.
+        classes: How many outputs a model needs, where the labels do not determine it.
+        vocabulary: How many different tokens the samples contain, for models that embed them.
+    """
 
     loss: str | Callable[[Tensor, Tensor], Tensor] | None = None
     metrics: dict[str, Any] | None = None
     classes: int | None = None
-    """How many outputs a model needs, where the labels do not tell."""
     vocabulary: int | None = None
-    """How many different words or characters samples are made of."""
 
 
 @dataclass(eq=False)
 class FederatedDataset:
-    """Clients' data. `len(data)` clients; `data[i]` is client i's `(x, y)`; client ids are positions.
+    """The data of all clients, and the test, validation and server data.
 
-    A million clients cost a million small ranges: client i holds rows `index[offsets[i]:offsets[i+1]]` of the store.
+    `len(data)` is the number of clients, and `data[i]` the pair `(x, y)` of client i. `data.test`, `data.validation`
+    and `data.server` are such pairs too, or None. Make one with `ud.load` or `FederatedDataset.from_clients`.
+
+    Client i holds the samples at `index[offsets[i]:offsets[i+1]]` of the store, so that a client costs one number.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Dirichlet(0.3), clients=20)
+        >>> x, y = data[0]
+        >>> len(data), x.shape[1:], data.classes
+        (20, torch.Size([1, 8, 8]), 10)
     """
 
     store: Store
@@ -80,15 +103,15 @@ class FederatedDataset:
     server_rows: Rows | None = None
     task: Task = field(default_factory=Task)
     client_test: FederatedDataset | None = None
-    """Each client's own held-out data, where `client_test_fraction` asked for it."""
+    """Each client's own held-out data, if `ud.load` was given a `client_test_fraction`."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
-    """What changes a batch before each local step."""
+    """A function of `(x, key)`, applied to each training batch."""
     names: list[str] | None = None
     """The classes' names."""
     client_names: list[str] | None = None
-    """Who the clients are, where they are the data's own."""
+    """The clients' names, for a natural partition."""
     origin: dict[str, Any] | None = None
-    """What `ud.load` was asked for, where a file can say it."""
+    """The arguments of `ud.load`, if an experiment file can hold them."""
 
     def __post_init__(self) -> None:
         self._refuse_not_finite()
@@ -105,13 +128,31 @@ class FederatedDataset:
         validation: tuple[Any, Any] | None = None,
         task: Task | None = None,
     ) -> FederatedDataset:
-        """Data that are split already: one `(x, y)` of arrays or tensors per client. Rows keep their order."""
+        """A federated data set from data that are already split.
+
+        Example:
+            >>> import undrift as ud
+            >>> clients = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in (10, 20)]
+            >>> len(ud.FederatedDataset.from_clients(clients))
+            2
+
+        Args:
+            clients: One pair `(x, y)` of arrays or tensors per client. They are copied; samples keep their order.
+            test: The pair to test on.
+            server: The pair that the server holds, for methods that train there.
+            validation: The pair to choose settings by.
+            task: The default loss and metrics, and the sizes that models need.
+
+        Raises:
+            UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or types differ, if
+                a value is not finite, or if no client has any data.
+        """
         if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
-            raise UndriftError(f"from_clients needs a list with one (x, y) a client, not {type(clients).__name__}.")
+            raise UndriftError(f"from_clients needs a list with one (x, y) per client, not {type(clients).__name__}.")
         pairs = [as_pair(pair, f"client {i}", copy=False) for i, pair in enumerate(clients)]
         full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[0])]
         if not full:
-            raise UndriftError("No client has any data; give from_clients at least one (x, y) with rows.")
+            raise UndriftError("No client has any data; give from_clients at least one (x, y) with samples.")
         first, (x0, y0) = full[0]
         for i, (x, y) in full[1:]:
             if x.shape[1:] != x0.shape[1:] or y.shape[1:] != y0.shape[1:] or x.dtype != x0.dtype or y.dtype != y0.dtype:
@@ -120,7 +161,7 @@ class FederatedDataset:
                     f"{y.dtype}, but client {first}'s are {tuple(x0.shape[1:])} {x0.dtype} with "
                     f"{tuple(y0.shape[1:])} {y0.dtype}; make them alike."
                 )
-        # Joining copies them, so that what a caller does to its arrays afterwards changes nothing here.
+        # Concatenating copies the data, so later changes to the caller's arrays have no effect here.
         store = {"x": torch.cat([x for _, (x, _) in full]), "y": torch.cat([y for _, (_, y) in full])}
         return cls(
             store,
@@ -136,7 +177,7 @@ class FederatedDataset:
     def from_owners(
         cls, store: Store, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any
     ) -> FederatedDataset:
-        """Data from who owns what: `owner[j]` holds row `rows[j]` of the store."""
+        """A federated data set from an assignment: client `owner[j]` holds the sample at `rows[j]` of the store."""
         order = np.argsort(owner, kind="stable")
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=clients))])
         return cls(store, torch.from_numpy(rows[order]), offsets, **rest)
@@ -152,7 +193,7 @@ class FederatedDataset:
             f"FederatedDataset: {len(self):,} clients, {len(self.index):,} samples of shape {shape}{kind} ({sizes})"
         ]
         splits = {"test": self.test_rows, "validation": self.validation_rows, "server": self.server_rows}
-        held = [f"{name} {len(rows):,}" for name, rows in splits.items() if rows is not None]
+        held = [f"{name} {len(split):,}" for name, split in splits.items() if split is not None]
         held += [f"clients' own tests {len(self.client_test.index):,}"] if self.client_test is not None else []
         return "\n".join([*lines, f"  held out: {', '.join(held)}"] if held else lines)
 
@@ -176,30 +217,30 @@ class FederatedDataset:
 
     @property
     def labels(self) -> Tensor | None:
-        """The store's targets, where they are classes (one whole number per sample)."""
+        """The store's targets if they are classes (one whole number per sample), else None."""
         y = self.store["y"]
         return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
 
     @property
     def digests(self) -> dict[str, str]:
-        """A SHA-256 for each split there is: of every sample, its names, types and shapes, and of who holds it.
+        """A SHA-256 of each split: of all values, names, types and shapes, and of which client holds each sample.
 
         The splits are "training data", "test data", "validation data", "server data" and "clients' test data". Data
-        from the decoded cache were hashed when they were decoded, others are the first time they are asked for, and
-        again if a tensor has been written to since.
+        from the cache were hashed when they were decoded; others are hashed on first use, and again once a tensor has
+        been written to.
         """
         found = {"training data": digest.of_parts(self.store, index=self.index, offsets=self.offsets)}
         for split in ("test", "validation", "server"):
-            rows: Rows | None = getattr(self, f"{split}_rows")
-            if rows is not None:
-                found[f"{split} data"] = digest.of_parts(rows.store, index=rows.index)
+            held: Rows | None = getattr(self, f"{split}_rows")
+            if held is not None:
+                found[f"{split} data"] = digest.of_parts(held.store, index=held.index)
         if self.client_test is not None:
             found["clients' test data"] = self.client_test.digests["training data"]
         return found
 
     @cached_property
     def outputs(self) -> int:
-        """How many outputs a model of these data needs."""
+        """How many outputs a model needs for these data."""
         if self.classes and self.task.classes is None:
             self._check_classes()
         y = self.store["y"]
@@ -207,7 +248,7 @@ class FederatedDataset:
 
     @cached_property
     def classes(self) -> int:
-        """How many classes the labels name, the test set's included; 0 where targets are not classes."""
+        """The number of classes, including those only held-out data have; 0 if targets are not classes."""
         if self.labels is None:
             return 0
         if self.task.classes is not None:
@@ -215,11 +256,11 @@ class FederatedDataset:
         return max(int(y.max()) + 1 for y in self._all_labels() if len(y))
 
     def _all_labels(self) -> list[Tensor]:
-        rows = [rows for rows in (self.test_rows, self.validation_rows, self.server_rows) if rows]
-        return [self.store["y"], *(rows.store["y"] for rows in rows)]
+        held = [split for split in (self.test_rows, self.validation_rows, self.server_rows) if split]
+        return [self.store["y"], *(split.store["y"] for split in held)]
 
     def _check_classes(self) -> None:
-        """Say it if labels are hardly classes counted from 0; refuse them if no model could have that many outputs."""
+        """Warn if labels are unlikely to be classes from 0; raise if no model could have that many outputs."""
         if self.classes > MOST_OUTPUTS:
             raise UndriftError(
                 f"The labels run up to {self.classes - 1:,}, which would make a model of {self.classes:,} outputs; "
@@ -235,9 +276,19 @@ class FederatedDataset:
             )  # fmt: skip
 
     def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
-        """How many samples of each class each client holds: clients × classes. All clients, unless some are named."""
+        """The number of samples per client and class.
+
+        Args:
+            clients: The clients to count for; all of them by default.
+
+        Returns:
+            A tensor of integers, clients × classes.
+
+        Raises:
+            UndriftError: If targets are not classes, or the table would be too large.
+        """
         if self.labels is None:
-            raise UndriftError("label_counts needs targets that are classes: one whole number per sample.")
+            raise UndriftError("label_counts needs targets that are classes, one whole number per sample.")
         asked = len(self) if clients is None else len(clients)
         if asked * self.classes > MOST_COUNTS:
             raise UndriftError(
@@ -255,40 +306,41 @@ class FederatedDataset:
         position = np.arange(sizes.sum()) + np.repeat(self.offsets[clients] - np.cumsum(sizes) + sizes, sizes)
         assert self.labels is not None
         labels = self.labels[self.index[torch.from_numpy(position)]].long()
-        row = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
-        return torch.bincount(row * self.classes + labels, minlength=len(clients) * self.classes).view(len(clients), -1)
+        owner = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
+        counts = torch.bincount(owner * self.classes + labels, minlength=len(clients) * self.classes)
+        return counts.view(len(clients), -1)
 
     def _refuse_not_finite(self) -> None:
         for what, tensor in self.store.items():
-            for row in _not_finite(tensor):
-                if len(spot := torch.nonzero(self.index == row).flatten()):  # somebody holds it
+            for i in _not_finite(tensor):
+                if len(spot := torch.nonzero(self.index == i).flatten()):  # a client holds it
                     client = int(np.searchsorted(self.offsets, int(spot[0]), side="right")) - 1
-                    place = f"Client {client}, row {int(spot[0]) - int(self.offsets[client])}"
-                    raise UndriftError(f"{place} has {_what(tensor[row])} in its {what}; clean or drop that row.")
+                    place = f"Client {client}, sample {int(spot[0]) - int(self.offsets[client])}"
+                    raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
         for split in ("test", "validation", "server"):
-            rows: Rows | None = getattr(self, f"{split}_rows")
-            if rows is None:
+            held: Rows | None = getattr(self, f"{split}_rows")
+            if held is None:
                 continue
-            for what, tensor in rows.store.items():
-                for row in _not_finite(tensor):
-                    if len(spot := torch.nonzero(rows.index == row).flatten()):
-                        place = f"The {split} data's row {int(spot[0])}"
-                        raise UndriftError(f"{place} has {_what(tensor[row])} in its {what}; clean or drop that row.")
+            for what, tensor in held.store.items():
+                for i in _not_finite(tensor):
+                    if len(spot := torch.nonzero(held.index == i).flatten()):
+                        place = f"Sample {int(spot[0])} of the {split} data"
+                        raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
 
 
 def _not_finite(tensor: Tensor) -> list[int]:
-    """The rows that hold NaN or infinity. A finite sum spares looking at each."""
+    """The indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see."""
     if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
         return []
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
 
 
-def _what(row: Tensor) -> str:
-    return "NaN" if bool(torch.isnan(row).any()) else "infinity"
+def _what(sample: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(sample).any()) else "infinity"
 
 
 def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Tensor, Tensor]:
-    """Samples and targets as tensors, copied unless the caller is going to."""
+    """Samples and targets as tensors, copied unless the caller will copy them."""
     try:
         x, y = (_as_tensor(part, copy) for part in pair)
     except (TypeError, ValueError) as error:
@@ -297,7 +349,7 @@ def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Tensor, Tensor]:
         raise UndriftError(
             f"The data of {whose} must have as many x as y, not shapes {tuple(x.shape)} and {tuple(y.shape)}."
         )
-    # Labels are indices; one integer type for all spares every later step a conversion.
+    # Labels are indices; with one integer type, no later step has to convert them.
     return x, y if y.is_floating_point() else y.long()
 
 
@@ -318,7 +370,7 @@ def _as_tensor(part: Any, copy: bool) -> Tensor:
 
 
 def refuse_masked(part: Any) -> None:
-    """A masked array's mask would be dropped, and what it hides be trained on."""
+    """Raise for masked values: converting the array would drop the mask and train on them."""
     several = part if isinstance(part, list | tuple) else (part,)
     if any(isinstance(one, np.ma.MaskedArray) and np.ma.is_masked(one) for one in several):
         raise ValueError("some values are masked; drop those samples, or fill them in with .filled(…)")

@@ -1,7 +1,6 @@
-"""Digests of data: a SHA-256 that tells any two data sets apart, and a fast checksum that notices damage.
+"""Digests of data: a SHA-256 that identifies a data set, and a fast checksum that detects damage.
 
-Both are taken of 4 MiB at a time, so that threads share the work (hashing a chunk holds no lock), and then of the
-chunks' digests.
+Both hash chunks of 4 MiB, in threads (hashing a chunk releases the GIL), and then the chunks' digests.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 CHUNK = 1 << 22
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensors whose SHA-256 has been computed, with their version at the time: writing to a tensor raises it."""
+"""Tensors whose SHA-256 is known, with their version at the time: an in-place write increments the version."""
 
 
 def sha256(data: np.ndarray) -> str:
@@ -30,7 +29,7 @@ def sha256(data: np.ndarray) -> str:
 
 
 def checksum(data: np.ndarray) -> str:
-    """XXH3 (128 bits) of the same kind: no defence against forgery, but ten times as fast as SHA-256."""
+    """The same with XXH3 (128 bits): ten times as fast as SHA-256, but no defence against forgery."""
     from xxhash import xxh3_128
 
     return xxh3_128(_by_chunk(data, xxh3_128)).hexdigest()
@@ -60,13 +59,13 @@ def of_tensor(tensor: Tensor) -> str:
 
 
 def remember(tensor: Tensor, digest: str) -> None:
-    """Take it that this tensor's SHA-256 is `digest`, so that nobody has to read it all again."""
+    """Record that this tensor's SHA-256 is `digest`, so that it need not be computed again."""
     if not tensor.is_inference():
         _known[tensor] = tensor._version, digest
 
 
 def of_parts(store: Mapping[str, Tensor], **arrays: Tensor | np.ndarray) -> str:
-    """The SHA-256 of a store and of who holds what of it: every value, and all names, types and shapes."""
+    """The SHA-256 of a store and of the arrays that index it: every value, and all names, types and shapes."""
     tensors = {f"store {name}": tensor for name, tensor in store.items()}
     tensors |= {name: torch.as_tensor(array) for name, array in arrays.items()}
     described = {name: [str(t.dtype), list(t.shape), of_tensor(t)] for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""Which rows a fraction takes: class-balanced, or, of text, in one piece."""
+"""Which samples a fraction takes: class-balanced ones, or, for overlapping windows of text, a contiguous piece."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 
 
 def stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """A class-balanced fraction, as a mask: along an order by class every 1/fraction-th row, so that each class is
-    met to within one.
+    """A class-balanced fraction, as a mask: every (1/fraction)-th sample in order of class.
+
+    The number taken of each class is within one of its exact share.
     """
     order = np.lexsort((rng.random(len(labels)), labels))
     position = np.arange(len(order))
@@ -19,7 +20,7 @@ def stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) ->
 def stratified_by_group(
     labels: np.ndarray, groups: np.ndarray, fraction: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """A class-balanced fraction of each group, which never takes a group's last row.
+    """A class-balanced fraction of each group, as a mask, which never takes all of a group's samples.
 
     Classes come in a random order per group, counted from a random offset, so that small groups are sampled without
     bias.
@@ -39,7 +40,7 @@ def stratified_by_group(
 
 
 def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A number for each pair of values, such that within one outer value the inner ones come in a random order."""
+    """A number for each pair of values; within one outer value, the inner ones come in a random order."""
     values, codes = np.unique(inner, return_inverse=True)  # so that no product of large labels overflows
     width = max(1, len(values))
     pairs, place = np.unique(outer.astype(np.int64) * width + codes, return_inverse=True)
@@ -48,10 +49,10 @@ def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> 
 
 
 def tails(spans: np.ndarray, fraction: float, gap: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each span of consecutive rows its last part, and the rows that are left: two masks.
+    """The tail of each span of consecutive windows, and the windows that remain: two masks.
 
-    Windows of text that begin less than `gap` characters apart overlap. So a fraction of them is taken in one piece,
-    and the `gap` rows before it are nobody's. Spans that are too short for that give nothing.
+    Windows of text that begin less than `gap` characters apart overlap. So the fraction is one contiguous piece, and
+    the `gap` windows before it belong to neither part. Nothing is taken from a span that is too short for that.
     """
     _, where, sizes = np.unique(spans, return_inverse=True, return_counts=True)
     position = np.arange(len(spans)) - (np.cumsum(sizes) - sizes)[where]

@@ -1,4 +1,4 @@
-"""How much clients' data differ, measured: nothing here looks at how they were dealt out."""
+"""How much clients' data differ, measured on the data themselves, whatever the partition."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from undrift.errors import UndriftError
 from undrift.random import host_generator
 
 BATCH = 500
-"""Of samples that must be taken to see their labels: a bag of words is wide."""
+"""How many samples to read at a time where only `take` gives the labels: a bag of words is wide."""
 
 
 def class_counts(data: FederatedDataset) -> np.ndarray:
-    """Clients × classes: how many samples of each a client holds. A sample with several labels counts for each."""
+    """Samples per client and class, as clients × classes. A sample with several labels counts once for each."""
     if data.labels is not None:
         return data.label_counts().numpy()
     if not data.task.classes:
@@ -31,9 +31,10 @@ def class_counts(data: FederatedDataset) -> np.ndarray:
 
 
 def label_distance(counts: np.ndarray) -> float:
-    """The mean over clients, by size, of `½ Σ_c |p_c − q_c|`: p a client's mix of classes, q everybody's.
+    """The mean over clients, weighted by size, of the total variation distance `½ Σ_c |p_c − q_c|`.
 
-    0: all clients have the same mix. Towards 1: no two clients share a class.
+    p is a client's label distribution, q that of all data. 0 means that all clients have the same distribution;
+    values near 1 that no two clients share a class.
     """
     held = counts[counts.sum(1) > 0]
     sizes = held.sum(1)
@@ -42,7 +43,7 @@ def label_distance(counts: np.ndarray) -> float:
 
 
 def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
-    """Sizes, classes per client, and how far clients' mixes are from the whole's, beside what chance alone gives."""
+    """Sizes, classes per client, and `label_distance`, also for a random partition of the same sizes."""
     sizes = data.sizes[data.nonempty]
     found: dict[str, Any] = {
         "clients": len(data.nonempty),
@@ -56,13 +57,13 @@ def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
         return found
     counts = class_counts(data)[data.nonempty]
     by_chance = host_generator(0, "heterogeneity").multivariate_hypergeometric
-    left, dealt = counts.sum(0), []
+    left, drawn = counts.sum(0), []
     for size in counts.sum(1):
-        dealt.append(by_chance(left, size))
-        left = left - dealt[-1]
+        drawn.append(by_chance(left, size))
+        left = left - drawn[-1]
     return found | {
         "classes": int((counts.sum(0) > 0).sum()),
-        "classes_a_client": float((counts > 0).sum(1).mean()),
+        "classes_per_client": float((counts > 0).sum(1).mean()),
         "label_distance": label_distance(counts),
-        "label_distance_by_chance": label_distance(np.stack(dealt)),
+        "label_distance_by_chance": label_distance(np.stack(drawn)),
     }

@@ -1,4 +1,4 @@
-"""Who holds what, in a few numbers: what a run's folder keeps of its data."""
+"""A summary of each client's data, for the run folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from undrift.data.dataset import FederatedDataset
 
 MOST = 200
-"""So many clients are listed, and so many classes; of more clients, as many in even steps from largest to smallest."""
+"""At most this many clients and classes are listed. Of more clients, this many at evenly spaced ranks by size."""
 
 
 def holdings(data: FederatedDataset) -> dict[str, Any]:
-    """Sizes of all clients in summary; of those listed, each one's samples by class. Cheap with a million clients."""
+    """A summary of all clients' sizes, and the samples per class of those listed. Cheap with a million clients."""
     sizes, held = data.sizes, data.sizes[data.nonempty]
     listed = np.arange(len(data))
     if len(data) > MOST:

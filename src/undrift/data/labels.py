@@ -1,4 +1,4 @@
-"""A column of labels as classes from 0, and a column of clients as numbers."""
+"""Encode a column of labels as classes from 0, and a column of client names as numbers."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from undrift.data.tables import Place
 from undrift.errors import UndriftError, quoted
 
 MOST = 100_000
-"""Labels that are bare numbers are classes counted from 0: what is above this is something else."""
+"""Labels that are bare numbers are classes counted from 0; numbers above this are taken for something else."""
 FEW = 1000
-"""Up to so many classes, numbers that no label uses do no harm."""
+"""With at most this many classes, unused ones do no harm."""
 
 
 def sparse(used: int, outputs: int) -> bool:
-    """Whether labels leave so many numbers out that they are hardly classes counted from 0."""
+    """Whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
     return outputs > FEW and used * 10 < outputs
 
 
 class Labels:
-    """Labels as the table declares them: class numbers with names, bare whole numbers, or words, sorted."""
+    """Labels as the table declares them: class numbers with names, bare whole numbers, or strings, sorted."""
 
     def __init__(self, place: Place, column: str, whole: bool = False) -> None:
-        """`whole`: the column is of floats, but they are known to be whole numbers."""
+        """`whole`: the column's type is float, but its values are known to be whole numbers."""
         self.place, self.column, self.whole = place, column, whole
         feature = place.features("train").get(column)
         self.names: list[str] | None = getattr(feature, "names", None)
         kind = getattr(feature, "dtype", "")
-        self.words = kind in ("string", "large_string")
+        self.strings = kind in ("string", "large_string")
         self.used: set[int] = set()
         if kind in ("binary", "large_binary"):
             raise not_utf8(place, column)
-        if self.words:
-            found = {word for table in place.rows("train", [column]) for word in table[column].to_pylist()}
+        if self.strings:
+            found = {label for table in place.batches("train", [column]) for label in table[column].to_pylist()}
             self.names = sorted(found - {None})
             if len(self.names) > MOST:
                 raise UndriftError(
-                    f"The column {quoted(column)} of {place.name} has {len(self.names):,} different words, too many "
-                    "for classes; name another one."
+                    f"The column {quoted(column)} of {place.name} has {len(self.names):,} different strings, too "
+                    "many for classes; name another column."
                 )
 
     def read(self, column: Any, split: str, begin: int) -> np.ndarray:
@@ -47,37 +47,37 @@ class Labels:
         if column.null_count:
             row = np.flatnonzero(column.is_null().to_numpy())[0]
             raise UndriftError(f"{self._row(split, begin + row)} has no {self.column}; drop that row.")
-        if self.words:
+        if self.strings:
             known = {name: i for i, name in enumerate(self.names or ())}
-            y = np.array([known.get(word, -1) for word in column.to_pylist()], np.int64)
+            y = np.array([known.get(label, -1) for label in column.to_pylist()], np.int64)
         else:
             y = column.to_numpy()
             y = y.astype(np.int64) if self.whole else y
         if y.dtype.kind not in "iub":
             raise UndriftError(
                 f"The column {quoted(self.column)} of {self.place.name} holds {column.type}, not classes; name "
-                "another one."
+                "another column."
             )
         most = len(self.names) if self.names else MOST
         wrong = np.flatnonzero((y < 0) | (y >= most))
         if len(wrong):
-            allowed = "one that the training data have" if self.words else f"from 0 to {most - 1:,}"
+            allowed = "one that the training data have" if self.strings else f"from 0 to {most - 1:,}"
             label = column[int(wrong[0])].as_py()
             raise UndriftError(
                 f"{self._row(split, begin + wrong[0])} has {self.column} {quoted(label)}, which must be {allowed}; "
-                "mend or drop that row, or write labels as words."
+                "correct or drop that row, or write labels as strings."
             )
         self.used.update(np.unique(y).tolist())
         return y.astype(np.int64)
 
     def check(self) -> None:
-        """Once all is read: numbers that are mostly unused are codes of some kind, not classes counted from 0."""
+        """Call it once all is read: if most numbers are unused, they are codes of some kind, not classes from 0."""
         outputs = max(self.used, default=0) + 1
         if self.names is None and sparse(len(self.used), outputs):
             raise UndriftError(
                 f"The column {quoted(self.column)} of {self.place.name} has {len(self.used):,} different labels up to "
                 f"{outputs - 1:,}, which would make a model of {outputs:,} outputs; number the classes from 0, or "
-                "write them as words."
+                "write them as strings."
             )
 
     def _row(self, split: str, row: int) -> str:
@@ -91,7 +91,7 @@ def not_utf8(place: Place, column: str) -> UndriftError:
 
 
 def encoded(names: list[Any], codes: dict[Any, int], where: str = "") -> np.ndarray:
-    """Names as numbers, in the order in which they first appear; `codes` grows."""
+    """Names as numbers, in order of first appearance; new ones are added to `codes`."""
     if any(name is None or name != name for name in names):  # NaN is not itself
-        raise UndriftError(f"{where} has rows that are no client's: the cell is empty. Drop or mend them.")
+        raise UndriftError(f"{where} has empty cells, so those rows belong to no client; drop or correct them.")
     return np.array([codes.setdefault(name, len(codes)) for name in names], np.int32)

@@ -1,4 +1,4 @@
-"""`ud.load`: a data set by name, path or value; some of it held back, the rest dealt out to clients."""
+"""`ud.load`: find a data set by name, path or value, hold some of it out, and partition the rest over clients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from undrift.data import own, sources
 from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows, take
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
+from undrift.data.images import standardised
 from undrift.data.partition import MOST, ByKey, Partition, parse_partition
 from undrift.data.paths import as_path
-from undrift.data.pictures import standardised
 from undrift.data.source import Source
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
 
 OWN_TEST = 0.2
-"""The share that is for testing of data sets that have a name but no test set."""
+"""The share of a named data set to test on if it has no test set of its own."""
 
 
 def load(
@@ -56,17 +56,17 @@ def load(
         name: One of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
             `client` column), of such files in hub layout, or of a folder of images with one subfolder per class; the
             id of any data set of the Hugging Face hub; a pair `(x, y)`; or a torch `Dataset`.
-        partition: Who holds which sample, such as `ud.Dirichlet(0.1)`, or the same in a string.
-        clients: How many clients. Leave it out with `ud.ByKey()`, which takes the data's own clients.
+        partition: How samples are assigned to clients, such as `ud.Dirichlet(0.1)`, or the same as a string.
+        clients: The number of clients. Leave it out with `ud.ByKey()`, which takes the data's own clients.
         seed: Decides the partition and what is held out for the server, for validation and for clients' tests.
         server_fraction: A class-balanced share of the training data that the server gets instead of the clients.
         validation_fraction: A class-balanced share of the training data, held out to choose settings by.
         client_test_fraction: A class-balanced share of each client's samples, held out to test that client.
         test: The test data, where `name` is a pair or a `Dataset`.
-        test_fraction: The share to test on where the data have no test set; the same samples whatever the seed.
-        test_size: Test on at most so many samples.
-        label: The column of the labels, in files of one's own.
-        client: The column that says whose a row is, in files of one's own.
+        test_fraction: The share to test on if the data have no test set; the same samples whatever the seed.
+        test_size: The most samples to test on.
+        label: The column of the labels, in your own files.
+        client: The column of the client ids, in your own files.
         normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
         augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
         data_dir: A folder in hub layout to read from, instead of the hub (or set UNDRIFT_DATA).
@@ -93,8 +93,8 @@ def load(
 
     source = _source(name, test, label, client, data_dir)
     if not len(source.labels):
-        raise UndriftError("There is nothing to train on: no rows, or texts that are all too short.")
-    if source.keys is not None:  # numbered before anything is held back, so that a client's number never changes
+        raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
+    if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
         known, keys = np.unique(source.keys, return_inverse=True)
         names = [source.clients[key] if source.clients else str(key) for key in known]
         source = replace(source, keys=keys.astype(np.int64), clients=names)
@@ -102,30 +102,30 @@ def load(
     source = _with_test(source, own_name, test_fraction, test_size)
     if normalize:
         source = _normalised(source)
-    rows = np.arange(len(source.labels))
-    server, rows = _hold_back(source, rows, server_fraction, seed, "server")
-    # A fraction is of the whole training set, also for the second that is taken.
-    validation, rows = _hold_back(source, rows, validation_fraction / (1 - server_fraction), seed, "validation")
-    if not len(rows):
-        raise UndriftError(f"Nothing is left to train on of {len(source.labels)} rows; take smaller fractions.")
-    owner, count = _dealt(source, rows, partition, clients, seed)
+    left = np.arange(len(source.labels))
+    server, left = _hold_out(source, left, server_fraction, seed, "server")
+    # Both fractions are of the whole training set.
+    validation, left = _hold_out(source, left, validation_fraction / (1 - server_fraction), seed, "validation")
+    if not len(left):
+        raise UndriftError(f"Nothing is left to train on of {len(source.labels)} samples; use smaller fractions.")
+    owner, count = _owners(source, left, partition, clients, seed)
     common: dict[str, Any] = {"take": source.take, "task": source.task, "names": source.names}
     common["client_names"] = source.clients if natural else None
     personal = None
     if client_test_fraction:
-        held, left = _parted(source, rows, client_test_fraction, host_generator(seed, "client test data"), owner)
+        held, kept = _split(source, left, client_test_fraction, host_generator(seed, "client test data"), owner)
         if not held.any():
-            raise UndriftError("client_test_fraction takes no row of any client; they are too small, so take more.")
-        personal = _owned(source, rows[held], owner[held], count, **common)
-        rows, owner = rows[left], owner[left]
-    return _owned(
-        source, rows, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
+            raise UndriftError("client_test_fraction is less than one sample of every client; make it larger.")
+        personal = _assigned(source, left[held], owner[held], count, **common)
+        left, owner = left[kept], owner[kept]
+    return _assigned(
+        source, left, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
         client_test=personal, augment=augment, origin=_origin(asked, partition, augment), **common,
     )  # fmt: skip
 
 
 def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
-    """The arguments as a file may hold them, or None if one of them is a value of Python."""
+    """The arguments as an experiment file can hold them, or None if one of them is a Python object."""
     ours = type(partition).__module__ == "undrift.data.partition"
     ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
     if not ours or not isinstance(asked["name"], str | Path):
@@ -138,32 +138,32 @@ def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[s
     return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
 
 
-def _dealt(
-    source: Source, rows: np.ndarray, partition: Partition, clients: int | None, seed: int
+def _owners(
+    source: Source, samples: np.ndarray, partition: Partition, clients: int | None, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Whose each of these rows is, and how many clients there are."""
+    """The owner of each of these training samples, and the number of clients."""
     if isinstance(partition, ByKey) and source.keys is not None:
         assert source.clients
-        return source.keys[rows], len(source.clients)  # also those whose rows are all held back
-    keys = source.keys[rows] if source.keys is not None else None
+        return source.keys[samples], len(source.clients)  # includes clients whose data are all held out
+    keys = source.keys[samples] if source.keys is not None else None
     count = int(clients or 0)
     try:
-        owner = np.asarray(partition(source.labels[rows], count, host_generator(seed, "partition"), keys))
+        owner = np.asarray(partition(source.labels[samples], count, host_generator(seed, "partition"), keys))
     except TypeError as error:
         raise UndriftError(
             f"{quoted(partition)} must be a function of (labels, clients, rng, keys) ({error})."
         ) from error
-    fine = owner.shape == rows.shape and owner.dtype.kind in "iu"
+    fine = owner.shape == samples.shape and owner.dtype.kind in "iu"
     if not fine or owner.min() < 0 or owner.max() >= count:
         raise UndriftError(
-            f"{quoted(partition)} must give every one of the {len(rows)} rows an owner, a whole number from 0 to "
-            f"{count - 1}."
+            f"{quoted(partition)} must return an owner for each of the {len(samples)} samples, a whole number from 0 "
+            f"to {count - 1}."
         )
     return owner.astype(np.int64), count
 
 
-def _owned(source: Source, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
-    return FederatedDataset.from_owners(source.store, source.inside(rows), owner, clients, **rest)
+def _assigned(source: Source, samples: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
+    return FederatedDataset.from_owners(source.store, source.in_store(samples), owner, clients, **rest)
 
 
 def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str | Path | None) -> Source:
@@ -175,9 +175,11 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
             )
         return own.in_memory(name, test)
     if test is not None:
-        raise UndriftError("test goes with arrays or a torch Dataset; files and named data sets bring their own.")
+        raise UndriftError(
+            "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."
+        )
     if name in sources.names() and client is not None:
-        raise UndriftError(f"client names a column of a file of your own; {name} knows its clients. Leave it out.")
+        raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")
     if name in sources.FUNCTIONS:
         made = sources.FUNCTIONS[str(name)]()
         return made if isinstance(made, Source) else own.in_memory(*made)
@@ -189,24 +191,24 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
 
 
 def _with_test(source: Source, name: str | None, fraction: float | None, size: int | None) -> Source:
-    """The source with a test set: its own, or a share of every class and client that is the same in every run."""
+    """The source with a test set: its own, or a share of every class and client that is the same for every seed."""
     if fraction is not None and source.test is not None:
         raise UndriftError(f"{name or 'The data'} has a test set of its own; leave test_fraction out.")
     if fraction is None and name:
         fraction = OWN_TEST
     if source.test is None and fraction:
         rng = host_generator(0, f"{name} test set")
-        # Along classes, and within a class along clients: the share is of every class and about of every client.
+        # Sorted by class and, within a class, by client: exact per class, approximate per client.
         strata = source.labels if source.keys is None else shuffled(source.keys, source.labels, rng)
         held = stratified(strata, fraction, rng)
         if not held.any():
-            raise UndriftError(f"test_fraction={fraction} of {len(held)} rows is none; take more.")
-        rows = source.inside(np.arange(len(held)))
+            raise UndriftError(f"test_fraction={fraction} of {len(held)} samples is none; make it larger.")
+        indices = source.in_store(np.arange(len(held)))
         source = replace(
             source,
             labels=source.labels[~held],
-            rows=rows[~held],
-            test=Rows(source.store, torch.from_numpy(rows[held]), source.take),
+            indices=indices[~held],
+            test=Rows(source.store, torch.from_numpy(indices[held]), source.take),
             keys=None if source.keys is None else source.keys[~held],
         )
     if size is not None and source.test is not None and size < len(source.test):
@@ -218,29 +220,29 @@ def _with_test(source: Source, name: str | None, fraction: float | None, size: i
 
 def _normalised(source: Source) -> Source:
     if source.take is not take or "mean" not in source.store:
-        raise UndriftError("normalize is for pictures that are read from files; leave it out.")
+        raise UndriftError("normalize is for images that are read from files; leave it out.")
     test = replace(source.test, take=standardised) if source.test else None
     return replace(source, take=standardised, test=test)
 
 
-def _hold_back(
-    source: Source, rows: np.ndarray, fraction: float, seed: int, purpose: str
+def _hold_out(
+    source: Source, samples: np.ndarray, fraction: float, seed: int, purpose: str
 ) -> tuple[Rows | None, np.ndarray]:
     if not fraction:
-        return None, rows
-    held, left = _parted(source, rows, fraction, host_generator(seed, f"{purpose} data"))
+        return None, samples
+    held, left = _split(source, samples, fraction, host_generator(seed, f"{purpose} data"))
     if not held.any():
-        raise UndriftError(f"{purpose}_fraction takes none of the {len(rows)} rows; take more.")
-    return Rows(source.store, torch.from_numpy(source.inside(rows[held])), source.take), rows[left]
+        raise UndriftError(f"{purpose}_fraction of {len(samples)} samples is none; make it larger.")
+    return Rows(source.store, torch.from_numpy(source.in_store(samples[held])), source.take), samples[left]
 
 
-def _parted(
-    source: Source, rows: np.ndarray, fraction: float, rng: np.random.Generator, owner: np.ndarray | None = None
+def _split(
+    source: Source, samples: np.ndarray, fraction: float, rng: np.random.Generator, owner: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which of these rows a fraction takes, of each owner where they have one, and which are left: two masks."""
+    """Which of these samples a fraction takes (per owner, if given), and which remain: two masks."""
     if source.spans is not None:
-        return tails(source.spans[rows], fraction, source.gap)
-    labels = source.labels[rows]
+        return tails(source.spans[samples], fraction, source.gap)
+    labels = source.labels[samples]
     held = stratified(labels, fraction, rng) if owner is None else stratified_by_group(labels, owner, fraction, rng)
     return held, ~held
 
@@ -266,7 +268,7 @@ def _partition(partition: Any) -> Partition:
         return parse_partition(partition)
     if not callable(partition) or isinstance(partition, type):
         raise UndriftError(
-            f"partition must be one such as Dirichlet(0.1), or its name in a string, not {quoted(partition)}."
+            f"partition must be an object such as Dirichlet(0.1), or the same as a string, not {quoted(partition)}."
         )
     return partition
 

@@ -1,4 +1,4 @@
-"""A user's own data: arrays, a torch `Dataset`, a parquet or CSV file, a folder of pictures, any set of the hub."""
+"""Users' own data: arrays, a torch `Dataset`, a parquet or CSV file, a folder of images, any data set of the hub."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from undrift.data import tables
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Task, as_pair, refuse_masked
+from undrift.data.images import ImageFolder, Images
 from undrift.data.labels import MOST, Labels, encoded, not_utf8
 from undrift.data.paths import as_path, files_below, folders_in, kind
-from undrift.data.pictures import PictureFolder, Pictures
 from undrift.data.source import Source
 from undrift.data.sources import Recipe, opened
 from undrift.data.tables import Place
@@ -31,20 +31,20 @@ ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".
 def in_memory(data: Any, test: Any = None) -> Source:
     """A pair (x, y), or a torch `Dataset` of such pairs, with its own test set where one is given."""
     x, y = _stacked(data, "the training set")
-    labels = np.zeros(len(y), np.int64)  # numbers to predict are all alike to a partition
+    labels = np.zeros(len(y), np.int64)  # a partition treats regression targets as one class
     if not y.is_floating_point() or (y.dim() == 2 and y.shape[1] > 1):
-        labels = (y if y.dim() == 1 else y.flatten(1).argmax(1)).numpy()  # of several labels the first
-    rows = None
+        labels = (y if y.dim() == 1 else y.flatten(1).argmax(1)).numpy()  # the first of several labels
+    held_out = None
     if test is not None:
-        held = dict(zip("xy", _stacked(test, "the test set"), strict=True))
-        if not len(held["y"]):
-            raise UndriftError("The test set has no rows; leave test out, or give it some.")
-        rows = Rows(held, torch.arange(len(held["y"])))
-    return Source({"x": x, "y": y}, labels, test=rows)
+        store = dict(zip("xy", _stacked(test, "the test set"), strict=True))
+        if not len(store["y"]):
+            raise UndriftError("The test set is empty; leave test out, or give it some samples.")
+        held_out = Rows(store, torch.arange(len(store["y"])))
+    return Source({"x": x, "y": y}, labels, test=held_out)
 
 
 def on_disk(where: str | Path, label: str, client: str | None, data_dir: str | Path | None) -> Source:
-    """A file, a folder, or a data set of the hub by its id: pictures or numbers, with a label and perhaps a client."""
+    """A file, a folder, or a data set of the hub by its id: images or numbers, labels and optional client ids."""
     place = _find(where, data_dir)
     name = "".join(c if c.isalnum() else "-" for c in Path(where).stem)[:40]
     return opened(name, _recipe(place, label, client), [place])
@@ -52,12 +52,12 @@ def on_disk(where: str | Path, label: str, client: str | None, data_dir: str | P
 
 def _recipe(place: Place, label: str, client: str | None) -> Recipe:
     test = "test" if "test" in place.splits else None
-    if place.kind == "pictures":
+    if place.kind == "images":
         if client is not None:
-            raise UndriftError("A folder of pictures has no client column; put them into a parquet file for that.")
-        return PictureFolder(place.name, test=test)
+            raise UndriftError("A folder of images has no client column; put the images into a parquet file for that.")
+        return ImageFolder(place.name, test=test)
     if not isinstance(label, str) or label == client:
-        raise UndriftError(f"label must be the name of a column, and another than client's, not {quoted(label)}.")
+        raise UndriftError(f"label must be the name of a column other than the client column, not {quoted(label)}.")
     features = place.features("train")
     if client is None and "client" in features:
         client = "client"
@@ -71,15 +71,15 @@ def _recipe(place: Place, label: str, client: str | None) -> Recipe:
         raise UndriftError(f"The column {quoted(client)} of {place.name} holds several values per row, not a client.")
     if client and features[client].dtype in ("binary", "large_binary"):
         raise not_utf8(place, client)
-    pictures = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
-    if pictures:
-        return Pictures(place.name, pictures[0], label, client, test)
+    images = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
+    if images:
+        return Images(place.name, images[0], label, client, test)
     return Table(place.name, label, client, test)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of numbers, with a class each, or a number to predict where the labels are fractions."""
+    """Columns of numbers with one class per row, or with a number to predict if the labels are fractions."""
 
     hub: str
     label: str
@@ -91,10 +91,10 @@ class Table:
         every = place.features("train")
         features = {n: f for n, f in every.items() if n not in (self.label, self.client) and not _is_index(n)}
         if len(features) < len(every) - 1 - bool(self.client):
-            log.warning("%s: the column of row numbers that pandas wrote is left out", place.name)
+            log.warning("%s: the index column that pandas wrote is left out", place.name)
         kinds = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in features.items()}
         if wrong := [name for name, kind in kinds.items() if not kind.startswith(("int", "uint", "float", "bool"))]:
-            if kinds[wrong[0]] == "null" and not any(map(len, place.rows("train", [wrong[0]]))):
+            if kinds[wrong[0]] == "null" and not any(map(len, place.batches("train", [wrong[0]]))):
                 raise UndriftError(f"{place.name} has no rows to train on.")
             found = {"binary": "text that is not UTF-8", "null": "nothing"}.get(kinds[wrong[0]], kinds[wrong[0]])
             raise UndriftError(
@@ -102,7 +102,9 @@ class Table:
                 "leave it out of the file."
             )
         if not features:
-            raise UndriftError(f"{place.name} has no columns beside {quoted(self.label)}, so nothing to learn from.")
+            raise UndriftError(
+                f"{place.name} has no columns besides {quoted(self.label)}, so there is nothing to learn from."
+            )
         splits = ("train", *([self.test] if self.test else []))
         fractions, assumed = False, None
         if floats := getattr(every[self.label], "dtype", "").startswith("float"):
@@ -113,7 +115,7 @@ class Table:
         columns = [*features, self.label, *([self.client] if self.client else [])]
         for split in splits:
             count = 0
-            for table in place.rows(split, columns):
+            for table in place.batches(split, columns):
                 x = np.stack([self._numbers(table[name], name, place, split, count) for name in features], 1)
                 y = table[self.label]
                 write.append(f"{split}_x", x)
@@ -132,26 +134,26 @@ class Table:
         write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
 
     def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
-        """Whether labels that are floats are numbers to predict; and if all are whole, what is assumed of them."""
+        """Whether float labels are numbers to predict, and a warning if they are all whole, so that we must guess."""
         seen: set[float] = set()
-        for table in (table for split in splits for table in place.rows(split, [self.label])):
+        for table in (table for split in splits for table in place.batches(split, [self.label])):
             y = table[self.label].to_numpy()
             if y.dtype.kind not in "fiu" or not (y == np.floor(y)).all() or len(seen) > MOST:
                 return True, None
             seen.update(np.unique(y).tolist())
         counted = len(seen) > 1 and seen == set(range(len(seen)))
         if counted:
-            which = f"the whole numbers from 0 to {len(seen) - 1}, written as floats; they are taken for classes. To "
+            which = f"the whole numbers from 0 to {len(seen) - 1}, written as floats, and are treated as classes. To "
             which += "predict them as numbers, pass arrays: ud.load((x, y), …)"
         else:
-            which = "whole numbers written as floats; they are taken for numbers to predict. If they are classes, "
+            which = "whole numbers written as floats, and are treated as numbers to predict. If they are classes, "
             which += "write them without a decimal point"
         return not counted, f"The labels in the column {quoted(self.label)} of {place.name} are {which}."
 
     @staticmethod
     def _numbers(column: Any, name: str, place: Place, split: str, begin: int) -> np.ndarray:
         try:
-            with np.errstate(over="ignore"):  # what is too large becomes infinite, and has a sentence below
+            with np.errstate(over="ignore"):  # values that are too large become infinite and are reported below
                 numbers = column.to_numpy().astype(np.float32)
         except (ValueError, TypeError) as error:
             raise UndriftError(
@@ -189,34 +191,34 @@ def _find(where: str | Path, data_dir: str | Path | None) -> Place:
     if found == "file":
         format = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix.lower())
         if format is None:
-            raise UndriftError(f"{path} is no parquet or CSV file and no folder; give one of those.")
+            raise UndriftError(f"{path} is neither a parquet or CSV file nor a folder; give one of those.")
         return Place(str(path), format, (("train", (path,)),))
     if found == "folder":
-        return tables.in_folder(path, str(path)) or _pictures(path)
+        return tables.in_folder(path, str(path)) or _images(path)
     if re.fullmatch(r"[\w-]+/[\w.-]+", str(where)) and path.suffix.lower() not in (".csv", ".parquet"):
         return tables.hub(str(where), None, data_dir)
     raise UndriftError(f"There is no file or folder {shortened(str(where))}.")
 
 
-def _pictures(root: Path) -> Place:
+def _images(root: Path) -> Place:
     below = {folder.name.lower(): folder for folder in folders_in(root)}
     splits = [(split, below[split]) for split in ("train", "test") if split in below] or [("train", root)]
     if "train" in below and (others := below.keys() - {"train", "test"}):
-        log.warning("%s: %s stands beside train and test and is not read", root, listed(sorted(others)))
+        log.warning("%s: only train and test are read, not %s", root, listed(sorted(others)))
     found = [(split, tuple(_in_classes(folder))) for split, folder in splits]
     if not dict(found).get("train"):
-        raise UndriftError(f"{root} has neither parquet files nor pictures in a subfolder per class.")
-    return Place(str(root), "pictures", tuple(found))
+        raise UndriftError(f"{root} has neither parquet files nor images in one subfolder per class.")
+    return Place(str(root), "images", tuple(found))
 
 
 def _in_classes(folder: Path) -> list[Path]:
-    """The pictures in the subfolders, each of which is a class; a hidden one is none."""
+    """The images in the subfolders, each of which is a class; hidden ones are skipped."""
     classes = [each for each in folders_in(folder) if not each.name.startswith(".")]
     return sorted(file for each in classes for file in files_below(each, ENDINGS))
 
 
 def _is_index(column: str) -> bool:
-    """What pandas calls its row numbers when it writes them."""
+    """Whether pandas gives this name to an index that it writes."""
     return column in ("", "Unnamed: 0") or column.startswith("__index_level_")
 
 

@@ -1,77 +1,72 @@
-"""Partitions: who holds which sample.
+"""Partitions: which client holds which sample.
 
-A partition is a function of (labels, clients, generator, keys) that gives each row's owner, a number below the
-count of clients. So every sample goes to exactly one client by construction. Clients may come out empty.
+A partition is a function of `(labels, clients, rng, keys)` that returns the owner of each sample, a number below
+`clients`. So every sample goes to exactly one client by construction. Clients may be left empty.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 import undrift
+from undrift.data.shares import Array, assign, bounded, by_class, even, shares
 from undrift.errors import UndriftError, quoted, whole
 from undrift.expressions import parse
 
-Array = np.ndarray[Any, Any]
-
 MOST = 10_000_000
-"""So many clients, or pieces of data, are the most that are asked for in earnest."""
+"""The most clients, or pieces of data; a larger number is a mistake."""
 TRIES = 1000
-"""How often a partition is drawn again that left some client with too few samples."""
+"""How many draws to try when some client gets too few samples."""
 
 
 class Partition(Protocol):
-    """Anything that deals rows out; users may pass their own."""
+    """Any function that returns an owner for each label; users may pass their own."""
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array: ...
 
 
-def by_class(labels: Array, rng: np.random.Generator) -> list[Array]:
-    """The rows of each class, shuffled."""
-    return [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
-
-
-def _deal(rows: Array, sizes: Array, n: int) -> Array:
-    """Owners of `n` rows: the first sizes[0] of `rows` go to client 0, and so on."""
-    owner = np.empty(n, np.int64)
-    owner[rows] = np.repeat(np.arange(len(sizes)), sizes)
-    return owner
-
-
-def _even(n: int, parts: int) -> Array:
-    """Sizes that sum to n and differ by at most one."""
-    return np.diff(np.arange(parts + 1) * n // parts)
-
-
-def _shares(n: int, proportions: Array) -> Array:
-    """Whole sizes that sum to n, as near to the proportions as cutting at their cumulative sums gives."""
-    cuts = np.round(np.cumsum(proportions) * n).astype(np.int64)
-    cuts[-1] = n
-    return np.diff(cuts, prepend=0)
-
-
 @dataclass(frozen=True)
 class IID:
-    """Stratified: every client gets the same number of every class, to within one."""
+    """Every client gets the same number of samples of every class, to within one.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.IID(), clients=10)
+        >>> bool((data.label_counts() > 0).all())
+        True
+    """
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        # Dealt round like cards, class after class, so that the remainders of all classes spread over clients too.
+        # Round robin over all classes in turn, so that the classes' remainders spread over clients too.
         owner = np.empty(len(labels), np.int64)
-        rows = np.concatenate(by_class(labels, rng))
-        owner[rows] = rng.permutation(clients)[np.arange(len(rows)) % clients]
+        indices = np.concatenate(by_class(labels, rng))
+        owner[indices] = rng.permutation(clients)[np.arange(len(indices)) % clients]
         return owner
 
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is shared out over the clients by a draw from Dir(α, …, α): small α, few holders, uneven sizes.
+    """Each class is split over the clients in proportions drawn from Dir(α, …, α).
 
-    `capped=True` leaves clients that already have an even share of all samples out of the classes that follow, and
-    `least` draws again until every client has at least so many samples. `Dirichlet(α, capped=True, least=10)` is the
-    partition of NIID-Bench (Li et al., 2022), which many papers use.
+    With a small α few clients hold a class, and sizes are uneven. `Dirichlet(alpha, capped=True, least=10)` is the
+    partition of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos, 2022), which many papers use.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Dirichlet(0.1, least=5), clients=10)
+        >>> bool(data.sizes.min() >= 5)
+        True
+
+    Args:
+        alpha: The concentration, above 0.
+        capped: Whether clients that already have an even share of all samples get none of the remaining classes.
+        least: Draw again until every client has at least this many samples.
+
+    Raises:
+        UndriftError: If an argument is out of range or, when the data are partitioned, if `least` cannot be met.
     """
 
     alpha: float
@@ -104,24 +99,37 @@ class Dirichlet:
 
     def _draw(self, classes: list[Array], clients: int, n: int, rng: np.random.Generator) -> Array:
         owner, held = np.empty(n, np.int64), np.zeros(clients, np.int64)
-        for rows in classes:
-            proportions = rng.dirichlet(np.full(clients, _bounded(self.alpha)))
+        for indices in classes:
+            proportions = rng.dirichlet(np.full(clients, bounded(self.alpha)))
             if self.capped:
                 open_to = proportions * (held < n / clients)
-                # A draw may give everything to clients that are full; then all that are not share it.
+                # If the draw leaves everything to clients that are full, the others share it evenly.
                 open_to = open_to if open_to.sum() > 0 else (held < n / clients).astype(float)
                 proportions = open_to / open_to.sum()
-            sizes = _shares(len(rows), proportions)
-            owner[rows] = np.repeat(np.arange(clients), sizes)
+            sizes = shares(len(indices), proportions)
+            owner[indices] = np.repeat(np.arange(clients), sizes)
             held += sizes
         return owner
 
 
 @dataclass(frozen=True)
 class DirichletPrior:
-    """Each client's mix of classes is a draw from Dir(γ·p), p the classes' shares; sizes are even (Hsu et al., 2019).
+    """Each client's label distribution is a draw from Dir(γ·p), p the distribution of all data; sizes are even.
 
-    A class that has run out is left out of the mixes that come after, as there.
+    The partition of Hsu et al., Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+    Classification (2019). As there, a class that has run out is left out of the clients that follow.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.DirichletPrior(1.0), clients=10)
+        >>> int(data.sizes.max() - data.sizes.min())
+        1
+
+    Args:
+        gamma: The concentration, above 0. The larger, the more alike are the clients.
+
+    Raises:
+        UndriftError: If `gamma` is not above 0.
     """
 
     gamma: float
@@ -134,9 +142,9 @@ class DirichletPrior:
         left = np.array([len(pool) for pool in pools])
         prior = left / left.sum()
         owner = np.empty(len(labels), np.int64)
-        sizes = _even(len(labels), clients)
-        for client in rng.permutation(clients):  # the last ones get what is left, so let chance say who is last
-            mix = rng.dirichlet(_bounded(self.gamma) * prior)
+        sizes = even(len(labels), clients)
+        for client in rng.permutation(clients):  # in random order, since the last ones get what is left
+            mix = rng.dirichlet(bounded(self.gamma) * prior)
             wanted = int(sizes[client])
             while wanted:
                 share = np.where(left > 0, mix, 0.0)
@@ -151,7 +159,21 @@ class DirichletPrior:
 
 @dataclass(frozen=True)
 class Shards:
-    """Every client holds `classes_per_client` classes; each class is cut at random points among its holders."""
+    """Every client holds `classes_per_client` classes; each class is cut at random points among its holders.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Shards(2), clients=10)
+        >>> int((data.label_counts() > 0).sum(1).max())
+        2
+
+    Args:
+        classes_per_client: How many classes each client holds.
+
+    Raises:
+        UndriftError: If it is not a whole number from 1 or, when the data are partitioned, if it is more than the
+            number of classes or leaves a class without a client.
+    """
 
     classes_per_client: int
 
@@ -169,32 +191,45 @@ class Shards:
         if each * clients < classes:
             raise UndriftError(
                 f"Shards({each}) over {clients} clients leaves some of the {classes} classes without a holder; "
-                f"take at least {-(-classes // each)} clients or {-(-classes // clients)} classes per client."
+                f"use at least {-(-classes // each)} clients or {-(-classes // clients)} classes per client."
             )
         holders: list[list[int]] = [[] for _ in range(classes)]
         for client in range(clients):
-            # The classes with the fewest holders so far, ties by chance: every class gets its share of holders.
+            # The classes with the fewest holders so far, ties at random, so that all classes have equally many.
             load = np.array([len(h) for h in holders]) + rng.random(classes)
             for c in np.argsort(load)[:each]:
                 holders[c].append(client)
         owner = np.empty(len(labels), np.int64)
-        for rows, held in zip(pools, holders, strict=True):
-            spots = len(rows) - 1
+        for indices, held in zip(pools, holders, strict=True):
+            spots = len(indices) - 1
             if spots >= len(held) - 1:  # enough samples for one each
                 cuts = np.sort(rng.choice(spots, len(held) - 1, replace=False)) + 1
             else:
-                cuts = np.sort(rng.integers(0, len(rows) + 1, len(held) - 1))
-            sizes = np.diff(cuts, prepend=0, append=len(rows))
-            owner[rows] = np.repeat(rng.permutation(np.array(held)), sizes)
+                cuts = np.sort(rng.integers(0, len(indices) + 1, len(held) - 1))
+            sizes = np.diff(cuts, prepend=0, append=len(indices))
+            owner[indices] = np.repeat(rng.permutation(np.array(held)), sizes)
         return owner
 
 
 @dataclass(frozen=True)
 class ClassesPerClient:
-    """Client i holds class i modulo the number of classes, and others by chance; each class is split evenly.
+    """Client i holds class i modulo the number of classes and random others; each class is split evenly.
 
-    The partition that NIID-Bench writes #C = `count` (Li et al., 2022). Classes differ in how many clients hold them,
-    so clients differ in size.
+    This is the partition #C = `count` of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos, 2022).
+    Classes differ in how many clients hold them, so clients differ in size.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.ClassesPerClient(3), clients=10)
+        >>> set((data.label_counts() > 0).sum(1).tolist())
+        {3}
+
+    Args:
+        count: How many classes each client holds.
+
+    Raises:
+        UndriftError: If it is not a whole number from 1 or, when the data are partitioned, if it is more than the
+            number of classes, or if there are fewer clients than classes.
     """
 
     count: int
@@ -213,7 +248,7 @@ class ClassesPerClient:
         if clients < classes:
             raise UndriftError(
                 f"ClassesPerClient({self.count}) over {clients} clients may leave some of the {classes} classes "
-                f"without a holder; take at least {classes} clients, or Shards({self.count})."
+                f"without a holder; use at least {classes} clients, or Shards({self.count})."
             )
         holders: list[list[int]] = [[] for _ in range(classes)]
         for client in range(clients):
@@ -222,14 +257,31 @@ class ClassesPerClient:
             for c in (own, *others):
                 holders[c].append(client)
         owner = np.empty(len(labels), np.int64)
-        for rows, held in zip(pools, holders, strict=True):
-            owner[rows] = np.repeat(np.array(held), _even(len(rows), len(held)))
+        for indices, held in zip(pools, holders, strict=True):
+            owner[indices] = np.repeat(np.array(held), even(len(indices), len(held)))
         return owner
 
 
 @dataclass(frozen=True)
 class SortedShards:
-    """Sorted by label, cut into equal pieces, and `per_client` of them dealt to each client at random."""
+    """Samples are sorted by label and cut into equal shards, of which each client gets `per_client` at random.
+
+    The partition of McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data (2017),
+    who use two shards per client.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.SortedShards(2), clients=10)
+        >>> int((data.label_counts() > 0).sum(1).max()) <= 4
+        True
+
+    Args:
+        per_client: How many shards each client gets.
+
+    Raises:
+        UndriftError: If it is not a whole number from 1 or, when the data are partitioned, if there would be far more
+            shards than samples.
+    """
 
     per_client: int = 1
 
@@ -241,32 +293,55 @@ class SortedShards:
         if pieces > max(len(labels), MOST):
             raise UndriftError(
                 f"SortedShards({quoted(self.per_client)}) over {clients} clients cuts {len(labels)} samples into "
-                f"{quoted(pieces)} pieces; ask for fewer."
+                f"{quoted(pieces)} shards; ask for fewer."
             )
         holder = rng.permutation(np.arange(pieces) % clients)
         owner = np.empty(len(labels), np.int64)
-        owner[np.argsort(labels, kind="stable")] = np.repeat(holder, _even(len(labels), pieces))
+        owner[np.argsort(labels, kind="stable")] = np.repeat(holder, even(len(labels), pieces))
         return owner
 
 
 @dataclass(frozen=True)
 class LabelSplit:
-    """Contiguous groups of classes: of ten classes over two clients, 0 to 4 and 5 to 9."""
+    """Each client holds a contiguous group of classes: with ten classes and two clients, 0 to 4 and 5 to 9.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.LabelSplit(), clients=2)
+        >>> data[0][1].unique().tolist()
+        [0, 1, 2, 3, 4]
+
+    Raises:
+        UndriftError: When the data are partitioned, if there are more clients than classes.
+    """
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         classes, position = np.unique(labels, return_inverse=True)
         if clients > len(classes):
             raise UndriftError(
-                f"LabelSplit() deals {len(classes)} classes out whole, so it serves at most {len(classes)} clients, "
-                f"not {clients}."
+                f"LabelSplit() does not split classes, so {len(classes)} classes are enough for at most "
+                f"{len(classes)} clients, not {clients}."
             )
-        group = np.repeat(np.arange(clients), _even(len(classes), clients)[::-1])  # the first groups take the remainder
+        group = np.repeat(np.arange(clients), even(len(classes), clients)[::-1])  # the first groups take the remainder
         return group[position]
 
 
 @dataclass(frozen=True)
 class QuantitySkew:
-    """The same mix of classes for all, but sizes from Dir(α, …, α)."""
+    """Clients have the same label distribution, but sizes drawn from Dir(α, …, α).
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.QuantitySkew(0.5), clients=10)
+        >>> int(data.sizes.sum())
+        1438
+
+    Args:
+        alpha: The concentration, above 0. The smaller, the more uneven are the sizes.
+
+    Raises:
+        UndriftError: If `alpha` is not above 0.
+    """
 
     alpha: float
 
@@ -274,13 +349,24 @@ class QuantitySkew:
         _positive("QuantitySkew(alpha)", self.alpha)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        sizes = _shares(len(labels), rng.dirichlet(np.full(clients, _bounded(self.alpha))))
-        return _deal(rng.permutation(len(labels)), sizes, len(labels))
+        sizes = shares(len(labels), rng.dirichlet(np.full(clients, bounded(self.alpha))))
+        return assign(rng.permutation(len(labels)), sizes, len(labels))
 
 
 @dataclass(frozen=True)
 class ByKey:
-    """The data's own clients: writers, speakers, users. Their number is what the data have."""
+    """The natural partition: the data's own clients, such as writers, speakers or users.
+
+    Leave `clients` out of `ud.load`: the data determine their number.
+
+    Example:
+        >>> import undrift as ud
+        >>> ud.ByKey()(np.array([0, 1, 0]), 0, np.random.default_rng(0), np.array([7, 9, 7]))
+        array([0, 1, 0])
+
+    Raises:
+        UndriftError: When the data are partitioned, if they have no clients of their own.
+    """
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         if keys is None:
@@ -288,14 +374,6 @@ class ByKey:
                 "ByKey() needs data with a client column; choose another partition, such as Dirichlet(0.1)."
             )
         return np.unique(keys, return_inverse=True)[1].astype(np.int64)
-
-
-def _bounded(concentration: float) -> float:
-    """The concentration, kept where numpy's draws neither overflow nor underflow.
-
-    Beyond these bounds all shares are equal, or one is everything, to the last bit of a float.
-    """
-    return float(min(max(concentration, 1e-290), 1e290))
 
 
 def _positive(where: str, x: float) -> None:
@@ -309,7 +387,7 @@ def _count(where: str, x: int) -> None:
 
 
 def parse_partition(text: str) -> Partition:
-    """`"Dirichlet(0.1)"` as a partition."""
+    """The partition that a string such as `"Dirichlet(0.1)"` describes."""
     known = {name: globals()[name] for name in undrift.PARTITIONS}
     found: Partition = parse(text, "partition", known, "Dirichlet(0.1)")
     return found

@@ -1,4 +1,4 @@
-"""What lies at a path that a user or a data set names; what cannot be read is an error that names it."""
+"""Access to paths that a user or a data set names, with errors that name the path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from undrift.errors import UndriftError, shortened
 
 MOST_BYTES = 1 << 28
-"""Of one encoded picture or sound."""
+"""The limit for one encoded image or sound."""
 
 
 def as_path(given: str | Path) -> Path:
@@ -18,7 +18,7 @@ def as_path(given: str | Path) -> Path:
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
-        raise UndriftError(f"{shortened(str(given))}: there is no such home folder; write the whole path.") from error
+        raise UndriftError(f"{shortened(str(given))}: there is no such home folder; write the full path.") from error
 
 
 def kind(path: Path) -> str | None:
@@ -61,14 +61,14 @@ def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """A regular file's contents. Anything else is refused unread: a pipe may never begin, and a device never end."""
+    """A regular file's contents. Nothing else is opened: reading a pipe may block forever, and a device never end."""
     if kind(file) not in ("file", None):
         raise ValueError(f"{file} is not a regular file")
-    # Without waiting, in case it has become a pipe since.
+    # Non-blocking, in case the file has been replaced by a pipe since.
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{file} is not a regular file")
         if status.st_size > MOST_BYTES:
-            raise ValueError(f"{file} has {status.st_size:,} bytes; at most {MOST_BYTES:,} are read")
+            raise ValueError(f"{file} has {status.st_size:,} bytes; the limit is {MOST_BYTES:,}")
         return stream.read(MOST_BYTES)

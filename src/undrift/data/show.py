@@ -1,4 +1,4 @@
-"""Who holds what: a picture, and the numbers beside it."""
+"""What each client holds, as a figure and as a table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from undrift.data.heterogeneity import class_counts, heterogeneity
 from undrift.errors import UndriftError
 
 BARS = 60
-"""Up to so many clients have a bar each; of more, a silhouette is drawn."""
+"""Up to this many clients have a bar each; more are drawn as one stacked area."""
 LISTED = 20
 
 
 def picture(data: FederatedDataset, title: str, file: str | Path) -> None:
-    """A bar per client, as tall as its number of samples, in the colours of their classes.
+    """Write a figure with a stacked bar per client: its number of samples, coloured by class.
 
-    The file's ending says the format.
+    The file's extension determines the format.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -48,7 +48,7 @@ def picture(data: FederatedDataset, title: str, file: str | Path) -> None:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
     try:
         figure.savefig(file, dpi=150)
-    except (ValueError, OSError) as error:  # an ending that is no picture's, a folder that is not there
+    except (ValueError, OSError) as error:  # an unknown extension, or a missing folder
         raise UndriftError(f"{file} cannot be drawn ({error}); name a .png, .svg or .pdf file.") from error
 
 
@@ -61,33 +61,33 @@ def _colours(count: int) -> list[Any]:
 
 
 def report(data: FederatedDataset, title: str) -> Any:
-    """The numbers as something Rich prints: sizes and heterogeneity, and what the first clients hold."""
+    """A table for Rich to print: sizes and heterogeneity, and what the first clients hold."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     found = heterogeneity(data)
     lines = [
-        f"{found['samples']:,} samples at {found['clients']:,} clients"
+        f"{found['samples']:,} samples over {found['clients']:,} clients"
         + (f" ({found['empty']:,} more have none)" if found["empty"] else ""),
         f"sizes: smallest {found['smallest']:,}, median {found['median']:,.0f}, largest {found['largest']:,}",
     ]
     splits = {name: getattr(data, f"{name}_rows") for name in ("test", "validation", "server")}
-    held = [f"{name} {len(rows):,}" for name, rows in splits.items() if rows]
+    held = [f"{name} {len(split):,}" for name, split in splits.items() if split]
     held += [f"clients' own tests {int(data.client_test.sizes.sum()):,}"] if data.client_test else []
-    lines += [f"held back: {', '.join(held)}"] if held else []
+    lines += [f"held out: {', '.join(held)}"] if held else []
     if "classes" not in found:
         return Group(Text(title, style="bold"), *lines)
     lines += [
-        f"classes: {found['classes']}, of which a client has {found['classes_a_client']:.1f}",
-        f"label distance: {found['label_distance']:.3f} (0: all alike, near 1: nothing in common; a random deal of the "
-        f"same sizes has {found['label_distance_by_chance']:.3f})",
+        f"classes: {found['classes']}, on average {found['classes_per_client']:.1f} per client",
+        f"label distance: {found['label_distance']:.3f} (0: all alike, near 1: nothing in common; a random partition "
+        f"of the same sizes has {found['label_distance_by_chance']:.3f})",
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("client", justify="right")
     table.add_column("samples", justify="right")
     table.add_column("")
-    table.add_column("most of")
+    table.add_column("largest classes")
     counts, names = class_counts(data), data.names or []
     for client in range(min(len(data), LISTED)):
         own = counts[client]

@@ -1,4 +1,4 @@
-"""A second of sound as a picture: 40 mel bands by 64 frames, in decibels."""
+"""One second of sound as a spectrogram: 40 mel bands × 64 frames, in decibels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BANDS, FRAMES, WINDOW, RANGE = 40, 64, 512, 80.0
 
 
 def spectrogram(data: bytes) -> np.ndarray:
-    """A WAV file's first second as bytes: 255 is its loudest band, 0 is 80 dB below that."""
+    """The first second of a WAV file, as uint8: 255 is its loudest value, 0 is 80 dB or more below that."""
     with wave.open(io.BytesIO(data)) as file:
         rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-        if not 1000 <= rate <= 384_000:  # what is read is a second, however long the file says that is
-            raise ValueError(f"{rate:,} samples per second, where 1,000 to 384,000 are read")
+        if not 1000 <= rate <= 384_000:  # one second is read, so the rate bounds the memory
+            raise ValueError(f"it has {rate:,} samples per second, and 1,000 to 384,000 are supported")
         if width != 2:
-            raise ValueError(f"{8 * width}-bit samples, where 16-bit ones are read")
+            raise ValueError(f"it has {8 * width}-bit samples, and only 16-bit ones are supported")
         samples = np.frombuffer(file.readframes(rate), "<i2").reshape(-1, channels).mean(1) / 32768
     sound = torch.zeros(rate)
     sound[: len(samples)] = torch.from_numpy(samples)
@@ -32,7 +32,7 @@ def spectrogram(data: bytes) -> np.ndarray:
 
 
 def mel_bands(rate: int) -> Tensor:
-    """Triangles whose corners are equally far apart in mel, `2595·log₁₀(1 + f/700)`: bands × frequencies."""
+    """Triangular filters with equidistant corners in mel, `2595·log₁₀(1 + f/700)`, as bands × frequencies."""
     top = 2595 * np.log10(1 + rate / 2 / 700)
     corners = torch.from_numpy(700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1))
     frequency = torch.linspace(0, rate / 2, WINDOW // 2 + 1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A data set before it is dealt out."""
+"""A data set before it is partitioned."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from undrift.data.dataset import Rows, Store, Take, Task, take
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that is not partitioned yet: arrays, labels, and the client of each sample where the data name one."""
+    """A data set that is not partitioned yet: arrays, labels and, if the data have natural clients, their ids."""
 
     store: Store
     labels: np.ndarray
-    """What partitions and class-balanced fractions go by, one for each training row."""
-    rows: np.ndarray | None = None
-    """Which rows of the store are for training; all of them if None."""
+    """The label of each training sample, for partitions and class-balanced fractions."""
+    indices: np.ndarray | None = None
+    """The training samples' positions in the store; all of it if None."""
     test: Rows | None = None
     keys: np.ndarray | None = None
-    """Whose each training row is."""
+    """The natural client of each training sample."""
     take: Take = take
     task: Task = field(default_factory=Task)
     names: list[str] | None = None
@@ -28,10 +28,10 @@ class Source:
     clients: list[str] | None = None
     """The natural clients' names, by key."""
     spans: np.ndarray | None = None
-    """Of rows that overlap their neighbours: which stretch of consecutive rows each training row is of."""
+    """For overlapping windows: which run of consecutive windows each training sample belongs to."""
     gap: int = 0
-    """How far apart rows must be not to overlap."""
+    """How far apart windows must be not to overlap."""
 
-    def inside(self, rows: np.ndarray) -> np.ndarray:
-        """Where these training rows lie in the store."""
-        return rows if self.rows is None else self.rows[rows]
+    def in_store(self, positions: np.ndarray) -> np.ndarray:
+        """The store's indices of the training samples at these positions."""
+        return positions if self.indices is None else self.indices[positions]

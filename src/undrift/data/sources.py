@@ -1,4 +1,4 @@
-"""The data sets that have a name: each says where it lies, which columns it reads, and what becomes of them."""
+"""The named data sets: where each is found, which columns are read, and how they become arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from undrift.data import tables
 from undrift.data.cache import Notes, Writer, cached
 from undrift.data.dataset import Rows
 from undrift.data.fractions import stratified
-from undrift.data.pictures import Pictures, grey
+from undrift.data.images import Images, grey
 from undrift.data.sound import spectrogram
 from undrift.data.source import Source
 from undrift.data.text import Characters, Sentences, Tags
@@ -27,7 +27,7 @@ log = logging.getLogger("undrift")
 
 
 class Recipe(Protocol):
-    """How tables become arrays, once, and arrays a source, at every start. A frozen dataclass."""
+    """How tables are decoded to arrays, once, and arrays opened as a source, in every run. A frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -40,16 +40,16 @@ class Recipe(Protocol):
 
 
 RECIPES: dict[str, Recipe] = {
-    "cifar10": Pictures("uoft-cs/cifar10", image="img"),
-    "cifar100": Pictures("uoft-cs/cifar100", image="img", label="fine_label"),
-    "cinic10": Pictures("flwrlabs/cinic10"),
-    "mnist": Pictures("ylecun/mnist", beside=("mnist_writers", "writer_id"), decoder=grey),
-    "fashion_mnist": Pictures("zalando-datasets/fashion_mnist", decoder=grey),
-    "emnist": Pictures("Royc30ne/emnist-byclass", decoder=grey),
-    "femnist": Pictures("flwrlabs/femnist", label="character", client="writer_id", test=None, decoder=grey),
-    "chars74k_hnd": Pictures("chars74k_hnd", label="character", client="writer_id", test=None, decoder=grey),
-    "audiomnist": Pictures("audiomnist", client="speaker", test=None, decoder=grey),
-    "speech_commands": Pictures(
+    "cifar10": Images("uoft-cs/cifar10", image="img"),
+    "cifar100": Images("uoft-cs/cifar100", image="img", label="fine_label"),
+    "cinic10": Images("flwrlabs/cinic10"),
+    "mnist": Images("ylecun/mnist", beside=("mnist_writers", "writer_id"), decoder=grey),
+    "fashion_mnist": Images("zalando-datasets/fashion_mnist", decoder=grey),
+    "emnist": Images("Royc30ne/emnist-byclass", decoder=grey),
+    "femnist": Images("flwrlabs/femnist", label="character", client="writer_id", test=None, decoder=grey),
+    "chars74k_hnd": Images("chars74k_hnd", label="character", client="writer_id", test=None, decoder=grey),
+    "audiomnist": Images("audiomnist", client="speaker", test=None, decoder=grey),
+    "speech_commands": Images(
         "google/speech_commands", image="audio", client="speaker_id", config="v0.02", decoder=spectrogram
     ),
     "shakespeare": Characters("flwrlabs/shakespeare", client="character_id", window=("x", "y")),
@@ -63,7 +63,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def digits() -> Source:
-    """1,797 hand-written digits of 8×8 pixels (UCI, as scikit-learn ships them), a fifth of them for testing."""
+    """1,797 handwritten digits of 8×8 pixels (UCI, as scikit-learn ships them), a fifth of them for testing."""
     file = load_file(Path(__file__).parent / "digits.safetensors")
     store = {"x": file["x"].float() / 16, "y": file["y"].long()}
     labels = store["y"].numpy()
@@ -79,34 +79,34 @@ def digits() -> Source:
 
 
 FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
-"""Data sets that a function makes: `ud.register_data` adds a user's own."""
+"""Data sets that a function returns; `ud.register_data` adds a user's own."""
 
 
 def named(name: str, data_dir: str | Path | None = None) -> Source:
-    """A data set by name, from a folder in hub layout or from the hub, decoded the first time it is asked for."""
+    """A data set by name, from a folder in hub layout or from the hub, decoded on first use."""
     return opened(name, RECIPES[name], places_of(RECIPES[name], data_dir))
 
 
 def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[tables.Place]:
-    """Where a recipe's tables lie."""
+    """The locations of a recipe's tables."""
     few = getattr(recipe, "limit", None) is not None
     places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir, stream=few)]
     if beside := getattr(recipe, "beside", None):
         other = tables.hub(beside[0], None, data_dir)
-        places += [other] if other.kind != "hub" else []  # it is no data set of the hub
+        places += [other] if other.kind != "hub" else []  # it is not on the hub
     return places
 
 
 def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
-    """What a recipe makes of these places."""
+    """The source that a recipe makes from these places."""
     arrays, notes = decoded(name, recipe, places)
-    if assumed := notes.get("assumed"):  # said at every start, since every run assumes it
+    if assumed := notes.get("assumed"):  # in every run, since every run depends on it
         log.warning("%s", assumed)
     return recipe.open(arrays, notes)
 
 
 def decoded(name: str, recipe: Recipe, places: list[tables.Place]) -> tuple[dict[str, Tensor], Notes]:
-    """The arrays and notes that a recipe makes of these places, from the cache if it has made them before."""
+    """The arrays and notes that a recipe makes from these places, from the cache if they are there."""
     settings = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
     return cached(name, identity, lambda write: recipe.decode(places, write))
@@ -117,8 +117,20 @@ def names() -> list[str]:
 
 
 def register_data(name: str, function: Callable[[], Any]) -> None:
-    """Give data a name that experiment files know: `function()` makes a pair (train, test).
+    """Give a data set a name that `ud.load` and experiment files know.
 
-    Each is a pair (x, y) or a torch `Dataset`; `test` may be None.
+    Example:
+        >>> import undrift as ud
+        >>> def noise():
+        ...     x = torch.randn(100, 5)
+        ...     return (x, (x[:, 0] > 0).long()), None
+        >>> ud.register_data("noise", noise)
+        >>> len(ud.load("noise", ud.IID(), clients=10))
+        10
+
+    Args:
+        name: The name; it replaces a registered data set of the same name.
+        function: A function without arguments that returns a pair `(train, test)`. Each is a pair `(x, y)` of arrays
+            or a torch `Dataset`; `test` may be None.
     """
     FUNCTIONS[name] = function

@@ -1,7 +1,7 @@
-"""Rows of a table, batch by batch, wherever it lies: on the Hugging Face hub, in a folder laid out like it, in a file.
+"""Tables, read in batches: from the Hugging Face hub, from a folder in the hub's layout, or from a file.
 
-`datasets` reads the hub and keeps what it gets in its own cache. Local files are read by Arrow itself, which takes a
-path as it stands; `datasets` would read it as a pattern.
+`datasets` reads the hub and has its own cache. Local files are read with Arrow directly, which takes paths literally;
+`datasets` would treat them as glob patterns.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from undrift.errors import UndriftError, listed, quoted, shortened
 BATCH = 1000
 
 Read = Callable[[list[str]], Iterator[Any]]
-"""Reads some columns of a split, as Arrow tables of at most `BATCH` rows."""
+"""A function that reads the given columns of a split, as Arrow tables of at most `BATCH` rows."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a data set's rows lie."""
+    """The location of a data set."""
 
     name: str
     """The hub's id, or a path."""
     kind: str = "hub"
-    """What to read: the "hub", or local files that are "parquet", "csv" or "pictures"."""
+    """What to read: the "hub", or local files, "parquet", "csv" or "images"."""
     files: tuple[tuple[str, tuple[Path, ...]], ...] = ()
-    """Of local data: each split's files."""
+    """Each split's files, for local data."""
     config: str | None = None
     stream: bool = False
-    """Of the hub: read row by row, for who wants a few of many."""
+    """Whether to stream from the hub, for when only a few of many rows are wanted."""
 
     @property
     def splits(self) -> list[str]:
@@ -45,7 +45,7 @@ class Place:
 
     @property
     def identity(self) -> list[Any]:
-        """What tells these data from any others: of local files their names, sizes and times."""
+        """Identifies these data: the name and, for local files, their paths, sizes and modification times."""
         found = []
         for file in (file for _, files in self.files for file in files):
             try:
@@ -55,8 +55,8 @@ class Place:
             found.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
         return [self.name, self.config, *found]
 
-    def rows(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
-        """These columns of the split's rows, as Arrow tables of at most a thousand."""
+    def batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
+        """The given columns of a split, as Arrow tables of at most `BATCH` rows."""
         features, read = self._open(split)
         missing = [name for name in columns if name not in features]
         if missing:
@@ -65,7 +65,7 @@ class Place:
             yield from read(list(columns))
         except UndriftError:
             raise
-        except Exception as error:  # whatever a reader makes of bytes that are not what they should be
+        except Exception as error:  # readers raise all kinds of errors for damaged bytes
             raise _broken(self.name, error) from error
 
     def features(self, split: str) -> dict[str, Any]:
@@ -73,10 +73,10 @@ class Place:
         return self._open(split)[0]
 
     def beside(self, named: Any) -> Path:
-        """The file that a cell names. It must lie beside the table: a cell is data, and may not point elsewhere."""
+        """The file that a cell names. It must be in the table's folder: data must not choose which files are read."""
         if not isinstance(named, str) or not named:
-            raise ValueError("it has neither a picture's bytes nor the path of one")
-        if self.kind == "hub":  # `datasets` writes whole paths, of files that it keeps
+            raise ValueError("it has neither an image's bytes nor the path of one")
+        if self.kind == "hub":  # `datasets` writes absolute paths of files in its cache
             roots = _kept_by_datasets(self.name)
         else:
             roots = list(dict.fromkeys(file.parent for _, files in self.files for file in files))
@@ -92,7 +92,7 @@ class Place:
         raise ValueError(f"there is no file {quoted(named)} in the table's folder")
 
     def _open(self, split: str) -> tuple[dict[str, Any], Read]:
-        """The split's columns with their types, and what reads some of them."""
+        """The split's columns with their types, and a function that reads some of them."""
         if self.kind == "hub":
             load = _datasets().load_dataset
             data = self._from_hub(lambda: load(self.name, self.config, split=split, streaming=self.stream))
@@ -114,15 +114,15 @@ class Place:
             )
         try:
             return get()
-        except Exception as error:  # no network, no such data set, no such split: the library has many
+        except Exception as error:  # no network, no such data set, no such split: many types
             raise UndriftError(
-                f"{self.name} could not be had from the Hugging Face hub ({_first_line(error)}). Without a network, "
+                f"{self.name} could not be read from the Hugging Face hub ({_first_line(error)}). Without a network, "
                 f"put its parquet files into FOLDER/{self.name} and set UNDRIFT_DATA=FOLDER."
             ) from error
 
 
 def hub(name: str, config: str | None = None, data_dir: str | Path | None = None, stream: bool = False) -> Place:
-    """A data set by its hub id: in `data_dir`, or the folder that UNDRIFT_DATA names, or else on the hub."""
+    """A data set by its hub id: from `data_dir` or UNDRIFT_DATA if it is there, else from the hub."""
     given = data_dir or os.environ.get("UNDRIFT_DATA")
     root = as_path(given) if given else None
     if root is not None and kind(root) != "folder":
@@ -134,7 +134,7 @@ def hub(name: str, config: str | None = None, data_dir: str | Path | None = None
 
 
 def in_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
-    """A folder in hub layout, `<split>-0000i-of-0000n.parquet` in it or below, or None if it has no such file."""
+    """A folder in hub layout, with `<split>-0000i-of-0000n.parquet` at any depth, or None if it has no such file."""
     folder = folder / config if config and kind(folder / config) == "folder" else folder
     splits: dict[str, list[Path]] = {}
     for file in files_below(folder, {".parquet"}) if kind(folder) == "folder" else ():
@@ -145,7 +145,7 @@ def in_folder(folder: Path, name: str, config: str | None = None) -> Place | Non
     for split, files in splits.items():
         counts = {int(m[1]) for file in files if (m := re.search(r"-of-(\d+)$", file.stem))}
         if counts and len(files) > max(counts):
-            raise UndriftError(f"{folder} has several data sets in folders of their own; name one of those.")
+            raise UndriftError(f"{folder} has several data sets in subfolders; name one of those.")
         if counts and len(files) != max(counts):
             raise UndriftError(
                 f"{folder} has {len(files)} of the {max(counts)} files of its {split} split; get the others."
@@ -154,14 +154,14 @@ def in_folder(folder: Path, name: str, config: str | None = None) -> Place | Non
 
 
 def _features(file: Path, format: str) -> dict[str, Any]:
-    """The columns of a local table. All of them at once: `datasets` copies its own at every look."""
+    """The columns of a local table, as a dict: `datasets.Features` copies itself at every access."""
     try:
         schema = _csv(file).schema if format == "csv" else _parquet_schema(file)
         twice = [name for name in schema.names if len(schema.get_all_field_indices(name)) > 1]
         features = dict(_datasets().Features.from_arrow_schema(schema))
     except UndriftError:
         raise
-    except Exception as error:  # whatever a reader makes of bytes that are not what they should be
+    except Exception as error:  # readers raise all kinds of errors for damaged bytes
         raise _broken(file, error) from error
     if twice:
         raise UndriftError(f"{file} has the column {quoted(twice[0])} more than once; rename or remove the others.")
@@ -200,7 +200,7 @@ def _read_csv(files: Sequence[Path], columns: list[str], features: dict[str, Any
 
 
 def _even(tables: Iterable[Any]) -> Iterator[Any]:
-    """The same rows, a thousand at a time, so that no sum over batches depends on how a file was written."""
+    """The same rows in batches of `BATCH`, so that no sum over batches depends on how a file was written."""
     import pyarrow as pa
 
     held: list[Any] = []
@@ -221,7 +221,7 @@ def _csv(file: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _csv_at(file: str, size: int, time: int) -> Any:
-    """A CSV file as a table, kept for who asks again; size and time tell a changed file from the one before."""
+    """A CSV file as a table, cached; size and modification time are arguments so that a changed file is read again."""
     from pyarrow import csv
 
     return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))
@@ -236,7 +236,7 @@ def _datasets() -> Any:
 
 
 def _kept_by_datasets(name: str) -> list[Path]:
-    """The folders in which `datasets` keeps the files of a data set of the hub."""
+    """The folders in which `datasets` caches the files of a hub data set."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     config = _datasets().config
@@ -251,7 +251,7 @@ def _broken(file: str | Path, error: Exception) -> UndriftError:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong first, in one line."""
+    """The first line of the root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().splitlines()

@@ -1,6 +1,6 @@
-"""Data sets of text: windows of characters, bags of words, sequences of words.
+"""Text data sets: windows of characters, bags of words, sequences of words.
 
-What is stored is the text itself, as small numbers; windows and bags are made of it when a batch is taken.
+The store holds the text itself, as small integers; windows and bags are built when a batch is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PADDING, UNKNOWN = 0, 1
 
 @dataclass(frozen=True)
 class Windows:
-    """Row p is the `length` characters from position p on; its target is the character after them."""
+    """Sample p is the `length` characters from position p; its target is the character after them."""
 
     length: int
 
@@ -38,7 +38,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Bags:
-    """Words as their counts in a vocabulary of `words`, divided by their sum; tags as ones among `tags` zeros."""
+    """Bags of words, as frequencies in a vocabulary of `words`; tags, as 0/1 vectors of length `tags`."""
 
     words: int
     tags: int
@@ -49,37 +49,37 @@ class Bags:
 
 
 def _counts(ids: Tensor, size: int) -> Tensor:
-    """How often each number below `size` stands in each row; rows are padded with `size` itself."""
-    row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    """How often each number below `size` occurs in each sample; samples are padded with `size` itself."""
+    sample = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
     counts = torch.zeros(len(ids), size + 1, device=ids.device)
-    return counts.index_put((row, ids), torch.ones((), device=ids.device), accumulate=True)[:, :size]
+    return counts.index_put((sample, ids), torch.ones((), device=ids.device), accumulate=True)[:, :size]
 
 
 def sequences(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Stored numbers of words, as whole numbers of the type that embeddings take."""
+    """Word ids as int64, the type that embeddings take."""
     return store["x"][indices].long(), store["y"][indices]
 
 
 @dataclass(frozen=True)
 class Characters:
-    """Text by speaker: the next character from the `length` before it, as LEAF cuts them.
+    """Next-character prediction from the `length` characters before, per speaker, as in LEAF.
 
-    A speaker's last fifth is for testing; no window reaches across that cut.
+    The last fifth of each speaker's text is for testing; no window crosses that cut.
     """
 
     hub: str
     client: str
     text: str | None = None
-    """The column that holds a speaker's whole text …"""
+    """The column with a speaker's whole text …"""
     window: tuple[str, str] | None = None
-    """… or the two that hold each window and the character after it, in the order of the text."""
+    """… or the two columns with each window and the character after it, in the order of the text."""
     length: int = 80
 
     def decode(self, places: list[Place], write: Writer) -> None:
         pieces = [(who, text) for who, text in self._pieces(places[0]) if text]
         letters = np.unique(np.concatenate([_points(text) for _, text in pieces] or [np.empty(0, np.uint32)]))
         if not len(letters) or len(letters) > 256:
-            raise UndriftError(f"{places[0].name} has {len(letters)} different characters; from 1 to 256 can be read.")
+            raise UndriftError(f"{places[0].name} has {len(letters)} different characters; 1 to 256 are supported.")
         codes: dict[Any, int] = {}
         for who, text in pieces:
             write.append("text", np.searchsorted(letters, _points(text)).astype(np.uint8))
@@ -92,16 +92,16 @@ class Characters:
         sizes, speakers = arrays["lengths"].numpy(), arrays["speakers"].numpy()
         ends = np.cumsum(sizes)
         begins, cuts = ends - sizes, ends - sizes + sizes * 4 // 5
-        # A window needs `length` characters and one more, all on its own side of the cut.
-        own, rows = _ranges(begins, np.maximum(cuts - length, begins))
+        # A window needs `length` characters and one more, all on one side of the cut.
+        own, train = _ranges(begins, np.maximum(cuts - length, begins))
         _, test = _ranges(cuts, np.maximum(ends - length, cuts))
-        store = {"x": text, "y": text[length:]}  # a view: row p's target lies `length` further on
+        store = {"x": text, "y": text[length:]}  # a view: sample p's target is `length` characters further on
         take = Windows(length)
         letters = list(notes["letters"])
         return Source(
             store,
-            store["y"].numpy()[rows],
-            rows=rows,
+            store["y"].numpy()[train],
+            indices=train,
             spans=own,
             gap=length,
             clients=notes["speakers"],
@@ -113,15 +113,15 @@ class Characters:
         )
 
     def _pieces(self, place: Place) -> Iterator[tuple[Any, str]]:
-        """Speakers and stretches of their text."""
+        """Speakers, each with a piece of their text."""
         if self.text:
-            for table in place.rows("train", [self.client, self.text]):
+            for table in place.batches("train", [self.client, self.text]):
                 yield from zip(table[self.client].to_pylist(), table[self.text].to_pylist(), strict=True)
             return
         assert self.window
         speaker, text = None, ""
         grown: list[str] = []
-        for table in place.rows("train", [self.client, *self.window]):
+        for table in place.batches("train", [self.client, *self.window]):
             for who, before, after in zip(*(column.to_pylist() for column in table.itercolumns()), strict=True):
                 if len(before) != self.length or len(after) != 1:
                     raise UndriftError(
@@ -141,9 +141,9 @@ class Characters:
 
 @dataclass(frozen=True)
 class Tags:
-    """Titles with tags, any number of them: which tags, from a bag of the most frequent words.
+    """Tag prediction from titles: several tags per title, from a bag of the most frequent words.
 
-    Rows without a title, without a frequent tag or without an author are left out.
+    Titles without a frequent tag or without an author are left out.
     """
 
     hub: str
@@ -153,23 +153,23 @@ class Tags:
     words: int = 10_000
     most_tags: int = 500
     limit: int | None = None
-    """How many rows to take at most; they are then read without fetching the rest."""
+    """The most rows to take; with a limit, the data are streamed, and the rest is not downloaded."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
         columns = [self.title, self.tags, *([self.client] if self.client else [])]
-        rows: list[tuple[list[str], list[str], Any]] = []
-        for table in places[0].rows("train", columns):
+        posts: list[tuple[list[str], list[str], Any]] = []
+        for table in places[0].batches("train", columns):
             cells = [column.to_pylist() for column in table.itercolumns()]
             who = cells[2] if self.client else [""] * len(table)
             found = zip(*cells[:2], who, strict=True)
-            rows += [(words(title), _tags(tags), c) for title, tags, c in found if title and tags and c is not None]
-            if self.limit and len(rows) >= self.limit:
+            posts += [(words(title), _tags(tags), c) for title, tags, c in found if title and tags and c is not None]
+            if self.limit and len(posts) >= self.limit:
                 break
-        known = most_frequent((tags for _, tags, _ in rows), self.most_tags)
-        rows = [row for row in rows if set(row[1]).intersection(known)]
-        if not rows:
+        known = most_frequent((tags for _, tags, _ in posts), self.most_tags)
+        posts = [post for post in posts if set(post[1]).intersection(known)]
+        if not posts:
             raise UndriftError(f"{places[0].name} has no row with a title and tags.")
-        titles, tags, who = (list(column) for column in zip(*rows, strict=True))
+        titles, tags, who = (list(column) for column in zip(*posts, strict=True))
         vocabulary = most_frequent(titles, self.words)
         write.append("x", _padded(titles, vocabulary))
         write.append("y", _padded(tags, known))
@@ -182,7 +182,7 @@ class Tags:
         count = len(notes["tags"])
         return Source(
             {"x": arrays["x"], "y": arrays["y"]},
-            arrays["y"][:, 0].numpy().astype(np.int64),  # dealt out by the first tag
+            arrays["y"][:, 0].numpy().astype(np.int64),  # partitions go by the first tag
             keys=arrays["key"].numpy() if "key" in arrays else None,
             take=Bags(len(notes["words"]), count),
             task=Task("binary_cross_entropy", {"recall_at_5": "recall_at_5"}, classes=count),
@@ -192,13 +192,13 @@ class Tags:
 
 
 def _tags(cell: list[str] | str) -> list[str]:
-    """A list of tags, also where it is written as one string: `<python><list>` or `python|list`."""
+    """A list of tags, from a list or from a string such as `<python><list>` or `python|list`."""
     return re.findall(r"[^<>|,\s]+", cell) if isinstance(cell, str) else list(cell)
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """Sentences with a class each, as the numbers of their words: 0 is padding (in front), 1 an unknown word."""
+    """Sentences with one class each, as word ids: 0 is padding (in front), 1 an unknown word."""
 
     hub: str
     text: str = "text"
@@ -211,16 +211,16 @@ class Sentences:
         labels = Labels(place, self.label)
         for split in ("train", "test"):
             sentences: list[list[str]] = []
-            for table in place.rows(split, [self.text, self.label]):
+            for table in place.batches(split, [self.text, self.label]):
                 write.append(f"{split}_y", labels.read(table[self.label], split, len(sentences)))
                 sentences += [words(text or "") for text in table[self.text].to_pylist()]
-            if split == "train":  # the test set's words are not ours to count
+            if split == "train":  # the vocabulary must not depend on the test set
                 vocabulary = most_frequent(sentences, self.words)
                 codes = {word: i + UNKNOWN + 1 for i, word in enumerate(vocabulary)}
             ids = np.full((len(sentences), self.length), PADDING, np.int32)
-            for row, sentence in zip(ids, sentences, strict=True):
-                for column, word in enumerate(reversed(sentence[: self.length]), 1):
-                    row[-column] = codes.get(word, UNKNOWN)
+            for line, sentence in zip(ids, sentences, strict=True):
+                for back, word in enumerate(reversed(sentence[: self.length]), 1):
+                    line[-back] = codes.get(word, UNKNOWN)
             write.append(f"{split}_x", ids)
         labels.check()
         write.notes |= {"words": vocabulary, "classes": labels.names}
@@ -238,24 +238,24 @@ class Sentences:
 
 
 def words(text: str) -> list[str]:
-    """Words in lower case; inside one may stand a point, an apostrophe, a hyphen; `c++` and `c#` are words."""
+    """Words in lower case. A word may contain a point, an apostrophe or a hyphen; `c++` and `c#` are words."""
     return re.findall(r"[a-z0-9+#]+(?:[.'-][a-z0-9+#]+)*", text.lower())
 
 
 def most_frequent(texts: Iterable[list[str]], count: int) -> list[str]:
-    """The most frequent words, those of equal count by the alphabet."""
+    """The most frequent words; those of equal count in alphabetical order."""
     counted = Counter(word for text in texts for word in text)
     return [word for word, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:count]]
 
 
 def _padded(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
-    """Each text's known words by number, a row each, filled up with the first number that is no word's."""
+    """The ids of each text's known words, one row per text, padded with the size of the vocabulary."""
     codes = {word: i for i, word in enumerate(vocabulary)}
     known = [[codes[word] for word in text if word in codes] for text in texts]
-    rows = np.full((len(texts), max(1, *map(len, known))), len(vocabulary), np.int32)
-    for row, own in zip(rows, known, strict=True):
-        row[: len(own)] = own
-    return rows
+    padded = np.full((len(texts), max(1, *map(len, known))), len(vocabulary), np.int32)
+    for line, own in zip(padded, known, strict=True):
+        line[: len(own)] = own
+    return padded
 
 
 def _points(text: str) -> np.ndarray:
@@ -263,7 +263,7 @@ def _points(text: str) -> np.ndarray:
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of all ranges, one after another, and which range each is of."""
+    """The numbers of all ranges, concatenated; first the range that each belongs to, then the numbers."""
     sizes = ends - begins
     which = np.repeat(np.arange(len(sizes)), sizes)
     return which, np.arange(sizes.sum()) + np.repeat(begins - np.cumsum(sizes) + sizes, sizes)

@@ -1,4 +1,4 @@
-"""CCVR (Luo et al., 2021): after the last round the classifier is retrained on features drawn from class Gaussians."""
+"""CCVR: classifier calibration with virtual representations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class CCVR(Part):
-    """Every client sends counts, sums and outer products of its penultimate features by class. The server forms each
-    class's mean and covariance (`n − 1`), draws `samples_per_class` virtual features per class, and retrains the last
-    layer alone on them, from where it stands.
+    """After the last round, the classifier is retrained on features drawn from one Gaussian per class.
 
-    The paper gives neither rate nor epochs: here SGD with `lr`, `epochs` and `batch_size`. A class of one sample
-    has no spread; one of none is not drawn.
+    Luo, Chen, Hu, Zhang, Liang and Feng, *No Fear of Heterogeneity: Classifier Calibration for Federated Learning with
+    Non-IID Data* (2021). Every client sends the counts, sums and outer products of its penultimate features per class.
+    The server computes each class's mean and covariance (with `n − 1`), draws virtual features, and continues to train
+    only the last layer on them, with SGD.
+
+    The paper gives neither rate nor epochs. A class with one sample has covariance 0; one with none is not drawn.
+
+    Args:
+        samples_per_class: How many virtual features to draw per class.
+        lr: The learning rate.
+        epochs: How many passes over the virtual features.
+        batch_size: The batch size.
     """
 
     samples_per_class: int = 200
@@ -44,11 +52,11 @@ class CCVR(Part):
 
     def check(self, local: Any, data: Any) -> None:
         if data.labels is None:
-            raise UndriftError("CCVR needs labels that are classes: one whole number per sample.")
+            raise UndriftError("CCVR needs labels that are classes, one whole number per sample.")
 
     def check_model(self, model: Model, rounds: int) -> None:
         if not _ends_with(model, *classifier(model)):
-            raise UndriftError("CCVR retrains the last layer, so the model must end with a trainable linear one.")
+            raise UndriftError("CCVR retrains the last layer, so the model must end with a trainable linear layer.")
 
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
         # In float64: a covariance is a small difference of large sums.
@@ -67,13 +75,13 @@ class CCVR(Part):
         if layer.bias in params:
             head["bias"], rest = params[layer.bias], {}
 
-        def loss(head: Tree, rows: Tensor) -> Tensor:
-            return cross_entropy(torch.nn.functional.linear(x[rows], **head, **rest), y[rows]).mean()
+        def loss(head: Tree, batch: Tensor) -> Tensor:
+            return cross_entropy(torch.nn.functional.linear(x[batch], **head, **rest), y[batch]).mean()
 
         for epoch in range(self.epochs):
             order = torch.argsort(bits(server.key.stream_at(1 + epoch), len(x)), stable=True)
-            for rows in order.split(self.batch_size):
-                head = tree_map(lambda w, g: w - self.lr * g, head, grad(loss)(head, rows))
+            for batch in order.split(self.batch_size):
+                head = tree_map(lambda w, g: w - self.lr * g, head, grad(loss)(head, batch))
         return {**params, **{getattr(layer, kind): w for kind, w in head.items()}}
 
     def virtual(self, sums: Tree, server: Server) -> tuple[Tensor, Tensor]:
@@ -91,7 +99,7 @@ class CCVR(Part):
 
 
 def classifier(model: Model) -> tuple[Tensor | None, Tensor | None]:
-    """The last layer's weight, if it is a trainable linear one, and its bias, frozen or not."""
+    """The last layer's weight, if it is linear and trainable, and its bias, frozen or not."""
     if not model.layers:
         return None, None
     layer, everything = model.layers[-1], dict(model.module.named_parameters())
@@ -100,7 +108,7 @@ def classifier(model: Model) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _ends_with(model: Model, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the model's outputs are this layer's, or their log-softmax, tried on a sample."""
+    """Whether the model's outputs are this layer's, or their log-softmax, as tested on a sample."""
     assert model.sample is not None
     with torch.no_grad():
         features, output = model.features(model.start, model.sample), model(model.start, model.sample)

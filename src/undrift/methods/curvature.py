@@ -1,4 +1,4 @@
-"""Penalties weighted by curvature: FedCurv (Shoham et al., 2019) and FedCL (Yao and Sun, 2020).
+"""Penalties weighted by curvature: FedCurv and FedCL.
 
 Both use the diagonal of the empirical Fisher information, the mean over samples of squared per-sample gradients of
 the true label's log-likelihood, which is minus the loss.
@@ -23,27 +23,27 @@ from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
 
 ELEMENTS, ON_GPU = 2**26, 2**29
-"""How many numbers the per-sample gradients of one chunk may have."""
+"""The most elements that the per-sample gradients of one chunk may have, on a CPU and on a GPU."""
 
 
 def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    """The sum over a batch's real rows of squared per-sample gradients."""
-    way = _row_by_row if model.obstacle else _each_row if model.squares is None else _at_once
-    # At once, one layer's per-sample gradients are there at a time, else those of all.
-    each = model.squares if way is _at_once else sum(w.numel() for w in params.values())
-    rows = max(1, (ON_GPU if batch.x.is_cuda else ELEMENTS) // max(1, each or 0))
+    """The sum of squared per-sample gradients over a batch, without its padding."""
+    compute = _one_by_one if model.obstacle else _vmapped if model.squares is None else _one_pass
+    # One pass needs memory for one layer's per-sample gradients at a time, the others for those of all layers.
+    each = model.squares if compute is _one_pass else sum(w.numel() for w in params.values())
+    size = max(1, (ON_GPU if batch.x.is_cuda else ELEMENTS) // max(1, each or 0))
     total = None
-    for x, y, mask in zip(batch.x.split(rows), batch.y.split(rows), batch.mask.split(rows), strict=True):
-        sums = way(model, loss, params, Batch(x, y, mask))
+    for x, y, mask in zip(batch.x.split(size), batch.y.split(size), batch.mask.split(size), strict=True):
+        sums = compute(model, loss, params, Batch(x, y, mask))
         total = sums if total is None else tree_add(total, sums)
     return total
 
 
-def _at_once(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
+def _one_pass(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     return grad(lambda p: (loss(model.squared(p, batch.x), batch.y) * batch.mask).sum())(params)
 
 
-def _each_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
+def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     def one(x: Tensor, y: Tensor, real: Tensor) -> Tree:
         g = grad(lambda p: loss(model(p, x[None]), y[None]).sum())(params)
         return tree_map(lambda g: g.square() * real, g)
@@ -51,8 +51,8 @@ def _each_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tr
     return tree_map(lambda f: f.sum(0), vmap(one)(batch.x, batch.y, batch.mask))
 
 
-def _row_by_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    """The same with ordinary autograd, for models that vmap refuses."""
+def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
+    """The same with ordinary autograd, for models that `vmap` does not support."""
     total = tree_zeros(params)
     for x, y, real in zip(batch.x.split(1), batch.y.split(1), batch.mask, strict=True):
 
@@ -66,10 +66,17 @@ def _row_by_row(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: 
 
 @dataclass(frozen=True)
 class FedCurv(Part):
-    """Penalty `λ·Σ_{j≠i}(w − ŵⱼ)ᵀ diag(Fⱼ)(w − ŵⱼ)` over the clients j of the previous round, ŵⱼ their local models.
+    """A penalty on moving away from the previous cohort's models, weighted by their Fisher information.
 
-    Only `ΣFⱼ` and `ΣFⱼŵⱼ` travel: the gradient is `2λ(w·ΣF − ΣFŵ)`, from which a client that was there takes its own
-    away. No penalty in the first round. `weight=0` is FedAvg.
+    Shoham, Avidor, Keren, Israel, Benditkis, Mor-Yosef and Zeitak, *Overcoming Forgetting in Federated Learning on
+    Non-IID Data* (2019). The penalty is `λ·Σ_{j≠i}(w − ŵⱼ)ᵀ diag(Fⱼ)(w − ŵⱼ)`, over the clients j of the previous
+    round and their local models ŵⱼ; there is none in the first round. `weight=0` is FedAvg.
+
+    Only `ΣFⱼ` and `ΣFⱼŵⱼ` are sent: the gradient is `2λ(w·ΣF − ΣFŵ)`, from which a client that was in the previous
+    cohort subtracts its own terms.
+
+    Args:
+        weight: The strength λ.
     """
 
     weight: Number
@@ -92,11 +99,11 @@ class FedCurv(Part):
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
         own = torch.where(client.kept["round"] == client.round - 1, 1.0, 0.0)
 
-        def penalised(g: Tensor, w: Tensor, f: Tensor, fw: Tensor, own_f: Tensor, own_fw: Tensor) -> Tensor:
+        def penalized(g: Tensor, w: Tensor, f: Tensor, fw: Tensor, own_f: Tensor, own_fw: Tensor) -> Tensor:
             return g + 2 * self.weight * ((f - own * own_f) * w - (fw - own * own_fw))
 
         all_, kept = client.received, client.kept
-        return tree_map(penalised, g, params, all_["F"], all_["Fw"], kept["F"], kept["Fw"])
+        return tree_map(penalized, g, params, all_["F"], all_["Fw"], kept["F"], kept["Fw"])
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         fisher = tree_map(lambda f: f / client.n, client.measured)
@@ -109,10 +116,15 @@ class FedCurv(Part):
 
 @dataclass(frozen=True)
 class FedCL(Targeted):
-    """Penalty `α·(w − w₀)ᵀ diag(F)(w − w₀)`: gradient `g + 2α·F·(w − w₀)`. `weight=0` is FedAvg.
+    """A proximal term weighted by the Fisher information of the server's proxy data. `weight=0` is FedAvg.
 
-    F is the server's, on its own data (`data.server`) at the global model. `target=TemporalEnsemble(beta)` puts the
-    ensemble in w₀'s place; F stays at the global model.
+    Yao and Sun, *Continual Local Training for Better Initialization of Federated Models* (2020). The penalty is
+    `α·(w − w₀)ᵀ diag(F)(w − w₀)`, so the gradient is `g + 2α·F·(w − w₀)`, with w₀ the weights received. The server
+    computes F at the global model, on its own data (`data.server`).
+
+    Args:
+        weight: The strength α.
+        target: `TemporalEnsemble(beta)` uses an average of the global models as w₀; F is still at the global model.
     """
 
     weight: Number
@@ -120,7 +132,7 @@ class FedCL(Targeted):
 
     def check(self, local: Any, data: Any) -> None:
         if data.server_rows is None:
-            raise UndriftError("FedCL needs proxy data at the server: load with server_fraction=0.01, say.")
+            raise UndriftError("FedCL needs proxy data at the server; load with server_fraction=0.01, for example.")
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         assert server.data is not None

@@ -1,8 +1,11 @@
-"""Learning rates that decay by round and by local step (Mo et al., *Two-Dimensional Learning Rate Decay*).
+"""Learning rates that decay by round and by local step.
 
-A diagnostic says when progress has stalled (Pflug's, 1988): the inner products of successive rounds' updates are
-summed, `S ← S + ⟨g_r, g_{r−1}⟩`, and once more than `window` rounds have passed since the last time, S < 0 counts a
-decay, `d ← d + 1`, and starts anew. The three methods differ in what d does to the local rates.
+Mo, Xu and Chen, *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data* (2021).
+
+TwoDLRD, AllDecreasing and AdditiveTuning use Pflug's diagnostic (1988) to detect that training has become stationary.
+The server sums the inner products of successive rounds' updates, `S ← S + ⟨g_r, g_{r−1}⟩`. If S < 0, and more than
+`window` rounds have passed since the last decay, it counts one more, `d ← d + 1`, and resets S to 0. The three methods
+differ in how the local rates depend on d.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
 
 @dataclass(frozen=True)
 class StepRates(Part):
-    """What all four share: a rate by local step, and in the history the first four, averaged over who took them."""
+    """Common base class: rates by local step. The history has the first four, averaged over the clients that took
+    that many steps.
+    """
 
     reads_rates: ClassVar[bool] = False
 
@@ -44,7 +49,7 @@ class StepRates(Part):
 
 @dataclass(frozen=True)
 class Pflug(StepRates):
-    """The diagnostic, on the weights that each round leaves. Its mean of clients is uniform."""
+    """The diagnostic, on the global weights after each round. It implies uniform weights."""
 
     window: Number
 
@@ -79,7 +84,15 @@ class Pflug(StepRates):
 
 @dataclass(frozen=True)
 class TwoDLRD(Pflug):
-    """Local step k uses `γ·α^k`, `α = 1 − C·d`; once `C·d ≥ 1`, one step per round at full rate. `C=0` is FedAvg."""
+    """Learning rates decay over local steps, and faster after each decay. `C=0` is FedAvg.
+
+    Mo et al., *Two-Dimensional Learning Rate Decay* (2021). Local step k has the rate `γ·α^k`, `α = 1 − C·d`. Once
+    `C·d ≥ 1`, clients take one step per round at the full rate.
+
+    Args:
+        window: More than this many rounds pass between two decays.
+        C: By how much α falls with each decay.
+    """
 
     C: Number = 0.2
 
@@ -91,12 +104,19 @@ class TwoDLRD(Pflug):
         return alpha**k
 
     def _spent(self, decays: Tensor) -> Tensor:
-        return self.C * decays >= 1 - 1e-9  # 5 × 0.2 counts as 1
+        return self.C * decays >= 1 - 1e-9  # so that 5 × 0.2 counts as 1
 
 
 @dataclass(frozen=True)
 class AllDecreasing(Pflug):
-    """Every local step uses `γ·factor^d`. `factor=1` is FedAvg."""
+    """All local steps have the same rate, which falls with each decay: `γ·factor^d`. `factor=1` is FedAvg.
+
+    Mo et al., *Two-Dimensional Learning Rate Decay* (2021).
+
+    Args:
+        window: More than this many rounds pass between two decays.
+        factor: The factor by which the rate falls with each decay.
+    """
 
     factor: Number = 0.8
 
@@ -108,7 +128,14 @@ class AllDecreasing(Pflug):
 
 @dataclass(frozen=True)
 class AdditiveTuning(Pflug):
-    """Step 0 uses γ, every later one `γ·max(1 − C·d, 0)`. `C=0` is FedAvg."""
+    """The first local step has the rate γ, every later one `γ·max(1 − C·d, 0)`. `C=0` is FedAvg.
+
+    Mo et al., *Two-Dimensional Learning Rate Decay* (2021).
+
+    Args:
+        window: More than this many rounds pass between two decays.
+        C: By how much the factor falls with each decay.
+    """
 
     C: Number = 0.2
 
@@ -118,9 +145,15 @@ class AdditiveTuning(Pflug):
 
 @dataclass(frozen=True)
 class FirstStepOnly(StepRates):
-    """From round `after` on only the first local step moves; every later one has rate 0. Rounds before are plain."""
+    """From round `after` on, only the first local step has an effect: all later ones have rate 0.
 
-    after: Number = field()  # the design's word; the hook of that name is not this part's, nor its default
+    The experiment of Figure 2 in Mo et al., *Two-Dimensional Learning Rate Decay* (2021). Earlier rounds are FedAvg's.
+
+    Args:
+        after: The first round, counted from 0, with this rule.
+    """
+
+    after: Number = field()  # without `field()`, the inherited hook `after` would be the default
 
     def rate(self, k: Tensor, client: Client) -> Tree:
         return torch.where((client.round >= self.after) & (k > 0), 0.0, 1.0)

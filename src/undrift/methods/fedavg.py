@@ -1,4 +1,4 @@
-"""Federated averaging (McMahan et al., 2017): `w ← w + Σ pᵢ Δᵢ`, `Δᵢ` what client i's local steps did."""
+"""FedAvg: the weighted mean of the clients' updates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from undrift.method.part import Part
 
 @dataclass(frozen=True)
 class FedAvg(Part):
-    """The plain mean of the clients' updates. Every method is this plus changes, so it changes nothing.
+    """Federated averaging: the weighted mean of the clients' updates.
 
-    `weighting="samples"`: `pᵢ = nᵢ/Σn`, the default unless another part implies uniform; `"uniform"`: `pᵢ = 1/|S|`.
+    McMahan, Moore, Ramage, Hampson and Agüera y Arcas, *Communication-Efficient Learning of Deep Networks from
+    Decentralized Data* (2017). With `Δᵢ` the change of the weights by client i's local steps, `w ← w + Σ pᵢΔᵢ`. Every
+    other method adds to this one, so as a part it changes nothing but the weights pᵢ.
+
+    Args:
+        weighting: `"samples"` for `pᵢ = nᵢ/Σn`, `"uniform"` for `pᵢ = 1/|S|`, S the cohort. By default by samples,
+            unless another part implies uniform weights.
     """
 
     weighting: str | None = None

@@ -1,4 +1,4 @@
-"""FedDyn (Acar et al., 2021): each client's regulariser is bent until the clients' optima agree with the server's."""
+"""FedDyn: dynamic regularization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from undrift.tree import Tree, tree_map, tree_zeros
 
 @dataclass(frozen=True)
 class FedDyn(Part):
-    """Gradient `g − hᵢ + α(wᵢ − w)`, then `hᵢ ← hᵢ − α·Δᵢ`; server `h ← h − (α/N)·ΣΔᵢ`, `w ← mean wᵢ − h/α`."""
+    """Dynamic regularization aligns the clients' optima with the global one.
+
+    Acar, Zhao, Matas Navarro, Mattina, Whatmough and Saligrama, *Federated Learning Based on Dynamic Regularization*
+    (2021). The client's gradient is `g − hᵢ + α(wᵢ − w)`, and then `hᵢ ← hᵢ − α·Δᵢ`. On the server
+    `h ← h − (α/N)·ΣΔᵢ` and `w ← mean wᵢ − h/α`, with the uniform mean and N the number of all clients.
+
+    Args:
+        alpha: The strength α, above 0.
+    """
 
     alpha: Number
 
@@ -35,7 +43,7 @@ class FedDyn(Part):
         return (), tree_map(lambda h, d: h - self.alpha * d, client.kept, delta)
 
     def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        # The mean is uniform, so Σ Δᵢ is the mean times the cohort's size and needs no upload of its own.
+        # The mean is uniform, so ΣΔᵢ is the mean times the size of the cohort and needs no separate upload.
         share = self.alpha * totals.size / totals.population
         h = tree_map(lambda h, d: h - share * d, state, totals.update)
         return tree_map(lambda d, h: d - h / self.alpha, update, h), h

@@ -1,12 +1,4 @@
-"""FedNLR: a learning rate for every neuron, from how active it is on the client's own data.
-
-Before its first step a client runs the global model over all its data and averages each neuron's activation, `h̄`.
-A softmax turns a layer's averages into scales with mean 1 and a set ratio between the largest and the smallest:
-
-    μ_l = base + depth·l/L + width·log₁₀ M_l      T_l = (max h̄ − min h̄)/ln μ_l      s = M_l·softmax(h̄/T_l)
-
-for layer l of L with M_l neurons. Everything that steps a neuron's incoming weights and bias is multiplied by its s.
-"""
+"""FedNLR: neuron-wise learning rates; and `bound_neurons`."""
 
 from __future__ import annotations
 
@@ -32,7 +24,23 @@ log = logging.getLogger("undrift")
 
 @dataclass(frozen=True)
 class FedNLR(Part):
-    """Neuron-wise rates. `ratio` sets μ_l outright: a number, or a dict by layer name (others 1). `ratio=1` is off."""
+    """Neuron-wise learning rates, from each neuron's mean activation on the client's data. `ratio=1` is FedAvg.
+
+    Wang, Zheng, Han, Xu, Li and Zhang, *FedNLR: Federated Learning with Neuron-wise Learning Rates* (2024).
+
+    Before its first step, a client runs the global model over all its data and averages each neuron's activation, `h̄`.
+    A softmax turns a layer's averages into scales with mean 1 and a given ratio of the largest to the smallest:
+
+        μ_l = base + depth·l/L + width·log₁₀ M_l      T_l = (max h̄ − min h̄)/ln μ_l      s = M_l·softmax(h̄/T_l)
+
+    for layer l of L with M_l neurons. The learning rate of a neuron's incoming weights and bias is multiplied by its s.
+
+    Args:
+        base: The ratio's constant term.
+        depth: How much the ratio grows from the first layer to the last.
+        width: How much the ratio grows with the logarithm of the layer's width.
+        ratio: The ratio μ_l itself, instead: a number, or a dict by layer name (1 for other layers).
+    """
 
     base: Number = 1.0
     depth: Number = 1.0
@@ -58,7 +66,7 @@ class FedNLR(Part):
     def check_model(self, model: Model, rounds: int) -> None:
         if not model.layers:
             raise UndriftError("FedNLR found no linear, convolution or recurrent layer in the model's forward pass.")
-        _say_what_is_left_out(model)
+        _warn_of_unscaled(model)
         if isinstance(self.ratio, dict) and (strange := self.ratio.keys() - {layer.name for layer in model.layers}):
             raise unknown("layer", min(strange), [layer.name for layer in model.layers])
         scheduled = any(callable(n) for n in (self.base, self.depth, self.width))
@@ -67,7 +75,7 @@ class FedNLR(Part):
             for name, mu in FedNLR(**numbers).ratios(model.layers).items() if self.ratio is None else ():
                 if mu < 1:
                     raise UndriftError(
-                        f"FedNLR(base, depth, width) gives layer {name!r} a ratio of {mu:g}; it must be 1 or more."
+                        f"FedNLR(base, depth, width) gives layer {name!r} a ratio of {mu:g}; it must be at least 1."
                     )
 
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
@@ -75,13 +83,13 @@ class FedNLR(Part):
         return {name: (h.to(batch.mask.dtype) * batch.mask[:, None]).sum(0) for name, h in found.items()}
 
     def prepare(self, client: Client) -> Tree:
-        scales = tree_map(lambda w: w.new_ones([1] * w.dim()), client.start)  # to be spread over what a neuron owns
+        scales = tree_map(lambda w: w.new_ones([1] * w.dim()), client.start)  # broadcast over each neuron's weights
         temperatures = {}
         ratios = self.ratios(client.model.layers)
         for layer in client.model.layers:
             s, temperatures[layer.name] = neuron_scales(client.measured[layer.name] / client.n, ratios[layer.name])
             for name, (axis, gates) in layer.params.items():
-                if name in scales:  # frozen ones have no rate
+                if name in scales:  # frozen parameters are not in it
                     shape = [-1 if a == axis else 1 for a in range(scales[name].dim())]
                     scales[name] = scales[name] * s.repeat(gates).reshape(shape).to(scales[name].dtype)
         return {"scales": scales, "temperatures": temperatures}
@@ -101,7 +109,7 @@ class FedNLR(Part):
 
 
 def neuron_scales(h: Tensor, ratio: Any) -> tuple[Tensor, Tensor]:
-    """`M·softmax(h/T)` and `T = (max h − min h)/ln μ`; exactly 1, and T 0, where all averages are equal or μ is 1."""
+    """`M·softmax(h/T)` and `T = (max h − min h)/ln μ`; exactly 1 and 0 if all averages are equal or μ is 1."""
     log_ratio = torch.log(torch.as_tensor(ratio, dtype=torch.float64, device=h.device))
     spread = h.max() - h.min()
     flat = (spread <= 0) | (log_ratio <= 0)
@@ -110,17 +118,32 @@ def neuron_scales(h: Tensor, ratio: Any) -> tuple[Tensor, Tensor]:
     return torch.where(flat, 1.0, s), temperature
 
 
-def _say_what_is_left_out(model: Model) -> None:
+def _warn_of_unscaled(model: Model) -> None:
     owned = {name for layer in model.layers for name in layer.params}
     tables = {f"{n}.weight".lstrip(".") for n, m in model.module.named_modules() if isinstance(m, nn.Embedding)}
     if rest := [n for n, w in model.start.items() if w.dim() > 1 and n not in owned | tables]:
-        log.warning("FedNLR leaves %s at scale 1: no layer that it knows owns them", ", ".join(rest))
+        log.warning("FedNLR does not scale %s: they belong to no layer that it knows", ", ".join(rest))
 
 
 def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int, int]]:
-    """The neurons that fire for one class alone: by layer, neuron → class (the paper's Definition 1).
+    """The neurons that are bound to one class (Definition 1 of the FedNLR paper).
 
-    A neuron is bound to class c if its smallest activation over c's samples exceeds its largest over all others.
+    A neuron is bound to class c if its smallest activation over the samples of c exceeds its largest over all others.
+
+    Example:
+        >>> import undrift as ud
+        >>> model = nn.Sequential(nn.Linear(1, 2))
+        >>> _ = model[0].weight.data.copy_(torch.tensor([[1.0], [0.0]])), model[0].bias.data.zero_()
+        >>> ud.bound_neurons(model, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1]))
+        {'0': {0: 1}}
+
+    Args:
+        model: The model; it is not changed.
+        x: Samples, on the model's device.
+        y: Their classes.
+
+    Returns:
+        By layer name, a dict from bound neurons to their classes.
     """
     function = Model(copy.deepcopy(model).requires_grad_(True), x.device)
     with torch.no_grad():

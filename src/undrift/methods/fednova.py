@@ -1,4 +1,4 @@
-"""FedNova (Wang et al., 2020): clients that take more steps do not count for more."""
+"""FedNova: normalized averaging."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class FedNova(Part):
-    """`dᵢ = Δᵢ/aᵢ`, `w ← w + (Σ pᵢaᵢ)·Σ pᵢdᵢ`.
+    """Normalized averaging: clients that take more local steps do not count for more.
 
-    `aᵢ` is the work behind Δᵢ: its steps for plain SGD, more with momentum, less where rates decay; elementwise where
-    a part's rates differ by neuron.
+    Wang, Liu, Liang, Joshi and Poor, *Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+    Optimization* (2020). `dᵢ = Δᵢ/aᵢ`, `w ← w + (Σ pᵢaᵢ)·Σ pᵢdᵢ`, where `aᵢ` is client i's effective number of steps:
+    its steps for plain SGD, more with momentum, less if rates decay, and elementwise if they differ by neuron.
     """
 
     contradicts: ClassVar[tuple[str, ...]] = ("FedDyn",)
 
     def update(self, delta: Tree, client: Client) -> Tree:
-        return tree_map(lambda d, a: d / torch.where(a > 0, a, 1.0), delta, client.work)  # no work, no update
+        return tree_map(lambda d, a: d / torch.where(a > 0, a, 1.0), delta, client.work)  # without steps Δ is 0
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         return tree_map(lambda a: client.weight * a, client.work), client.kept

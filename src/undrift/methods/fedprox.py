@@ -1,4 +1,4 @@
-"""FedProx (Li et al., 2020): a proximal term holds a client near the weights it received, or near a better target."""
+"""FedProx: a proximal term in the clients' loss."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class FedProx(Targeted):
-    """`½μ‖w − w₀‖²` joins the client's loss, so its gradient is `g + μ·(w − w₀)`. `mu=0` is FedAvg.
+    """A proximal term keeps each client near the weights that it received. `mu=0` is FedAvg.
 
-    `target=TemporalEnsemble(beta)` puts the ensemble in w₀'s place.
+    Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, *Federated Optimization in Heterogeneous Networks* (2020).
+    `½μ‖w − w₀‖²` is added to the client's loss, so its gradient is `g + μ·(w − w₀)`, with w₀ the weights received.
+
+    Args:
+        mu: The strength μ.
+        target: `TemporalEnsemble(beta)` uses an average of the global models as w₀.
     """
 
     mu: Number

@@ -1,4 +1,4 @@
-"""Losses that know which classes a client holds: FedRS (Li and Zhan, 2021) and FedLC (Zhang et al., 2022)."""
+"""Losses that depend on which classes a client holds: FedRS and FedLC."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from undrift.schedule import Number
 
 
 class ByClass(Part):
-    """What both share: they need classes to count."""
+    """Common base class: both need targets that are classes."""
 
     def check(self, local: Any, data: Any) -> None:
         if data.labels is None:
-            raise UndriftError(f"{type(self).__name__} needs labels that are classes: one whole number per sample.")
+            raise UndriftError(f"{type(self).__name__} needs labels that are classes, one whole number per sample.")
 
     def known(self, counts: Tensor, z: Tensor) -> Tensor:
         if counts.shape[-1] != z.shape[-1]:
@@ -29,7 +29,14 @@ class ByClass(Part):
 
 @dataclass(frozen=True)
 class FedRS(ByClass):
-    """Restricted softmax: logits of classes the client does not hold are multiplied by α. `alpha=1` is FedAvg."""
+    """Restricted softmax: logits of classes that the client does not hold are scaled down. `alpha=1` is FedAvg.
+
+    Li and Zhan, *FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data* (2021). `z_c`
+    becomes `α·z_c` for classes c without a sample at the client.
+
+    Args:
+        alpha: The factor α.
+    """
 
     alpha: Number
 
@@ -41,10 +48,17 @@ class FedRS(ByClass):
 
 @dataclass(frozen=True)
 class FedLC(ByClass):
-    """Calibrated logits: `z_c − τ·n_c^(−1/4)`, n_c the client's count of class c, at least 1e-8. `tau=0` is FedAvg."""
+    """Logits calibrated by the client's class counts. `tau=0` is FedAvg.
+
+    Zhang, Li, Li, Xu, Wu, Ding and Wu, *Federated Learning with Label Distribution Skew via Logits Calibration* (2022).
+    `z_c` becomes `z_c − τ·n_c^(−1/4)`, with n_c the client's number of samples of class c, at least 1e-8.
+
+    Args:
+        tau: The strength τ.
+    """
 
     tau: Number
 
     def logits(self, z: Tensor, client: Client) -> Tensor:
-        margin = client.label_counts.to(client.n.dtype).clamp(min=1e-8) ** -0.25  # 1e-8 is nothing in float16
+        margin = client.label_counts.to(client.n.dtype).clamp(min=1e-8) ** -0.25  # 1e-8 would be 0 in float16
         return z - (self.tau * self.known(margin, z)).to(z.dtype)

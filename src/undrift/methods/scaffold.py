@@ -1,4 +1,4 @@
-"""SCAFFOLD (Karimireddy et al., 2020), option II: control variates cancel each client's own drift."""
+"""SCAFFOLD: control variates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from undrift.tree import Tree, tree_add, tree_map, tree_sub, tree_zeros
 
 @dataclass(frozen=True)
 class Scaffold(Part):
-    """Gradient `g − cᵢ + c`; `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`; server `c ← c + (1/N)·Σ(cᵢ⁺ − cᵢ)`, N all clients.
+    """Control variates correct the drift of each client.
 
-    `Σγ` are the rates really used, elementwise where they differ, so that cᵢ stays the client's mean gradient.
+    Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, *SCAFFOLD: Stochastic Controlled Averaging for Federated
+    Learning* (2020), option II. The client's gradient is `g − cᵢ + c`, and then `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`. On the
+    server `c ← c + (1/N)·Σ(cᵢ⁺ − cᵢ)`, with N the number of all clients.
+
+    `Σγ` is the sum of the rates actually used, elementwise if they differ, so that cᵢ is the client's mean gradient.
     """
 
     def check(self, local: Any, data: Any) -> None:
@@ -46,6 +50,6 @@ class Scaffold(Part):
 
 
 def _variate(own: Tensor, all_: Tensor, delta: Tensor, rate_sum: Tensor) -> Tensor:
-    # What no rate has moved tells nothing about its gradient: its variate stays.
+    # A coordinate whose rates were all 0 has not moved, so nothing is known about its gradient: keep its variate.
     moved = own - all_ - delta / torch.where(rate_sum > 0, rate_sum, 1.0)
     return torch.where(rate_sum > 0, moved, own)

@@ -1,4 +1,7 @@
-"""Server optimizers (Reddi et al., 2021): the aggregated update Δ is a step's direction, −Δ its pseudo-gradient."""
+"""Server optimizers: the aggregated update Δ takes the place of a negative gradient.
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, *Adaptive Federated Optimization* (2021).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,22 @@ from undrift.tree import Tree, tree_map, tree_zeros
 
 
 class ServerOptimizer(Part):
-    """What all server optimizers share: there can be only one."""
+    """Common base class: a method has at most one server optimizer."""
 
     contradicts: ClassVar[tuple[str, ...]] = ("ServerOptimizer",)
 
 
 @dataclass(frozen=True)
 class ServerSGD(ServerOptimizer):
-    """`v ← β·v + Δ`, `w ← w + η·v`. `ServerSGD(1, 0)` is FedAvg."""
+    """SGD with momentum on the server: `v ← β·v + Δ`, `w ← w + η·v`. `ServerSGD(1, 0)` is FedAvg.
+
+    Hsu, Qi and Brown, *Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification*
+    (2019), as FedAvgM.
+
+    Args:
+        lr: The server's learning rate η.
+        momentum: The momentum β.
+    """
 
     lr: Number = 1.0
     momentum: Number = 0.0
@@ -39,7 +50,7 @@ class ServerSGD(ServerOptimizer):
 
 @dataclass(frozen=True)
 class Adaptive(ServerOptimizer):
-    """What three share. With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `w ← w − lr·m/(√v + ε)`, m and v from zero."""
+    """Common base class. With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `w ← w − lr·m/(√v + ε)`; m and v start at 0."""
 
     lr: Number
     beta1: Number = 0.9
@@ -68,7 +79,18 @@ class Adaptive(ServerOptimizer):
 
 @dataclass(frozen=True)
 class ServerAdam(Adaptive):
-    """FedAdam: `v ← β₂v + (1−β₂)q²`, and the rate `lr·√(1−β₂^τ)/(1−β₁^τ)`, τ = 1 in the first round."""
+    """FedAdam: Adam on the server, with bias correction.
+
+    Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`,
+    `v ← β₂v + (1−β₂)q²`, `w ← w − η·m/(√v + ε)`. m and v start at 0, and the rate in the τ-th round is
+    `η = lr·√(1−β₂^τ)/(1−β₁^τ)`.
+
+    Args:
+        lr: The server's learning rate.
+        beta1: The decay rate β₁ of the first moment.
+        beta2: The decay rate β₂ of the second moment.
+        eps: The constant ε in the denominator.
+    """
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         return self.beta2 * v + (1 - self.beta2) * squared
@@ -79,7 +101,17 @@ class ServerAdam(Adaptive):
 
 @dataclass(frozen=True)
 class ServerYogi(Adaptive):
-    """FedYogi: `v ← v − (1−β₂)·sign(v − q²)·q²`, without bias correction."""
+    """FedYogi: Yogi on the server, without bias correction.
+
+    Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`,
+    `v ← v − (1−β₂)·sign(v − q²)·q²`, `w ← w − lr·m/(√v + ε)`. m and v start at 0.
+
+    Args:
+        lr: The server's learning rate.
+        beta1: The decay rate β₁ of the first moment.
+        beta2: The decay rate β₂ of the second moment.
+        eps: The constant ε in the denominator.
+    """
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         return v - (1 - self.beta2) * torch.sign(v - squared) * squared
@@ -87,7 +119,17 @@ class ServerYogi(Adaptive):
 
 @dataclass(frozen=True)
 class ServerAdagrad(Adaptive):
-    """FedAdagrad: `v ← v + q²`, without bias correction (and without β₂)."""
+    """FedAdagrad: Adagrad on the server, without bias correction.
+
+    Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `v ← v + q²`,
+    `w ← w − lr·m/(√v + ε)`. m and v start at 0.
+
+    Args:
+        lr: The server's learning rate.
+        beta1: The decay rate β₁ of the first moment.
+        beta2: Not used.
+        eps: The constant ε in the denominator.
+    """
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         return v + squared

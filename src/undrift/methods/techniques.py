@@ -1,4 +1,7 @@
-"""Cheap techniques for non-IID clients: sign agreement, projection, noise and training at the server."""
+"""Four techniques for non-IID clients: sign agreement, projection, gradient noise and server training.
+
+Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class SignAgreement(Part):
-    """A coordinate is updated only if `|Σᵢ sgn(Δᵢ)| ≥ θ`; elsewhere the update is zero. `threshold=0` is off.
+    """Only coordinates on whose sign enough clients agree are updated. `threshold=0` is FedAvg.
 
-    It masks the update at its place in `+`: after `ServerSGD(momentum=…)` the velocity still gathers all updates.
-    The votes are an upload of their own.
+    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). Where
+    `|Σᵢ sgn(Δᵢ)| < θ`, the update is set to 0. The mask applies to the update at this part's place in the sum: after
+    `ServerSGD(momentum=…)`, the velocity still accumulates all updates. The signs are a separate upload.
+
+    Args:
+        threshold: The threshold θ, in clients.
     """
 
     threshold: Number
@@ -38,9 +45,14 @@ class SignAgreement(Part):
 
 @dataclass(frozen=True)
 class Projection(Part):
-    """After every local step, if `‖w‖₂ > M` (all parameters as one vector): `w ← w·M/‖w‖₂`. `radius=inf` is off.
+    """After every local step, the weights are projected onto a ball. `radius=inf` is FedAvg.
 
-    `center="global"` keeps `w − w₀` in the ball instead, w₀ the weights received.
+    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). If `‖w‖₂ > M`,
+    with all parameters as one vector, `w ← w·M/‖w‖₂`.
+
+    Args:
+        radius: The radius M.
+        center: `"origin"`, or `"global"` for a ball around the weights received, w₀: it bounds `‖w − w₀‖₂`.
     """
 
     radius: Number
@@ -61,7 +73,14 @@ class Projection(Part):
 
 @dataclass(frozen=True)
 class GradientNoise(Part):
-    """Each local step adds `N(0, σ²)` to the gradient, drawn from the client's key. `std=0` is off."""
+    """Each local step adds Gaussian noise, `N(0, σ²)`, to the gradient. `std=0` is FedAvg.
+
+    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The noise is
+    drawn from the client's key.
+
+    Args:
+        std: The standard deviation σ.
+    """
 
     std: Number
 
@@ -72,7 +91,16 @@ class GradientNoise(Part):
 
 @dataclass(frozen=True)
 class ServerTraining(Part):
-    """After aggregation the server trains `epochs` epochs of SGD on its own data (`data.server`)."""
+    """After aggregation, the server trains with SGD on its own data (`data.server`).
+
+    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020).
+
+    Args:
+        lr: The learning rate.
+        epochs: How many epochs per round.
+        batch_size: The batch size; None for all data at once.
+        weight_decay: The weight decay.
+    """
 
     lr: Number
     epochs: int = 1
@@ -87,23 +115,23 @@ class ServerTraining(Part):
 
     def check(self, local: Any, data: Any) -> None:
         if data.server_rows is None:
-            raise UndriftError("ServerTraining needs data at the server: load with server_fraction=0.05, say.")
+            raise UndriftError("ServerTraining needs data at the server; load with server_fraction=0.05, for example.")
 
     def refine(self, params: Tree, server: Server) -> Tree:
         assert server.data is not None
         x, y = server.data
         statistics = tree_map(torch.clone, server.model.tracked)
         for epoch in range(self.epochs):
-            # Fresh permutations, like a client's. Of this part's streams the first half is the model's (dropout), the
-            # second shuffles, the last changes batches.
+            # A new permutation per epoch, as on a client. Of this part's random streams, the first half is for the
+            # model (dropout), the second for shuffling, and the very last for augmentation.
             order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(x)), stable=True)
-            for step, rows in enumerate(order.split(self.batch_size or len(x))):
+            for step, chosen in enumerate(order.split(self.batch_size or len(x))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
 
-                batch = server.augment(x[rows], key.stream_at((1 << 16) - 1)) if server.augment else x[rows]
+                batch = server.augment(x[chosen], key.stream_at((1 << 16) - 1)) if server.augment else x[chosen]
 
-                def loss(params: Tree, batch: Tensor = batch, rows: Tensor = rows, key: Key = key) -> Tensor:
-                    return server.loss(server.model.train(params, batch, key, statistics), y[rows]).mean()
+                def loss(params: Tree, batch: Tensor = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:
+                    return server.loss(server.model.train(params, batch, key, statistics), y[chosen]).mean()
 
                 g = ordinary_gradient(loss, params)
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)

@@ -1,8 +1,4 @@
-"""Better targets for penalties: a temporal ensemble of the global models in place of the last one.
-
-`T̂ ← (1−β)·G_t + β·T̂` over the global models as rounds leave them, `T = T̂/(1 − β^t)`; before the first round is over
-the target is the starting model.
-"""
+"""Targets for proximal penalties: an average of the global models in place of the last one."""
 
 from __future__ import annotations
 
@@ -20,7 +16,15 @@ from undrift.tree import Tree, tree_map, tree_zeros
 
 @dataclass(frozen=True)
 class TemporalEnsemble:
-    """A `target` for `FedProx` and `FedCL`. `beta=0` is the plain method."""
+    """A `target` for `FedProx` and `FedCL`: a moving average of the global models. `beta=0` is the plain method.
+
+    Zhu and Ye, *Towards More Efficient Federated Learning with Better Optimization Objects* (2021).
+    `T̂ ← (1−β)·G_t + β·T̂` over the global models G_t after each round, and the target is `T = T̂/(1 − β^t)`. In the
+    first round it is the initial model.
+
+    Args:
+        beta: The decay rate β.
+    """
 
     beta: Number
 
@@ -40,9 +44,9 @@ class TemporalEnsemble:
 
 
 class Targeted(Part):
-    """A part whose penalty pulls towards `target`: the weights received, or what a temporal ensemble gives.
+    """A part whose penalty pulls towards the weights received, or towards a temporal ensemble.
 
-    Parts that inherit this have a field `target`, and take the anchor from `self.anchor(client)`.
+    Subclasses have a field `target`, and get the weights to pull towards from `self.anchor(client)`.
     """
 
     target: TemporalEnsemble | None

@@ -1,4 +1,4 @@
-"""Models by name: `ud.models.get("mlp", classes=10, shape=(1, 8, 8))`. Any `nn.Module` serves instead."""
+"""Models by name: `ud.models.get("mlp", classes=10, shape=(1, 8, 8))`. Any other `nn.Module` can be trained too."""
 
 from __future__ import annotations
 
@@ -36,18 +36,37 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "gru": gru_reader,
     "lstm": lstm_reader,
 }
-"""By name, a function of `(classes, shape, …)`: of `vocabulary` too where it reads tokens; the rest are its options."""
+"""Functions of `(classes, shape, …)` by name. Those that read tokens also take `vocabulary`; the rest are options."""
 
 FROM_DATA = ("classes", "shape", "vocabulary", "seed")
-"""What a model is given by the data and the run, and no option."""
+"""Arguments that come from the data and the run, so they are not options."""
 
 
 def get(
     name: str, *, classes: int, shape: Sequence[int], seed: int = 0, vocabulary: int | None = None, **options: Any
 ) -> nn.Module:
-    """A fresh model for samples of `shape` (no batch axis) with `classes` outputs; `seed` decides its weights.
+    """A new model by name.
 
-    `vocabulary` is how many different tokens a sample may hold; only models that read tokens look at it.
+    Example:
+        >>> import undrift as ud
+        >>> model = ud.models.get("mlp", classes=10, shape=(1, 8, 8), hidden=32)
+        >>> model(torch.zeros(5, 1, 8, 8)).shape
+        torch.Size([5, 10])
+
+    Args:
+        name: One of `undrift list models`.
+        classes: The number of outputs.
+        shape: The shape of a sample, without the batch axis.
+        seed: Decides the initial weights.
+        vocabulary: How many different tokens samples contain, for models that read tokens.
+        **options: The model's own options.
+
+    Returns:
+        The model, on the CPU. torch's global random state is neither read nor changed.
+
+    Raises:
+        UndriftError: If there is no such model or option, if the model cannot take samples of this shape, or if its
+            parameters would not fit into memory.
     """
     check_options(name, options)
     tokens = {"vocabulary": vocabulary} if "vocabulary" in inspect.signature(MODELS[name]).parameters else {}
@@ -60,17 +79,17 @@ def get(
 
 
 def known(name: str) -> Callable[..., nn.Module]:
-    """The function that makes the model of this name."""
+    """The function that builds the model of this name."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name]
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuse options that the model of this name does not have, and values that it cannot take."""
+    """Raise for options that the model of this name does not have, and for values of the wrong type."""
     taken = inspect.signature(known(name)).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        return  # a user's function that looks at them itself
+        return  # a user's function, which checks its options itself
     defaults = {n: p.default for n, p in taken.items() if n not in FROM_DATA}
     listed = f"its options are {', '.join(defaults)}" if defaults else "it has none"
     for option, given in options.items():
@@ -80,7 +99,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
             close = nearest(option, defaults)
             hint = f" (did you mean {close!r}?)" if close else ""
             raise UndriftError(f'The model "{name}" has no option {quoted(option)}{hint}; {listed}.')
-        ours = known(name).__module__.startswith("undrift.")  # a user's function knows what its options may be
+        ours = known(name).__module__.startswith("undrift.")  # a user's function checks its options itself
         switch, count = isinstance(defaults[option], bool), isinstance(defaults[option], int)
         if ours and count and not (isinstance(given, bool) if switch else _counts(given)):
             kind = "True or False" if switch else "a whole number from 1"
@@ -88,9 +107,9 @@ def check_options(name: str, options: dict[str, Any]) -> None:
 
 
 def _check_size(name: str, make: Callable[[], nn.Module]) -> None:
-    """Refuse one of our models whose parameters alone would not fit into this machine's memory."""
+    """Raise if the parameters of one of our models would not fit into this machine's memory."""
     if not MODELS[name].__module__.startswith("undrift."):
-        return  # a user's function may not take a device without memory
+        return  # a user's function may not work on the meta device
     try:
         with torch.device("meta"):
             needed = sum(p.numel() * p.element_size() for p in make().parameters())
@@ -104,7 +123,7 @@ def _check_size(name: str, make: Callable[[], nn.Module]) -> None:
 
 
 def _memory() -> int:
-    """The machine's memory in bytes, or 0 where the system does not say."""
+    """The machine's memory in bytes, or 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -116,12 +135,26 @@ def _counts(x: Any) -> bool:
 
 
 def register_model(name: str, function: Callable[..., Any]) -> None:
-    """Give a model a name that experiment files know: `function(classes, shape, **options)` makes it."""
+    """Give a model a name that `ud.train` and experiment files know.
+
+    Example:
+        >>> import undrift as ud
+        >>> def one_layer(classes, shape):
+        ...     return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), classes))
+        >>> ud.register_model("one_layer", one_layer)
+        >>> ud.models.get("one_layer", classes=3, shape=(1, 2, 2))(torch.zeros(5, 1, 2, 2)).shape
+        torch.Size([5, 3])
+
+    Args:
+        name: The name; it replaces a registered model of the same name.
+        function: A function of `(classes, shape, **options)` that returns an `nn.Module`. With a parameter
+            `vocabulary` it is also given the number of different tokens.
+    """
     MODELS[name] = function
 
 
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
-    """`vgg9` or `vgg9(dropout=False)`: a model's name and its options."""
+    """A model's name and options, from a string such as `vgg9` or `vgg9(dropout=False)`."""
     if "(" not in text:
         return text, {}
     name, options = parse(text, "model", {name: partial(_named, name) for name in MODELS}, "vgg9(dropout=False)")

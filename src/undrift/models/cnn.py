@@ -10,11 +10,11 @@ from torch import nn
 from undrift.errors import UndriftError
 
 
-def pictures(model: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
-    """Channels, height and width of samples that are pictures, refused where `model` cannot take them."""
+def image_shape(model: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
+    """Channels, height and width of images; raises if `shape` is not an image's, or too small for `model`."""
     if len(shape) != 3 or min(shape[1:]) < least:
         raise UndriftError(
-            f'The model "{model}" needs pictures of channels × height × width, at least {least}×{least}, '
+            f'The model "{model}" needs images of channels × height × width, at least {least}×{least}, '
             f"not samples of shape {shape}."
         )
     channels, height, width = shape
@@ -30,15 +30,15 @@ def two_convolutions(
     paddings: tuple[int, int],
     hidden: Sequence[int],
 ) -> nn.Module:
-    """The network that all of these are, and LeNet-5 too."""
+    """Two convolutions with ReLU and max-pooling, then linear layers: all networks of this file, and LeNet-5."""
 
     def left(side: int) -> int:
-        """What the convolutions and poolings leave of a picture's side."""
+        """The height or width after all convolutions and poolings."""
         for padding in paddings:
             side = (side + 2 * padding - kernel + 1) // 2
         return side
 
-    channels, height, width = pictures(name, shape, next(side for side in itertools.count(1) if left(side) >= 1))
+    channels, height, width = image_shape(name, shape, next(side for side in itertools.count(1) if left(side) >= 1))
     layers: list[nn.Module] = []
     for before, after, padding in zip((channels, widths[0]), widths, paddings, strict=True):
         layers += [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
@@ -55,9 +55,9 @@ def cnn(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def cnn_fedavg(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """5×5 convolutions of 32 and 64 channels that keep a picture's size, hidden layer 512 (McMahan et al., 2017).
+    """5×5 convolutions of 32 and 64 channels with same padding, hidden layer 512 (McMahan et al., 2017).
 
-    It also stands for 2D-LRD's CNN, whose sizes the paper does not give.
+    Also used for the CNN of 2D-LRD, whose sizes the paper does not give.
     """
     return two_convolutions("cnn_fedavg", classes, shape, (32, 64), 5, (2, 2), [512])
 

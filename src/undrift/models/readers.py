@@ -1,4 +1,4 @@
-"""Models that read sequences: a recurrent layer, and a linear one on what it has read."""
+"""Recurrent models: a GRU or LSTM, and a linear layer on its last hidden state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from undrift.errors import UndriftError
 
 
 class Reader(nn.Module):
-    """A recurrent layer that reads a sample step by step, and a linear layer on its last hidden state.
+    """A recurrent layer, and a linear layer on its last hidden state.
 
-    Samples are tokens, or a sequence of features, or a spectrogram 1 × features × time.
+    Samples are tokens, sequences of features, or spectrograms of 1 × features × time.
     """
 
     def __init__(self, rnn: nn.RNNBase, embedding: nn.Embedding | None, classes: int) -> None:
@@ -39,9 +39,9 @@ def gru_reader(
     hidden: int = 256,
     layers: int = 2,
 ) -> nn.Module:
-    """The GRU that reads Shakespeare in the paper on decaying K: embedding 8, two layers of 256, one next character.
+    """The GRU for Shakespeare in the paper on decaying K: embedding 8, two layers of 256, next-character prediction.
 
-    Without a vocabulary, what is read and what comes next are the same characters.
+    Without a vocabulary, inputs are taken from the same characters as outputs.
     """
     if len(shape) == 1 and vocabulary is None:
         vocabulary = classes
@@ -59,8 +59,8 @@ def lstm_reader(
     """An LSTM for words or spectrograms, as in 2D-LRD's experiments, which do not give its sizes."""
     if len(shape) == 1 and vocabulary is None:
         raise UndriftError(
-            f'The model "lstm" reads samples of shape {shape} as tokens, and must know how many different ones there '
-            "are; give models.get a vocabulary."
+            f'The model "lstm" reads samples of shape {shape} as tokens, and needs to know how many different ones '
+            "there are; pass vocabulary to models.get."
         )
     return _reader("lstm", nn.LSTM, classes, shape, vocabulary, embedding, hidden, layers)
 

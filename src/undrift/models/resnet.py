@@ -1,8 +1,8 @@
 """ResNet-20 without batch norm: Fixup initialisation (Zhang, Dauphin and Ma, 2019).
 
-With L residual blocks of m = 2 convolutions each, the first convolution of a block starts as He's, times
-L^(−1/(2m−2)) = L^(−1/2); its last one and the classifier start at zero. A multiplier a block and a scalar bias before
-every convolution and activation do what else batch norm would.
+With L residual blocks of m = 2 convolutions each, the first convolution of a block has He's initialisation times
+L^(−1/(2m−2)) = L^(−1/2); its last one and the classifier start at zero. One multiplier per block and a scalar bias
+before every convolution and activation replace those of batch norm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.models.cnn import pictures
+from undrift.models.cnn import image_shape
 
 BLOCKS = 9
 
@@ -22,8 +22,8 @@ BLOCKS = 9
 class Block(nn.Module):
     """`relu(scale·conv2(relu(conv1(x + b₁ₐ) + b₁ᵦ) + b₂ₐ) + b₂ᵦ + x)`.
 
-    Where a block halves the picture and doubles the channels, every second pixel of x goes past it, and zeros fill up
-    the channels, as in the authors' networks for CIFAR.
+    Where a block halves the resolution and doubles the channels, its shortcut takes every second pixel of x and pads
+    the channels with zeros, as in the authors' networks for CIFAR.
     """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -64,6 +64,6 @@ class ResNet20(nn.Module):
 
 
 def resnet20(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """The residual network for CIFAR (He et al., 2016) of three stages with 16, 32 and 64 channels, by Fixup."""
-    channels, _, _ = pictures("resnet20", shape, 1)
+    """The residual network for CIFAR (He et al., 2016) of three stages with 16, 32 and 64 channels, with Fixup."""
+    channels, _, _ = image_shape("resnet20", shape, 1)
     return ResNet20(channels, classes)

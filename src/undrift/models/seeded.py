@@ -1,4 +1,4 @@
-"""Weights from a generator of their own: torch's global one is neither read nor changed, in any thread."""
+"""Initialize weights from a separate generator: torch's global one is neither read nor changed, in any thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from undrift.errors import UndriftError
 
 
 class Seeded(TorchDispatchMode):
-    """Inside it, and in this thread alone, what torch draws on a CPU comes from a generator seeded with `seed`.
+    """A context in which torch's CPU draws, in this thread only, come from a generator seeded with `seed`.
 
-    Layers initialize themselves with the same numbers as after `torch.manual_seed(seed)`.
+    Layers get the same weights as after `torch.manual_seed(seed)`.
     """
 
     def __init__(self, seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from undrift.models.cnn import pictures
+from undrift.models.cnn import image_shape
 
 
 def vgg9(classes: int, shape: tuple[int, ...], dropout: bool = True) -> nn.Module:
@@ -13,7 +13,7 @@ def vgg9(classes: int, shape: tuple[int, ...], dropout: bool = True) -> nn.Modul
     Its dropout is that of NIID-Bench (Li et al., 2022), which the paper cites; the paper itself mentions none. Weights
     start Kaiming-uniform in convolutions and Xavier-normal in linear layers, biases at zero.
     """
-    channels, height, width = pictures("vgg9", shape, 8)
+    channels, height, width = image_shape("vgg9", shape, 8)
     layers: list[nn.Module] = []
     for i, (first, second) in enumerate([(32, 64), (128, 128), (256, 256)]):
         layers += [nn.Conv2d(channels, first, 3, padding=1), nn.ReLU()]
@@ -35,5 +35,5 @@ def vgg9(classes: int, shape: tuple[int, ...], dropout: bool = True) -> nn.Modul
 
 
 def _drop(layer: nn.Module, wanted: bool) -> nn.Module:
-    """With something in its place, the layers after it have the same names with dropout and without."""
+    """The layer, or an `Identity` in its place: parameters then have the same names with and without dropout."""
     return layer if wanted else nn.Identity()

@@ -1,4 +1,4 @@
-"""The command: `undrift reproduce`, or `python -m undrift.reproduce` where only torch, numpy and safetensors are."""
+"""The command `undrift reproduce`; `python -m undrift.reproduce` needs only torch, numpy and safetensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ QUICK = Path("runs", "reproduce-quick")
 
 DESCRIPTION = """Run the experiments of the papers again, and print their numbers beside ours.
 
-  undrift reproduce fednlr --table table-1          one table, as many cells as are left
+  undrift reproduce fednlr --table table-1          the remaining cells of one table
   undrift reproduce --budget 9m                     the most valuable cells of all papers, for nine minutes
-  undrift reproduce --list                          what is done, what remains, and what it takes
+  undrift reproduce --list                          what is done, what remains, and how long it takes
   undrift reproduce all --quick                     everything, scaled down to a minute on a CPU
 """
 
@@ -50,20 +50,20 @@ def parser() -> argparse.ArgumentParser:
         "--archive",
         type=Path,
         metavar="FILE",
-        help="put what this call finished into FILE, and the rest into parts-FILE",
+        help="pack the results of this call into FILE, and unfinished cells into parts-FILE",
     )
-    add("--unpack", type=Path, metavar="FILE", help="take in such an archive")
+    add("--unpack", type=Path, metavar="FILE", help="add the contents of such an archive")
     add("--page", type=Path, metavar="FILE", help="write the page that shows all results: docs/papers.md")
     add("--device", default="auto", help="cpu, cuda, cuda:1; by default a GPU if there is one")
-    add("--processes", type=int, help="cells at a time (4 on a GPU, where each takes its share of it; else 1)")
+    add("--processes", type=int, help="cells at a time (4 on a GPU, which they share; else 1)")
     return found
 
 
 def duration(text: str) -> float:
-    """`9m` as seconds."""
+    """A duration such as `9m`, in seconds."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?", text.strip())
     if not found:
-        raise argparse.ArgumentTypeError(f"write {text!r} as 9m, 30s or 2h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; write it like 9m, 30s or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
 
 
@@ -88,7 +88,7 @@ def command(asked: argparse.Namespace) -> int:
         return 0
     if asked.unpack:
         taken = unpack(asked.unpack, out, parts)
-        print(f"{len(taken)} results taken from {asked.unpack}")
+        print(f"{len(taken)} results added from {asked.unpack}")
         return 0
     if asked.page:
         from undrift.reproduce import page
@@ -127,7 +127,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     if asked.child:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        # Such small models gain nothing from more threads.
+        # Scaled-down models are too small to gain from more threads.
         with threads(1 if asked.quick else None), stopping() as runner.stop:
             if asked.cell:
                 runner.one(catalogue.cell(asked.cell, asked.quick))
@@ -157,7 +157,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
 
 
 def _end_with_parent() -> None:
-    """However the parent ends, its end of this pipe is closed then."""
+    """End this process with its parent: the pipe is closed however the parent ends."""
     sys.stdin.read()
     os._exit(1)
 
@@ -182,7 +182,7 @@ def prepare(tables: list[Table], folder: Path) -> int:
 
 
 def listing(tables: list[Table], results: Results, parts: Path, cells: bool, device: str) -> str:
-    """Per table, what is done, what remains and what that takes; then what comes next."""
+    """Per table, what is done, what remains and how long that takes; then the next cells."""
     from undrift.reproduce import work
     from undrift.reproduce.queue import Costs, ordered
 
@@ -215,7 +215,7 @@ def _state(cell: Cell, results: Results, parts: Path) -> str:
 
 
 def experiment_file(cell: Cell) -> str:
-    """The cell as a file for `undrift run`; what only the runner does stands in comments."""
+    """The cell as a file for `undrift run`; options that only the runner has are comments."""
     from undrift.training.record import line
 
     lines = [f"# {cell.key}"]

@@ -1,7 +1,7 @@
 """Data sets as arrays in small files, for machines where only torch, numpy and safetensors are installed.
 
-`prepare` writes what undrift's cache has of a data set in pieces of at most 60 MiB, with an index; `use` makes the data
-sets of such a folder known to `ud.load`, which then gives the same clients as from the original files.
+`prepare` writes a data set's decoded arrays in files of at most 60 MiB, with an index; `use` registers the data sets of
+such a folder with `ud.load`, which then returns the same clients as from the original files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from undrift.errors import UndriftError
 from undrift.files import digest, replacing, verify, write_text
 
 PIECE = 60 * 2**20 - 2**16
-"""Bytes of data in a file, which has a short header too."""
+"""Bytes of data in a file, in addition to its short header."""
 
 
 def prepare(names: Iterable[str], folder: Path, piece: int = PIECE) -> list[Path]:
@@ -37,14 +37,14 @@ def prepare(names: Iterable[str], folder: Path, piece: int = PIECE) -> list[Path
             shapes = {
                 key: [str(array.dtype).removeprefix("torch."), list(array.shape)] for key, array in arrays.items()
             }
-            told = {"notes": notes, "arrays": shapes, "files": {file.name: digest(file) for file in files}}
-            write_text(index, json.dumps(told))
+            contents = {"notes": notes, "arrays": shapes, "files": {file.name: digest(file) for file in files}}
+            write_text(index, json.dumps(contents))
         written += [index, *(folder / file for file in json.loads(index.read_text())["files"])]
     return written
 
 
 def _write(name: str, arrays: dict[str, Tensor], folder: Path, piece: int) -> list[Path]:
-    """The arrays' rows, one after another, in as few files as hold them."""
+    """Write the arrays, cut along their first axis, into as few files as possible."""
     files: list[Path] = []
     waiting: dict[str, Tensor] = {}
     room = piece
@@ -63,15 +63,15 @@ def _write(name: str, arrays: dict[str, Tensor], folder: Path, piece: int) -> li
         while begin < len(array):
             if room < size:
                 flush()
-            rows = min(len(array) - begin, max(1, room // size))
-            waiting[f"{key}/{begin}"] = array[begin : begin + rows].clone()
-            begin, room = begin + rows, room - rows * size
+            count = min(len(array) - begin, max(1, room // size))
+            waiting[f"{key}/{begin}"] = array[begin : begin + count].clone()
+            begin, room = begin + count, room - count * size
     flush()
     return files
 
 
 def use(folder: Path) -> list[str]:
-    """Make the data sets of a prepared folder known; each is read when it is first loaded. Returns their names."""
+    """Register the data sets of a prepared folder; each is read on first use. Returns their names."""
     found = sorted(file.stem for file in folder.glob("*.json"))
     if not found:
         raise UndriftError(f"{folder} has no prepared data; `undrift reproduce --prepare {folder}` writes them.")
@@ -81,19 +81,19 @@ def use(folder: Path) -> list[str]:
 
 
 def _source(folder: Path, name: str) -> Source:
-    told = json.loads((folder / f"{name}.json").read_text())
-    pieces: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in told["arrays"]}
-    for file, expected in told["files"].items():
+    index = json.loads((folder / f"{name}.json").read_text())
+    pieces: dict[str, list[tuple[int, Tensor]]] = {key: [] for key in index["arrays"]}
+    for file, expected in index["files"].items():
         if not (folder / file).exists():
-            raise UndriftError(f"{folder / file} is missing: a piece of {name}. Copy it there.")
+            raise UndriftError(f"{folder / file} is missing, a piece of {name}; copy it there.")
         verify(folder / file, expected)
-        for entry, rows in load_file(folder / file).items():
+        for entry, piece in load_file(folder / file).items():
             key, _, begin = entry.rpartition("/")
-            pieces[key].append((int(begin), rows))
+            pieces[key].append((int(begin), piece))
     arrays = {
-        key: torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])]) for key, parts in pieces.items()
+        key: torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])]) for key, parts in pieces.items()
     }
-    for key, (dtype, shape) in told["arrays"].items():
+    for key, (dtype, shape) in index["arrays"].items():
         if [str(arrays[key].dtype).removeprefix("torch."), list(arrays[key].shape)] != [dtype, shape]:
-            raise UndriftError(f"{folder / name} is damaged: its array {key!r} is not as its index says.")
-    return sources.RECIPES[name].open(arrays, told["notes"])
+            raise UndriftError(f"{folder / name} is damaged: its array {key!r} does not match its index.")
+    return sources.RECIPES[name].open(arrays, index["notes"])

@@ -1,8 +1,8 @@
-"""The papers' experiments as files: tables of cells, the figures that are read off them, and the claims they carry.
+"""The papers' experiments, read from files: tables of cells, the figures taken from them, and the papers' claims.
 
-A paper's file has settings for all its experiments under `experiment`, in the words of experiment files, and any number
-of tables. A table's cells are its columns × rows × seeds; the settings of table, column and row are merged, in that
-order. `quick` holds what is changed for a scaled-down run on a CPU.
+A paper's file has settings for all its experiments under `experiment`, with the keys of experiment files, and any
+number of tables. A table's cells are its columns × rows × seeds; the settings of table, column and row are merged, in
+that order. `quick` has the changes for a scaled-down run on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A number read off a cell's curve, with what the paper has for it.
+    """A number taken from a cell's curve, with the published one.
 
     `take`: "last" (mean of the last `rounds` evaluations), "at" (the value after `rounds` rounds), "best", "least",
     "reach" (the first round at `target` or above), or "peak" (the highest point of the curve averaged over seeds).
@@ -42,11 +42,11 @@ class Figure:
     """Whether less is better."""
     digits: int = 1
     smooth: int = 1
-    """Average over so many evaluations first."""
+    """Average over this many evaluations first."""
     calculated: bool = False
-    """Whether what stands under `published` is an expectation that we calculated; the paper prints none."""
+    """Whether `published` has values that we calculated, since the paper prints none."""
     published: dict[str, list[str]] = field(default_factory=dict)
-    """By row, one entry per column: "72.66 (0.20)", value and spread; "" where the paper has none."""
+    """By row, one entry per column: "72.66 (0.20)", value and standard deviation; "" if the paper has none."""
 
     @property
     def scale(self) -> float:
@@ -63,13 +63,13 @@ class Cell:
     row: str
     variant: str
     settings: Settings
-    """An experiment file's content, the seed included."""
+    """The contents of an experiment file, including the seed."""
     options: Settings
-    """What the runner is told beside it: `kind`, `samples`, `keep`, `training_loss`."""
+    """Options for the runner: `kind`, `samples`, `keep`, `training_loss`."""
     minutes: float | None = None
-    """What it takes on one H200 by estimate, before any cell of its kind has been measured."""
+    """The estimated time on one H200, used until a similar cell has been measured."""
     share: float = 1.0
-    """The part of a GPU that it keeps busy."""
+    """The share of a GPU that it uses."""
     quick: bool = False
 
     @property
@@ -78,15 +78,15 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in commands, and its place below the results' folder."""
-        words = [self.paper, self.table, self.variant, self.column, self.row]
-        return "/".join(slug(word) for word in words if word) + f"/{self.seed}"
+        """Its name in commands, and its path in the folder of results."""
+        names = [self.paper, self.table, self.variant, self.column, self.row]
+        return "/".join(slug(name) for name in names if name) + f"/{self.seed}"
 
     @cached_property
     def digest(self) -> str:
-        """Of all that decides what comes out. Cells of different tables with the same settings share their result."""
-        told = json.dumps([self.settings, self.options, self.quick], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        """A digest of all settings. Cells of different tables with the same settings share their result."""
+        spec = json.dumps([self.settings, self.options, self.quick], sort_keys=True)
+        return hashlib.sha256(spec.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class Table:
     figures: list[Figure]
     cells: list[Cell]
     standins: dict[str, str]
-    """By column, the data that stand in for the paper's."""
+    """By column, the data that replace the paper's."""
     note: str = ""
     drawing: dict[str, Any] | None = None
-    """How to draw it, where it is a figure."""
+    """How to draw it, if it is a figure."""
     variants: list[str] = field(default_factory=list)
-    """Settings that the paper leaves open, in the order of preference; see `calibration`."""
+    """Choices for settings that the paper leaves open, in order of preference; see `calibration`."""
     calibration: dict[str, Any] | None = None
-    """`row`, `column`, `figure` and the value that it must reach for a variant to be used."""
+    """The `row`, `column` and `figure` by which a variant is chosen, and the value that it `reaches`."""
 
     def at(self, column: str, row: str, variant: str | None = None) -> list[Cell]:
         return [
@@ -127,12 +127,12 @@ class Paper:
 
 
 def slug(text: str) -> str:
-    """A file's name that can be typed: "CIFAR-10, Shards(2)" is cifar-10-shards-2."""
+    """A simple file name: "CIFAR-10, Shards(2)" becomes cifar-10-shards-2."""
     return re.sub(r"[^a-z0-9.+=]+", "-", text.lower()).strip("-.")
 
 
 def merge(*layers: Settings) -> Settings:
-    """Nested settings laid over one another; an empty string removes a key."""
+    """Merge nested settings; later ones take precedence, and an empty string removes a key."""
     merged: Settings = {}
     for layer in layers:
         for name, value in layer.items():
@@ -145,13 +145,13 @@ def merge(*layers: Settings) -> Settings:
     return merged
 
 
-def filled(value: Any, words: dict[str, str]) -> Any:
-    """The settings with each `<word>` in their strings replaced by what `with` has for it."""
+def filled(value: Any, values: dict[str, str]) -> Any:
+    """The settings with each `<name>` in their strings replaced by its value from `with`."""
     if isinstance(value, dict):
-        return {key: filled(inner, words) for key, inner in value.items()}
+        return {key: filled(inner, values) for key, inner in value.items()}
     if isinstance(value, list):
-        return [filled(inner, words) for inner in value]
-    return re.sub(r"<(\w+)>", lambda found: words[found[1]], value) if isinstance(value, str) else value
+        return [filled(inner, values) for inner in value]
+    return re.sub(r"<(\w+)>", lambda found: values[found[1]], value) if isinstance(value, str) else value
 
 
 @cache
@@ -165,28 +165,28 @@ def read(file: Path, quick: bool = False) -> Paper:
     with file.open("rb") as opened:
         content = tomllib.load(opened)
     name = file.stem
-    tables = {key: _table(name, content, key, told, quick) for key, told in content["tables"].items()}
+    tables = {key: _table(name, content, key, spec, quick) for key, spec in content["tables"].items()}
     return Paper(name, content["number"], content["title"], tables, content.get("claims", []))
 
 
-def _table(paper: str, content: Settings, name: str, told: Settings, quick: bool) -> Table:
-    columns: dict[str, Settings] = told.get("columns", {"": {}})
-    rows: dict[str, Settings] = told["rows"]
-    seeds: list[int] = told["seeds"]
-    variants: dict[str, Settings] = told.get("variants", {"": {}})
+def _table(paper: str, content: Settings, name: str, spec: Settings, quick: bool) -> Table:
+    columns: dict[str, Settings] = spec.get("columns", {"": {}})
+    rows: dict[str, Settings] = spec["rows"]
+    seeds: list[int] = spec["seeds"]
+    variants: dict[str, Settings] = spec.get("variants", {"": {}})
     small: list[Settings] = []
     if quick:
-        own = dict(told.get("quick", {}))
+        own = dict(spec.get("quick", {}))
         columns = {key: columns[key] for key in own.pop("columns", list(columns)[:1])}
         rows = {key: rows[key] for key in own.pop("rows", list(rows))}
         seeds, variants = seeds[:1], dict(list(variants.items())[:1])
-        plain = {"engine": "plain"}  # tracing would take longer than so few steps
+        plain = {"engine": "plain"}  # tracing would take longer than these few steps
         small = [plain, content.get("quick", {}), own]
     cells = []
     for variant, changed in variants.items():
         for column, setting in columns.items():
             for row, method in rows.items():
-                layers = [content.get("experiment", {}), told.get("experiment", {}), changed, setting, method]
+                layers = [content.get("experiment", {}), spec.get("experiment", {}), changed, setting, method]
                 whole = merge(*layers, *small)
                 whole = filled(whole, whole.pop("with", {}))
                 options = whole.pop("run", {})
@@ -196,17 +196,17 @@ def _table(paper: str, content: Settings, name: str, told: Settings, quick: bool
                 for seed in seeds:
                     settings = {**whole, "seed": seed}
                     cells.append(Cell(paper, name, column, row, variant, settings, options, minutes, share, quick))
-    standin = {key: setting.get("standin", told.get("standin", "")) for key, setting in columns.items()}
-    figures = [Figure(**figure) for figure in told.get("figures", [])]
+    standin = {key: setting.get("standin", spec.get("standin", "")) for key, setting in columns.items()}
+    figures = [Figure(**figure) for figure in spec.get("figures", [])]
     return Table(
-        paper, name, told["title"], list(columns), list(rows), seeds, figures, cells,
-        {key: text for key, text in standin.items() if text}, told.get("note", ""), told.get("drawing"),
-        [] if list(variants) == [""] else list(variants), told.get("calibration"),
+        paper, name, spec["title"], list(columns), list(rows), seeds, figures, cells,
+        {key: text for key, text in standin.items() if text}, spec.get("note", ""), spec.get("drawing"),
+        [] if list(variants) == [""] else list(variants), spec.get("calibration"),
     )  # fmt: skip
 
 
 def select(paper: str = "all", table: str | None = None, quick: bool = False) -> list[Table]:
-    """The tables that are asked for: of a paper by name or number, or of all; by the name of a table or figure."""
+    """The selected tables: of one paper, by name or number, or of all; all of them, or one by name."""
     known = papers(quick)
     chosen = list(known.values())
     if paper != "all":
@@ -235,6 +235,6 @@ def cells(tables: Iterable[Table]) -> Iterator[Cell]:
 
 
 def value_of(published: str) -> tuple[float, float | None] | None:
-    """ "72.66 (0.20)" as a pair, the second None where no spread is given; None where nothing is published."""
+    """The pair of numbers in "72.66 (0.20)"; the second is None if it is missing. None if nothing is published."""
     found = re.fullmatch(r"\s*(-?[0-9.]+)\s*(?:\(([0-9.]+)\))?\s*", published)
     return (float(found[1]), float(found[2]) if found[2] else None) if found else None

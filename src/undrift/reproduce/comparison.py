@@ -1,4 +1,4 @@
-"""A table line by line, published beside ours; and as plain text for a terminal."""
+"""Tables with published numbers and ours, line by line, and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _data(cell: Cell, standin: bool) -> str:
 
 
 def _printed(text: str, which: Figure) -> str:
-    """ "72.66 (0.20)" as 72.66 ± 0.20, with the paper's digits."""
+    """ "72.66 (0.20)" as 72.66 ± 0.20, with the digits as printed."""
     known, mark = value_of(text), " (calculated)" if which.calculated and text else ""
     if known is None or known[1] is None:
         return text.strip() + mark

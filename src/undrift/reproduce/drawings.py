@@ -1,4 +1,4 @@
-"""The papers' figures, redrawn from results as SVG files that are the same, byte for byte, for the same results."""
+"""The papers' figures, drawn from results as SVG files; the same results give the same bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WIDTH = 8.0
 ACROSS = 3
 """Panels side by side."""
 PATHS = ("model", "target")
-"""Columns of points, of a path that names no others."""
+"""The default columns of a path, which hold points."""
 Runs = dict[str, list[Result]]
 
 
 def drawable(table: Table, results: Results) -> bool:
-    """Whether the table is to be drawn and any of its runs has something to draw."""
+    """Whether the table has a drawing and any of its runs has data for it."""
     return table.drawing is not None and any(runs for runs in _panels(table, results).values())
 
 
@@ -61,7 +61,7 @@ def paint(table: Table, results: Results) -> Any:
         for place, (axes, (column, runs)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
             {"curves": _curves, "layers": _layers, "path": _path}[drawing["kind"]](axes, runs, table)
             if column:
-                axes.set_title(_plain(column))
+                axes.set_title(_escaped(column))
             if place % across and drawing["kind"] != "path":
                 axes.set_ylabel("")
         _legend(figure, grid.flat[: len(panels)])
@@ -75,7 +75,7 @@ def _style(table: Table) -> Any:
 
 
 def _panels(table: Table, results: Results) -> dict[str, Runs]:
-    """By column and row, the runs to draw, of the variant that the table uses."""
+    """The runs to draw, by column and row, for the variant that the table uses."""
     drawing, variant = table.drawing, chosen_variant(table, results)
     if drawing is None or variant is None:
         return {}
@@ -90,7 +90,7 @@ def _panels(table: Table, results: Results) -> dict[str, Runs]:
 
 
 def _names(drawing: dict[str, Any]) -> list[str]:
-    """The columns of the curve that are drawn."""
+    """The columns of the curve to draw."""
     if "column" in drawing:
         return [drawing["column"]]
     return list(drawing.get("columns", PATHS))
@@ -101,14 +101,14 @@ def _has(run: Result, drawing: dict[str, Any]) -> bool:
 
 
 def _looks(table: Table, row: str) -> dict[str, Any]:
-    """A row looks the same in every panel."""
+    """The style of a row, the same in every panel."""
     from undrift.tools.report.figures import looks
 
     return looks(table.rows.index(row))
 
 
 def _curves(axes: Any, runs: Runs, table: Table) -> None:
-    """A line per row, the mean over seeds, within a band from the lowest to the highest."""
+    """One line per row, the mean over seeds, with a band from the minimum to the maximum."""
     drawing = table.drawing
     assert drawing is not None
     scale = 100.0 if drawing.get("percent") else 1.0
@@ -128,7 +128,7 @@ def _curves(axes: Any, runs: Runs, table: Table) -> None:
 
 
 def _lines(runs: Runs, table: Table) -> Iterator[tuple[str, dict[str, Any], list[dict[int, float]]]]:
-    """Label, looks and each seed's curve of every line. A column of lists has a line per entry, named by `entry`."""
+    """Label, style and each seed's curve, for every line. A column of lists has a line per entry, named by `entry`."""
     from undrift.tools.report.figures import looks
 
     drawing = table.drawing
@@ -145,7 +145,9 @@ def _lines(runs: Runs, table: Table) -> Iterator[tuple[str, dict[str, Any], list
 
 
 def _layers(axes: Any, runs: Runs, table: Table) -> None:
-    """A group of bars per layer, one per row: the last round's value, mean over seeds, with whiskers to both ends."""
+    """A group of bars per layer, one per row: the mean of the last round's value over seeds, with whiskers for the
+    minimum and maximum.
+    """
     drawing = table.drawing
     assert drawing is not None
     last = {row: [_by_layer(series(run, drawing["column"])[-1][1]) for run in found] for row, found in runs.items()}
@@ -161,7 +163,7 @@ def _layers(axes: Any, runs: Runs, table: Table) -> None:
             axes.bar(x, mean, 0.92 * width, color=_looks(table, row)["color"], label=label)
             if len(values) > 1:
                 axes.vlines(x, min(values), max(values), color="0.2", linewidth=0.8)
-    axes.set_xticks(range(len(layers)), [_plain(layer) for layer in layers])
+    axes.set_xticks(range(len(layers)), [_escaped(layer) for layer in layers])
     if max(map(len, layers)) * len(layers) > 60:
         axes.tick_params(axis="x", labelrotation=60)
     axes.set_xlabel("layer")
@@ -171,14 +173,14 @@ def _layers(axes: Any, runs: Runs, table: Table) -> None:
 
 
 def _by_layer(entry: Any) -> dict[str, float]:
-    """By layer, an entry of a curve that has one; layers of a list are counted from 1."""
+    """The values of one entry by layer; layers of a list are numbered from 1."""
     if isinstance(entry, dict):
         return {str(layer): float(x) for layer, x in entry.items()}
     return {str(number): float(x) for number, x in enumerate(entry, start=1)}
 
 
 def _path(axes: Any, runs: Runs, table: Table) -> None:
-    """A line in the plane per run and column of points, from a ring to a dot."""
+    """One line in the plane per run and column of points, with a ring at its start and a dot at its end."""
     from undrift.tools.report.figures import looks
 
     drawing = table.drawing
@@ -201,13 +203,13 @@ def _path(axes: Any, runs: Runs, table: Table) -> None:
 
 
 def _labelled(row: str, found: list[Result]) -> str:
-    """The row's name, which says when runs diverged."""
+    """The row's name, with a remark if runs diverged."""
     stopped = sum(bool(run.get("stopped")) for run in found)
-    return _plain(row) + (f" ({stopped} of {len(found)} diverged)" if stopped else "")
+    return _escaped(row) + (f" ({stopped} of {len(found)} diverged)" if stopped else "")
 
 
-def _plain(text: str) -> str:
-    """Text in which matplotlib reads no mathematics."""
+def _escaped(text: str) -> str:
+    """Text without matplotlib's mathematical notation."""
     return text.replace("$", r"\$")
 
 

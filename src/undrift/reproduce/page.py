@@ -1,4 +1,4 @@
-"""`docs/papers.md`, written from results alone."""
+"""Writes `docs/papers.md` from the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_JUDGED = "not judged yet"
 
 @dataclass(frozen=True)
 class Place:
-    """Where the page's links lead, as seen from the page."""
+    """The targets of the page's links, relative to the page."""
 
     results: str = f"../{DEFAULT.as_posix()}"
     drawings: str = "papers"
@@ -32,15 +32,15 @@ def page(results_folder: Path, quick: bool = False, place: Place | None = None) 
     """The page for the results in a folder.
 
     Args:
-        results_folder: Holds a JSON file per run.
+        results_folder: A folder with one JSON file per run.
         quick: Whether these are results of scaled-down runs.
-        place: Where links lead, by default those of `docs/papers.md`.
+        place: The targets of links; by default those of `docs/papers.md`.
 
     Returns:
         Markdown.
 
     Raises:
-        UndriftError: If the folder has scaled-down runs beside others, or is not of the kind asked for.
+        UndriftError: If the folder has both scaled-down and full results, or not the kind that `quick` says.
     """
     results = Results(results_folder)
     _check_kind(results, quick)
@@ -57,7 +57,7 @@ def page(results_folder: Path, quick: bool = False, place: Place | None = None) 
 
 
 def write(results_folder: Path, file: Path, quick: bool = False) -> list[Path]:
-    """Write the page, and its drawings into a folder beside it that has the page's name. Returns all files."""
+    """Write the page, and its drawings into a folder of the same name next to it. Returns all files."""
     links = Path(os.path.relpath(results_folder, file.parent)).as_posix()
     text = page(results_folder, quick, Place(links, file.stem))
     results, written = Results(results_folder), [file]
@@ -74,11 +74,11 @@ def _check_kind(results: Results, quick: bool) -> None:
     kinds = {bool(result.get("quick")) for result in results.by_digest.values()}
     if len(kinds) == 2:
         raise UndriftError(
-            f"{results.folder} has scaled-down results beside full ones; a page shows one kind. Keep them apart."
+            f"{results.folder} has both scaled-down and full results, but a page shows one kind; separate them."
         )
     if kinds == {not quick}:
         held, asked = ("full", "scaled-down") if quick else ("scaled-down", "full")
-        raise UndriftError(f"{results.folder} has {held} results, but the page is to show {asked} ones.")
+        raise UndriftError(f"{results.folder} has {held} results, but {asked} ones are asked for.")
 
 
 # ------------------------------------------------------------------------------------------------- the page's opening
@@ -131,7 +131,7 @@ def _rule() -> Iterator[str]:
 
 
 def _cost(papers: list[Paper], results: Results) -> Iterator[str]:
-    """What was run, table by table. A run that serves several tables costs time in the first."""
+    """What was run, by table. The time of a run that several tables share is counted in the first."""
     yield "## What was run"
     counted: set[str] = set()
     total: dict[str, float] = {}
@@ -214,19 +214,19 @@ def _standins(table: Table) -> Iterator[str]:
 
 
 def _variants(table: Table, results: Results, place: Place) -> Iterator[str]:
-    """The calibration runs of all variants, and which variant they select."""
-    told = table.calibration
-    if not table.variants or told is None:
+    """The calibration runs of all variants, and the variant that they select."""
+    calibration = table.calibration
+    if not table.variants or calibration is None:
         return
-    which, column = find(table, told["figure"]), told.get("column", table.columns[0])
+    which, column = find(table, calibration["figure"]), calibration.get("column", table.columns[0])
     lines = []
     for variant in table.variants:
-        cells = table.at(column, told["row"], variant)
+        cells = table.at(column, calibration["row"], variant)
         found = readings.calibrated(table, variant, results)
         runs = [run for cell in cells if (run := results.get(cell)) is not None]
         ours = ours_of(which, found, bool(runs))
         lines.append([_escape(variant), ours, seeds_of(found.seeds, len(cells)), _evidence(runs, place)])
-    where = ", ".join(word for word in (told["row"], column) if word)
+    where = ", ".join(word for word in (calibration["row"], column) if word)
     yield f"The paper leaves settings open. Variants are tried in this order, by the {which.name} of {_escape(where)}:"
     yield _markdown(["variant", which.name, "seeds", "evidence"], lines)
     yield _choice(table, which, results)
@@ -242,21 +242,21 @@ def _unused(table: Table, cell: Cell, column: str, results: Results) -> bool:
 
 
 def _choice(table: Table, which: Figure, results: Results) -> str:
-    told, chosen = table.calibration, chosen_variant(table, results)
-    assert told is not None
-    target = f"{told['reaches']:.{which.digits}f}"
+    calibration, chosen = table.calibration, chosen_variant(table, results)
+    assert calibration is not None
+    target = f"{calibration['reaches']:.{which.digits}f}"
     if chosen is None:
         shown = _escape(table.variants[0])
         return f"No variant is chosen yet, as runs are missing; the table is that of the first, {shown}."
     value = readings.calibrated(table, chosen, results).mean
     sign = -1 if which.lower else 1
-    if value is not None and sign * value >= sign * told["reaches"]:
+    if value is not None and sign * value >= sign * calibration["reaches"]:
         return f"**{_escape(chosen)}** is used: the first that reaches {target}."
     return f"**{_escape(chosen)}** is used: none reaches {target}, and it comes nearest."
 
 
 def _comparison(table: Table, results: Results, place: Place) -> str:
-    """Published beside ours, a line per column, row and figure; a column of which nothing was run has one line."""
+    """Published numbers and ours, one line per column, row and figure; a column without any run has one line."""
     lines = list(lines_of(table, results))
     idle = set(table.columns) - {line.column for line in lines if line.runs} if len(table.rows) > 1 else set()
     settings, several = table.columns != [""], len(table.figures) > 1
@@ -316,7 +316,7 @@ def _command(table: Table) -> str:
 
 
 def _strays(papers: list[Paper], results: Results, place: Place) -> Iterator[str]:
-    """Results of experiments that are no longer in the papers' files: shown, so that none disappears."""
+    """Results of experiments that are no longer in the papers' files, so that none disappears."""
     known = {cell.digest for paper in papers for table in paper.tables.values() for cell in table.cells}
     strays = [result for digest, result in results.by_digest.items() if digest not in known]
     if strays:
@@ -326,7 +326,7 @@ def _strays(papers: list[Paper], results: Results, place: Place) -> Iterator[str
         yield "\n".join(f"- [{_escape(result['cell'])}]({place.results}/{result['file']})" for result in strays)
 
 
-# ------------------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------------------- texts
 
 
 def _anchor(table: Table) -> str:
@@ -338,19 +338,19 @@ def _drawing_name(table: Table) -> str:
 
 
 def _label(table: Table) -> str:
-    """What the paper calls the table, which its title begins with."""
+    """The paper's name for the table, with which its title begins."""
     return _escape(table.title.partition(":")[0])
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown leaves as it is, also in a table."""
+    """Text with Markdown's special characters escaped, also for use in a table."""
     for mark in ("\\", "|", "*", "[", "]"):
         text = text.replace(mark, f"\\{mark}")
     return text.replace("<", "&lt;").replace("\n", " ")
 
 
 def _markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table, without columns that are empty throughout."""
+    """A Markdown table, without empty columns."""
     kept = [i for i in range(len(head)) if any(line[i] for line in lines)]
     rows = [[head[i] for i in kept], ["---" for _ in kept], *([line[i] for i in kept] for line in lines)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,4 +1,4 @@
-"""What cells record beside a run's own history."""
+"""Parts that record more than a run's usual history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class TrainingLoss(Part):
-    """The cohort's mean loss over all its samples, at the weights that it received."""
+    """The cohort's mean loss over all its samples, at the weights received."""
 
     measures: ClassVar[str | None] = "before"
     reads_rates: ClassVar[bool] = False
@@ -39,9 +39,9 @@ class TrainingLoss(Part):
 
 @dataclass(frozen=True)
 class Coordinates(Part):
-    """Two coordinates of each round's update, and how many of all coordinates turn round from one update to the next.
+    """Two coordinates of each round's update, and the share of all coordinates whose sign changes between updates.
 
-    The two are those that the first round moves most in the first tensor.
+    The two coordinates are those of the first tensor that change most in the first round.
     """
 
     def start(self, params: Tree) -> Tree:

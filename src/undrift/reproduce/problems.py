@@ -1,4 +1,4 @@
-"""The papers' small problems, which are no federated run on a data set."""
+"""The papers' small problems, other than federated runs on a data set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def local_work(section: dict[str, Any]) -> Local:
 
 @dataclass(frozen=True)
 class Follow(Part):
-    """Keeps every round's weights, on the host."""
+    """Records every round's weights, on the host."""
 
     path: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Follow(Part):
         return {}
 
 
-# ---- paper 2: a quadratic of one dimension -----------------------------------------------------------------------
+# ---- paper 2: a one-dimensional quadratic -------------------------------------------------------------------------
 
 CLIENTS, START = 10_000, 0.4
 
@@ -68,14 +68,14 @@ def point_loss(output: Tensor, i: Tensor) -> Tensor:
 
 
 def population() -> FederatedDataset:
-    """Clients with i on [1, 3], density ∝ 1/√i, at equal steps of its distribution: i = (1 + u(√3 − 1))²."""
+    """Clients with i in [1, 3], of density ∝ 1/√i, at equidistant quantiles: i = (1 + u(√3 − 1))²."""
     u = (np.arange(CLIENTS) + 0.5) / CLIENTS
     i = torch.tensor((1 + u * (math.sqrt(3) - 1)) ** 2)[:, None]
     return FederatedDataset({"x": torch.zeros(CLIENTS, 1), "y": i}, torch.arange(CLIENTS), np.arange(CLIENTS + 1))
 
 
 def expected(local: dict[str, Any], eta: float, rounds: int) -> list[float]:
-    """The mean of x after every round, exactly: a round moves it by η times the mean over i of what K steps do."""
+    """The exact mean of x after every round: a round moves it by η times the mean over i of the change by K steps."""
     i = population().store["y"][:, 0].numpy()
     work = local_work(local)
     x, path = START, []
@@ -88,7 +88,7 @@ def expected(local: dict[str, Any], eta: float, rounds: int) -> list[float]:
 
 
 def step_fractions(schedule: str, rounds: int) -> Curve:
-    """The share of constant-K steps taken until each fortieth round, counted as a run counts them."""
+    """The share of constant-K steps taken up to every fortieth round, counted as in a run."""
     work = Local(steps=parse_number(schedule), lr=1.0)
     taken = np.cumsum([int(work.step_counts(t, np.array([0]), np.array([1]))[0]) for t in range(rounds)])
     first = int(work.step_counts(0, np.array([0]), np.array([1]))[0])
@@ -100,7 +100,9 @@ def step_fractions(schedule: str, rounds: int) -> Curve:
 
 
 def example(method: str) -> Curve:
-    """Client 1 takes one step with rate 0.5: what becomes of client 2's sample. `method="none"`: before that step."""
+    """Activations and output for client 2's sample after client 1 took one step with rate 0.5; `method="none"` is
+    before that step.
+    """
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)).double()
     third = 1 / 3
     for layer, rows in ((model[0], [[1, third], [third, 1]]), (model[2], [[10 / 9, 2 / 3], [2 / 3, 10 / 9]])):
@@ -118,10 +120,10 @@ def example(method: str) -> Curve:
 
 
 def bound_neurons(given: dict[str, Any], device: torch.device) -> Curve:
-    """How far client 1's training lowers the activations of client 2's bound neurons on client 2's samples.
+    """By how much client 1's training lowers the activations of client 2's bound neurons on client 2's samples.
 
     A neuron of the hidden layer counts as bound to the class on which its mean activation is highest. The model is
-    trained by FedAvg over all clients until it reaches 88% on the test set; then client 1 trains alone, with `method`.
+    trained by FedAvg over all clients until it reaches 88% on the test set; then only client 1 trains, with `method`.
     """
     data: FederatedDataset = given["data"]
     common = {name: given[name] for name in ("model", "local", "seed")} | {"device": str(device)}
@@ -137,10 +139,10 @@ def bound_neurons(given: dict[str, Any], device: torch.device) -> Curve:
     (name, options), shape = parse_model(given["model"]), data[0][0].shape[1:]
     model = get(name, classes=data.outputs, shape=shape, **options)
     model.load_state_dict(follow.path[-1])
-    x, alone = data[1][0], FederatedDataset.from_clients([data[0]])
+    x, only_first = data[1][0], FederatedDataset.from_clients([data[0]])
     by_class = torch.stack([_activations(model, data[client][0]) for client in range(len(data))])
     before, bound = by_class[1], by_class.argmax(0) == 1
-    after = train(**{**common, "model": model}, data=alone, method=given["method"], rounds=1)
+    after = train(**{**common, "model": model}, data=only_first, method=given["method"], rounds=1)
     fall = (before - _activations(after.model, x))[bound]
     mean = float(fall.mean()) if len(fall) else None
     each = [round(one, 4) for one in fall.tolist()]

@@ -1,4 +1,4 @@
-"""Which cells to run, in which order, and what each is expected to take."""
+"""Which cells to run, in which order, and how long each is expected to take."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from undrift.reproduce.readings import chosen_variant
 from undrift.reproduce.results import Results
 
 REFERENCE = "H200"
-"""The GPU for which the files give minutes."""
+"""The GPU to which the files' estimates apply."""
 
 
 def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
-    """The tables' cells that are still to be run, the most valuable first.
+    """The tables' remaining cells, the most valuable first.
 
-    `papers/queue.toml` says which those are; all others follow in the order of the files. Seed by seed, so that every
-    row has its first seed before any has its second. Of a table with variants, only the calibrating row is run until
-    one of them is chosen, and then only that one.
+    `papers/queue.toml` lists the most valuable; all others follow in the order of the files. Seeds are in the outer
+    loop, so that every row has its first seed before any has its second. For a table with variants, only the
+    calibration row is run until a variant is chosen, and then only that variant.
     """
     waiting = [cell for table in tables for cell in _open(table, results) if results.get(cell) is None]
     seen: set[str] = set()
@@ -41,7 +41,7 @@ def _first() -> list[dict[str, Any]]:
 
 
 def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
-    """Whether an entry of `queue.toml` means this cell; what it does not name may be anything."""
+    """Whether an entry of `queue.toml` matches this cell; keys that it does not have match anything."""
     return (
         cell.paper == wanted.get("paper", cell.paper)
         and cell.table == wanted.get("table", cell.table)
@@ -51,7 +51,7 @@ def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
 
 
 def _open(table: Table, results: Results) -> list[Cell]:
-    """The cells that may be run now."""
+    """The cells that can be run now."""
     if not table.variants or table.calibration is None:
         return table.cells
     variant = chosen_variant(table, results)
@@ -75,7 +75,7 @@ class Costs:
         ]
 
     def seconds(self, cell: Cell) -> float | None:
-        """What the cell is expected to take here, by the cells most like it; None where nothing is known."""
+        """The expected time for the cell here, from the most similar cells; None if unknown."""
         for alike in (("paper", "table", "column", "row"), ("paper", "table", "row"), ("paper", "table")):
             same = [
                 seconds / float(other.settings["rounds"])
@@ -87,6 +87,6 @@ class Costs:
         return 60 * cell.minutes if cell.minutes is not None and REFERENCE in self.hardware else None
 
     def total(self, cells: Iterable[Cell]) -> float | None:
-        """Of all these cells, or None where one is unknown."""
+        """The expected time for all these cells; None if one is unknown."""
         found = [self.seconds(cell) for cell in cells]
         return sum(x for x in found if x is not None) if None not in found else None

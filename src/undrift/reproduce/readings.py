@@ -19,14 +19,14 @@ class Measured:
     """Over the seeds that have a value; those that diverged or missed their target have none."""
     std: float | None = None
     seeds: int = 0
-    """How many have finished, also if they diverged or missed their target."""
+    """How many have finished, including those that diverged or missed their target."""
     diverged: int = 0
     missed: int = 0
     """Seeds that never reached the target."""
 
     @property
     def whole(self) -> bool:
-        """Whether every finished seed is in the mean."""
+        """Whether the mean includes every finished seed."""
         return self.mean is not None and not self.diverged and not self.missed
 
 
@@ -37,7 +37,7 @@ def chosen_variant(table: Table, results: Results) -> str | None:
     seeds, is used; if none does, the best of them.
 
     Returns:
-        The variant's name, "" for a table without variants, or None while the runs that decide are missing.
+        The variant's name, "" for a table without variants, or None while calibration runs are missing.
     """
     if not table.variants:
         return ""
@@ -57,11 +57,11 @@ def chosen_variant(table: Table, results: Results) -> str | None:
 
 
 def calibrated(table: Table, variant: str, results: Results) -> Measured:
-    """The figure that decides whether a variant is used. Without a `column`, it is read in the table's first."""
-    told = table.calibration
-    assert told is not None
-    column = told.get("column", table.columns[0])
-    return measured(find(table, told["figure"]), table.at(column, told["row"], variant), results)
+    """The figure by which variants are chosen. Without a `column`, the table's first is used."""
+    calibration = table.calibration
+    assert calibration is not None
+    column = calibration.get("column", table.columns[0])
+    return measured(find(table, calibration["figure"]), table.at(column, calibration["row"], variant), results)
 
 
 def measured(which: Figure, cells: Iterable[Cell], results: Results) -> Measured:
@@ -76,7 +76,7 @@ def measured(which: Figure, cells: Iterable[Cell], results: Results) -> Measured
 
 
 def diverged(which: Figure, result: Result) -> bool:
-    """Whether the run was stopped, or left a figure that is no number."""
+    """Whether the run was stopped, or its figure is not finite."""
     if result.get("stopped"):
         return True
     value = figure(which, result)
@@ -95,7 +95,7 @@ def reading(which: Figure, result: Result) -> float | None:
 
 
 def published(table: Table, which: Figure, column: str, row: str) -> str:
-    """The paper's number as printed, "" where it has none. Scaled-down runs have no counterpart in the paper."""
+    """The paper's number as printed, or "" if it has none, as for scaled-down runs."""
     if quick(table):
         return ""
     entries = which.published.get(row, [])
@@ -117,7 +117,7 @@ def quick(table: Table) -> bool:
 
 
 def shortfall(found: Measured) -> str:
-    """Which seeds have no value, and why; "" where all have one."""
+    """How many seeds have no value, and why; "" if all have one."""
     said = [("diverged", found.diverged), ("not reached", found.missed)]
     return ", ".join(
         word if count == found.seeds else f"{word} ({count} of {found.seeds} seeds)" for word, count in said if count

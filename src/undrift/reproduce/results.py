@@ -1,7 +1,7 @@
-"""What cells left behind: one JSON file each, found by the digest of the cell's settings.
+"""The results of cells: one JSON file each, found by the digest of the cell's settings.
 
-A file holds the settings and their digest, the curve at every evaluated round, and where and how the cell ran. What a
-table shows is computed from curves (`figure`), so that a cell serves every table that has it.
+A file has the settings and their digest, the curve at every evaluated round, and where and how the cell ran. A table's
+numbers are computed from curves (`figure`), so that several tables can use the same cell.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Results:
             result = json.loads(file.read_text(encoding="utf-8"))
             self.by_digest[result["digest"]] = {**result, "file": file.relative_to(self.folder).as_posix()}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UndriftError(f"{file} is no result of a cell ({error}); remove it, and run the cell again.") from None
+            raise UndriftError(f"{file} is not a cell's result ({error}); remove it, and run the cell again.") from None
 
     def get(self, cell: Cell) -> Result | None:
-        """The cell's result, also where another table's cell with the same settings left it."""
+        """The cell's result, which may come from another table's cell with the same settings."""
         return self.by_digest.get(cell.digest)
 
     def add(self, cell: Cell, result: Result) -> Path:
-        """Write a finished cell."""
+        """Write the result of a finished cell."""
         file = self.folder / f"{cell.key}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, render({"cell": cell.key, "digest": cell.digest, **result}))
@@ -51,7 +51,7 @@ class Results:
 
 
 def render(result: Result) -> str:
-    """JSON with a line per entry, and curves on one line each."""
+    """JSON with one line per entry, and one line per column of the curve."""
     lines = []
     for name, value in result.items():
         if name == "curve":
@@ -71,7 +71,7 @@ def series(result: Result, column: str) -> list[tuple[int, float]]:
 
 
 def figure(which: Figure, result: Result) -> float | None:
-    """The figure of one cell, in the units of the paper's table; None where the curve does not have it."""
+    """The figure of one cell, in the units of the paper's table; None if the curve does not have it."""
     points = series(result, which.column)
     if not points:
         return None
@@ -89,11 +89,11 @@ def figure(which: Figure, result: Result) -> float | None:
     if which.take == "reach":
         assert which.target is not None
         return next((float(t) for (t, _), x in zip(points, values, strict=True) if x >= which.target), None)
-    raise UndriftError(f"A figure cannot be taken as {which.take!r}.")
+    raise UndriftError(f"There is no way to take a figure called {which.take!r}.")
 
 
 def over_seeds(which: Figure, results: Iterable[Result]) -> tuple[float, float | None, int] | None:
-    """Mean, standard deviation and number of seeds; "peak" is of the mean curve, and has no deviation."""
+    """Mean, standard deviation and number of seeds; "peak" is that of the mean curve, without a deviation."""
     found = list(results)
     if which.take == "peak" and found:
         curves = [dict(series(result, which.column)) for result in found]
@@ -108,7 +108,7 @@ def over_seeds(which: Figure, results: Iterable[Result]) -> tuple[float, float |
 
 
 def pack(files: Iterable[tuple[str, Path]], archive: Path) -> int:
-    """Write files into one archive, each under its name. Returns how many."""
+    """Write files into one archive, under the given names. Returns how many."""
     count = 0
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
@@ -119,9 +119,9 @@ def pack(files: Iterable[tuple[str, Path]], archive: Path) -> int:
 
 
 def unpack(archive: Path, results: Path, parts: Path) -> list[str]:
-    """Put an archive's results and unfinished parts where they belong. Returns the results' names.
+    """Extract an archive's results and unfinished cells. Returns the names of the results.
 
-    A result that is there already stays as it is.
+    Existing results are not replaced.
     """
     taken = []
     with tarfile.open(archive) as tar:
@@ -129,7 +129,7 @@ def unpack(archive: Path, results: Path, parts: Path) -> list[str]:
             where = PurePosixPath(member.name)
             safe = member.isfile() and ".." not in where.parts and not where.is_absolute() and len(where.parts) > 1
             if not safe or where.parts[0] not in ("results", "parts"):
-                raise UndriftError(f"{archive} holds {member.name!r}, which no archive of results does.")
+                raise UndriftError(f"{archive} contains {member.name!r}, so it is not an archive of results.")
             opened = tar.extractfile(member)
             assert opened is not None
             content = opened.read()

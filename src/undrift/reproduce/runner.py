@@ -1,8 +1,8 @@
-"""Cells from the queue, within a budget of time; on a GPU several side by side.
+"""Runs cells from the queue within a time budget; on a GPU, several at once.
 
-A cell that is not expected to finish in what is left of the budget is not started. When no cell is expected to finish
-any more, one that takes longer than the whole budget is run in part, and goes on from its checkpoint the next time. The
-same happens to a cell that takes longer than expected.
+A cell is only started if it is expected to finish within the remaining time. If no cell is, one that takes longer than
+the whole budget is run in part, and resumed from its checkpoint the next time. The same happens to a cell that takes
+longer than expected.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
 
 PAUSED = 3
-"""The exit status of a process whose cell is out of time."""
+"""The exit status of a process whose cell ran out of time."""
 MARGIN = 6.0
-"""Seconds before the end of the budget at which cells are asked to stop, to have time for their checkpoints."""
+"""How many seconds before the end of the budget cells are asked to stop, so that they can write their checkpoints."""
 LEAST = 45.0
-"""A cell in parts is not started with fewer seconds left: most of them would go into its start."""
+"""A cell is not run in part with fewer seconds left, most of which its start would take."""
 SLACK = 1.15
-"""Estimates are taken this much longer."""
+"""The safety factor for estimates."""
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Runner:
 
     results: Results
     parts: Path
-    """Where cells that are not finished keep their checkpoints."""
+    """The folder of unfinished cells' checkpoints."""
     began: float
-    """When the budget's time began, in the seconds of `time.monotonic`."""
+    """The start of the budget, by `time.monotonic`."""
     device: str = "auto"
     budget: float | None = None
     processes: int = 0
-    """How many cells at once, each in a process of its own; 0 runs them one after another in this one."""
+    """How many cells at once, each in its own process; 0 runs them one after another in this process."""
     data: Path | None = None
     quick: bool = False
     say: Callable[[str], None] = print
@@ -54,7 +54,7 @@ class Runner:
     paused: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     whole: float = float("inf")
-    """What was left of the budget when the first cell could start."""
+    """The time left in the budget when the first cell could start."""
 
     def folder(self, cell: Cell) -> Path:
         found = self.parts / cell.digest
@@ -70,7 +70,7 @@ class Runner:
         return self.stop.asked or self.left < MARGIN
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
-        """Whether the cell is expected to finish in what is left, or nothing is known about it."""
+        """Whether the cell is expected to finish in the time left, or its time is unknown."""
         expected = costs.seconds(cell)
         if expected is None:
             return self.left > LEAST
@@ -78,12 +78,12 @@ class Runner:
         return expected * (1 - done) * SLACK + MARGIN < self.left
 
     def too_long(self, cell: Cell, costs: Costs) -> bool:
-        """Whether the cell would not finish in the whole budget either."""
+        """Whether the cell would not even finish in the whole budget."""
         expected = costs.seconds(cell)
         return expected is not None and expected * SLACK + MARGIN > self.whole
 
     def run(self, tables: list[Table]) -> None:
-        """Run cells until none is left that fits."""
+        """Run cells until no remaining one fits."""
         self.whole = self.left
         costs = Costs(self.results, work.hardware(self.device))
         if self.processes:
@@ -92,9 +92,9 @@ class Runner:
             self._one_by_one(tables, costs)
 
     def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
-        """The first untried cell that fits into the time, if there is room for it on the GPU.
+        """The first untried cell that fits into the time left, if there is room for it on the GPU.
 
-        If none fits into the time, the first that does not fit into the whole budget either.
+        If none fits, the first that would not even fit into the whole budget.
         """
         if self.stop.asked:
             return None
@@ -131,7 +131,7 @@ class Runner:
 
     def _side_by_side(self, tables: list[Table], costs: Costs) -> None:
         running: dict[str, tuple[Cell, subprocess.Popen[str], TextIO]] = {}
-        told: set[str] = set()
+        asked_to_stop: set[str] = set()
         try:
             while True:
                 room = 1.0 - sum(cell.share for cell, *_ in running.values())
@@ -142,8 +142,10 @@ class Runner:
                     return
                 time.sleep(0.2)
                 for key, (cell, process, log) in list(running.items()):
-                    if self.stop.asked and key not in told:  # a second time would not let the round finish
-                        told.add(key)
+                    if (
+                        self.stop.asked and key not in asked_to_stop
+                    ):  # only once: a second signal would interrupt the round
+                        asked_to_stop.add(key)
                         process.terminate()
                     if self.left < -3 * MARGIN:
                         process.kill()
@@ -168,7 +170,7 @@ class Runner:
         return child, log
 
     def ended(self, cell: Cell, code: int) -> None:
-        """A process is gone; if its cell is finished, its result is on disk."""
+        """Handle the end of a process; if its cell is finished, its result is on disk."""
         if code == 0:
             self.results = Results(self.results.folder)
             if result := self.results.get(cell):
@@ -195,7 +197,7 @@ class Runner:
 
 
 def close(process: subprocess.Popen[str], log: TextIO) -> None:
-    """Wait for a process that is about to end, and close what it was given."""
+    """Wait for a process that is about to end, and close its files."""
     process.wait()
     if process.stdin:
         process.stdin.close()

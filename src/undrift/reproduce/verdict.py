@@ -51,12 +51,12 @@ NOT_RUN = "not run yet"
 
 @dataclass(frozen=True)
 class Column:
-    """What became of a claim in one column of its table."""
+    """The verdict on a claim in one column of its table."""
 
     name: str
     state: str = NOT_JUDGED
     difference: float | None = None
-    """In the claimed direction, mean over seeds; None where a run has no value."""
+    """In the claimed direction, averaged over seeds; None if a run has no value."""
     published: float | None = None
     """The published difference; for a claim to match, the published value."""
     seeds: int = 0
@@ -67,7 +67,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim."""
+    """The verdict on a claim."""
 
     words: str
     """*held*, *partly held* or *did not hold here*, possibly "so far", or "not run yet"."""
@@ -76,7 +76,7 @@ class Verdict:
     seeds: str
     columns: list[Column]
     unit: str = "column"
-    """What `columns` are: columns, or single numbers."""
+    """What an entry of `columns` is: a column, or a single number."""
 
     @property
     def judged(self) -> int:
@@ -122,7 +122,7 @@ def _enough(table: Table, seeds: int) -> bool:
 
 
 def _finished(table: Table, column: str, row: str, results: Results) -> dict[int, Result]:
-    """By seed, in the variant that the table uses."""
+    """The finished results by seed, for the variant that the table uses."""
     variant = chosen_variant(table, results)
     cells = [] if variant is None else table.at(column, row, variant)
     return {cell.seed: result for cell in cells if (result := results.get(cell)) is not None}
@@ -145,7 +145,7 @@ def _better(claim: Claim, table: Table, which: Figure, column: str, results: Res
 
 
 def _paired(which: Figure, better: Result, than: Result, claim: Claim) -> float | None:
-    """The difference of two runs in the claimed direction, infinite where one of them is infinitely bad."""
+    """The difference of two runs in the claimed direction, infinite if one of them has an infinitely bad value."""
     one, other = reading(which, better), reading(which, than)
     if one is None or other is None:
         return None
@@ -192,8 +192,8 @@ def _state(
 def _published_difference(claim: Claim, table: Table, which: Figure, column: str) -> float | None:
     """The claim's own figure, one for all columns or by column, or the difference of the published numbers."""
     if "published" in claim:
-        told = claim["published"]
-        value = told.get(column) if isinstance(told, dict) else told
+        given = claim["published"]
+        value = given.get(column) if isinstance(given, dict) else given
         return None if value is None or quick(table) else float(value)
     one = value_of(published(table, which, column, claim["better"]))
     other = value_of(published(table, which, column, claim["than"]))

@@ -1,4 +1,4 @@
-"""One cell, run. A cell that is out of time leaves a checkpoint and is resumed from there."""
+"""Runs one cell. A cell that runs out of time leaves a checkpoint, from which it is resumed."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from undrift.training.result import RUN, history
 METRICS = ("accuracy", "recall_at_5", "loss")
 Late = Callable[[], bool]
 POINTS = 100
-"""How many rounds of what `keep` names stay in a curve."""
+"""The most points in a curve of a column that `keep` names."""
 
 
 class Paused(Exception):  # noqa: N818 - no error
-    """The cell is out of time. It goes on from its last round when it is run again."""
+    """The cell ran out of time. It continues after its last round when it is run again."""
 
 
 class Enough(Exception):  # noqa: N818 - no error
-    """The cell has had its samples."""
+    """The cell has used up its samples."""
 
 
 def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "auto") -> Result:
-    """Run a cell, or what is left of it; `folder` keeps what it has until it is finished.
+    """Run a cell, or the rest of it; `folder` has its checkpoints until it is finished.
 
-    `late` is asked after every round whether to stop there. Raises `Paused` if it is.
+    `late` is called after every round, and says whether to stop there. Raises `Paused` if so.
     """
     kind = cell.options.get("kind", "train")
     if kind not in KINDS:
@@ -67,7 +67,7 @@ def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "aut
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
-    """What earlier parts of the cell took."""
+    """The time that earlier parts of the cell took, and their number."""
     try:
         return dict(json.loads((folder / "part.json").read_text()))
     except (OSError, ValueError):
@@ -79,13 +79,13 @@ def _note(folder: Path, seconds: float, count: int) -> None:
 
 
 def share_done(folder: Path, cell: Cell) -> float:
-    """How much of the cell's rounds an earlier part has behind it."""
+    """The share of the cell's rounds that earlier parts have done."""
     rows = history(folder / "run") if (folder / "run" / "metrics.jsonl").exists() else []
     return len(rows) / int(cell.settings["rounds"])
 
 
 def forget(folder: Path) -> None:
-    """Remove what a finished cell kept while it was not."""
+    """Remove the checkpoints of a finished cell."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -104,7 +104,7 @@ def hardware(device: str = "auto") -> str:
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
-    """An experiment file's settings as arguments of `ud.train`, without what only full installations have."""
+    """An experiment file's settings as arguments of `ud.train`, without packages that only a full installation has."""
     given = {key: value for key, value in settings.items() if key != "threads"}
     data = {"seed": settings["seed"], "partition": "IID()", **given.pop("data")}
     local = problems.local_work(given.pop("local"))
@@ -123,14 +123,14 @@ def trained(cell: Cell, folder: Path, late: Late, device: str) -> Result:
 
 
 def coordinates(cell: Cell, folder: Path, late: Late, device: str) -> Result:
-    """A federated run that records two coordinates of each round's change."""
+    """A federated run that records two coordinates of each round's update."""
     given = arguments(cell.settings)
     given["method"] += parts.Coordinates()
     return _train(given, folder, late, device, ["first", "second", "opposite"], points=1000)
 
 
 def quadratic(cell: Cell, folder: Path, late: Late, device: str) -> Result:
-    """Paper 2's problem of one dimension."""
+    """Paper 2's one-dimensional problem."""
     settings = {key: value for key, value in cell.settings.items() if key != "model"}
     local = problems.local_work({"batch_size": 1, **settings.pop("local")})
     given = {
@@ -141,7 +141,7 @@ def quadratic(cell: Cell, folder: Path, late: Late, device: str) -> Result:
 
 
 def steps(cell: Cell, folder: Path, late: Late, device: str) -> Result:
-    """The share of a constant number of local steps that a schedule takes, by the engine's own counting."""
+    """The number of local steps that a schedule takes, as a share of a constant number, counted by the engine."""
     return {"curve": problems.step_fractions(cell.settings["local"]["steps"], cell.settings["rounds"])}
 
 
@@ -171,7 +171,7 @@ KINDS: dict[str, Callable[[Cell, Path, Late, str], Result]] = {
     "path": path,
 }
 ARITHMETIC = ("quadratic", "steps", "example")
-"""What a GPU would only slow down."""
+"""Kinds that would be slower on a GPU."""
 
 
 # ---- a federated run in parts ------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _train(
     local: Local = given["local"]
     most = math.inf if samples is None else samples / (local.batch_size or 1)
     if _device(device).type == "cuda":
-        given.setdefault("precision", "tf32")  # what torch's convolutions use on such a GPU unless told otherwise
+        given.setdefault("precision", "tf32")  # torch's default for convolutions on such a GPU
 
     def look(row: dict[str, Any]) -> None:
         if row["total_steps"] >= most:
@@ -227,7 +227,7 @@ def _train(
 
 
 def curve(rows: list[dict[str, Any]], every: int, keep: list[str], points: int = POINTS) -> dict[str, list[Any]]:
-    """Metrics at the evaluated rounds, and so many points of the columns that `keep` names; of dicts, the last."""
+    """Metrics at the evaluated rounds, and at most `points` of the columns that `keep` names; of dicts, the last."""
     chosen = [row for row in rows if row["round"] % every == 0 or row is rows[-1]]
     found: dict[str, list[Any]] = {"round": [row["round"] for row in chosen]}
     for name in (*METRICS, "steps_fraction", "training_loss"):
@@ -242,7 +242,7 @@ def curve(rows: list[dict[str, Any]], every: int, keep: list[str], points: int =
 
 
 def _short(value: Any) -> Any:
-    """Numbers to five digits, all that a table shows and more."""
+    """Numbers rounded to five digits, which is more than a table shows."""
     if isinstance(value, dict):
         return {key: _short(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""What is built on runs: the command line, experiment files, sweeps, comparisons and reports."""
+"""Tools built on runs: the command line, experiment files, sweeps, comparisons and reports."""

@@ -21,7 +21,7 @@ app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Federated learning that holds its course when clients' data differ.",
 )  # fmt: skip
-data = typer.Typer(no_args_is_help=True, help="Data sets and who holds them.")
+data = typer.Typer(no_args_is_help=True, help="Data sets and their partitions.")
 app.add_typer(data, name="data")
 
 File = Annotated[Path, typer.Argument(help="An experiment file, or the folder of a run to repeat.", show_default=False)]
@@ -31,9 +31,9 @@ Import = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option(help="A folder in hub layout to read data from.")]
 Out = Annotated[Path | None, typer.Option(help="The folder to write to.  [default: a new one in runs/]")]
-Seeds = Annotated[int | None, typer.Option(min=1, max=10_000, help="So many seeds, from the experiment's own upwards.")]
+Seeds = Annotated[int | None, typer.Option(min=1, max=10_000, help="How many seeds, from the experiment's own on.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Import the modules that a run's config.toml names: they are code.")
+    bool, typer.Option("--trust", help="Import the modules that a run's config.toml names, which runs their code.")
 ]
 
 
@@ -81,11 +81,11 @@ def resume(
     allow_version_change: Annotated[
         bool,
         typer.Option(
-            "--allow-version-change", help="Go on with other versions or another device; last digits may differ."
+            "--allow-version-change", help="Resume with other versions or on another device; last digits may differ."
         ),
     ] = False,
 ) -> None:
-    """Go on with a run from its last checkpoint, as if it had never stopped."""
+    """Resume a run from its last checkpoint, as if it had never stopped."""
     from undrift.errors import UndriftError
     from undrift.tools import config
     from undrift.tools.experiment import resumable
@@ -93,11 +93,11 @@ def resume(
     from undrift.training.result import RUN, finished, intact, recorded
 
     if not any((folder / name).exists() for name in ("config.toml", RUN)):
-        raise UndriftError(f"{folder} is no run: it has no config.toml.")
+        raise UndriftError(f"{folder} is not a run: it has no config.toml.")
     settings, text = resumable(folder, allow_version_change)
     if not repeats(text):
         raise UndriftError(
-            f"{folder} was started from Python; go on there: ud.train(…, out={str(folder)!r}, resume=True)."
+            f"{folder} was started from Python; resume it there: ud.train(…, out={str(folder)!r}, resume=True)."
         )
     known = recorded(folder) if finished(folder) else None
     if known and intact(folder, known):
@@ -110,15 +110,15 @@ def resume(
 
 @app.command()
 def compare(
-    paths: Annotated[list[Path], typer.Argument(help="Experiment files, which are run, and folders of runs.")],
-    target: Annotated[float | None, typer.Option(help="Also say what it took to get there: an accuracy, say.")] = None,
+    paths: Annotated[list[Path], typer.Argument(help="Experiment files to run, and folders of runs.")],
+    target: Annotated[float | None, typer.Option(help="Also show the cost of reaching this accuracy.")] = None,
     seeds: Seeds = None,
     set: Set = None,
     out: Out = None,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Runs side by side, with mean ± standard deviation over seeds."""
+    """Compare runs, with mean ± standard deviation over seeds."""
     from undrift.errors import UndriftError
     from undrift.tools import compare as compared
 
@@ -152,17 +152,17 @@ def sweep(
         list[str] | None, typer.Option(metavar="KEY=[VALUE, …]", help="Values of a key: 'local.lr=[0.01, 0.1]'")
     ] = None,
     seeds: Seeds = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: as many as pay]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: one per core]")] = None,
     set: Set = None,
     out: Out = None,
     imports: Import = None,
     trust: Trust = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Every combination of some keys' values; the best is chosen on validation data.
+    """Run every combination of some keys' values; the best is chosen on validation data.
 
-    The grid may also stand in the file, as a section \\[sweep] of keys and lists. Run again with the same --out, it
-    does what is left to do.
+    The grid may also be in the file, as a section \\[sweep] of keys and lists. The same command with the same --out
+    continues a sweep that was stopped.
     """
     from undrift.tools import sweep as swept
     from undrift.tools.experiment import new_folder
@@ -183,7 +183,7 @@ def sweep(
     if found["best"] is not None and len(found["settings"]) > 1:
         console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
     elif found["chosen_by"] and len(found["settings"]) > 1:
-        console.print("no setting is the best: in each, a run stopped or diverged")
+        console.print("no best setting: in each of them, a run stopped or diverged")
     console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
     raise typer.Exit(1 if failed else 0)
 
@@ -192,27 +192,28 @@ def sweep(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not, or of sweeps.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page.  [default: report.html in the run's folder; of several runs, here]")
+        Path | None,
+        typer.Option(help="The page.  [default: report.html in the run's folder; for several runs, here]"),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep it current, and serve it to a browser here.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to serve it.  [default: a free one]")] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date, and serve it locally.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve it on.  [default: a free one]")] = 0,
     figures: Annotated[Path | None, typer.Option(help="Also draw figures for a paper into this folder.")] = None,
 ) -> None:
-    """Runs as one page of charts that opens without a network; those that differ in their seed alone as one curve."""
+    """Write one page of charts that opens without a network. Runs that differ only in their seed are one curve."""
     from undrift.tools.report.gather import folders, gather
     from undrift.tools.report.page import write
 
     found = folders(runs)
-    told = gather(found)
-    launch.warn_left_out(told["left_out"])
+    payload = gather(found)
+    launch.warn_left_out(payload["left_out"])
     file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
-    write(file, told)
-    count = len(told["runs"])
+    write(file, payload)
+    count = len(payload["runs"])
     typer.echo(f"{count} run{'s' if count > 1 else ''}, in {file}")
     if figures:
         from undrift.tools.report.figures import draw
 
-        typer.echo(f"{len(draw(told, figures))} figures, each as .svg and .png, in {figures}")
+        typer.echo(f"{len(draw(payload, figures))} figures, each as .svg and .png, in {figures}")
     if watch:
         from undrift.tools.report.watch import watch as follow
 
@@ -233,17 +234,17 @@ class Kind(StrEnum):
 )  # fmt: skip
 def reproduce(context: typer.Context) -> None:
     """Run the papers' experiments again, and print their numbers beside ours. See undrift reproduce --help."""
-    from undrift.reproduce.__main__ import main  # a parser of its own, which needs nothing installed
+    from undrift.reproduce.__main__ import main  # uses argparse, so that it also runs where typer is not installed
 
     raise typer.Exit(main(context.args))
 
 
 @app.command("list")
 def list_(
-    kind: Annotated[Kind, typer.Argument(help="Of what.")],
+    kind: Annotated[Kind, typer.Argument(help="What to list.")],
     imports: Import = None,
 ) -> None:
-    """What there is, with a line about each."""
+    """List what is available, with a line about each."""
     from rich.table import Table
 
     from undrift.tools import listing
@@ -259,7 +260,7 @@ def list_(
 
 @app.command()
 def info() -> None:
-    """Versions and hardware: what a bug report needs."""
+    """Print versions and hardware, for bug reports."""
     from undrift.tools.info import info
 
     for name, value in info().items():
@@ -269,16 +270,16 @@ def info() -> None:
 @data.command()
 def show(
     name: Annotated[str, typer.Argument(help="A data set's name, a file, or a folder.")],
-    partition: Annotated[str, typer.Option(help='How it is dealt out: "Dirichlet(0.1)", "ByKey()" …')] = "IID()",
-    clients: Annotated[int | None, typer.Option(help="To how many clients; ByKey() has its own.")] = None,
-    seed: Annotated[int, typer.Option(help="What chance is drawn from.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="Where to draw it: a .png, .svg or .pdf file.")] = None,
-    label: Annotated[str, typer.Option(help="Of a file of your own: the label's column.")] = "label",
-    client: Annotated[str | None, typer.Option(help="Of a file of your own: the client's column.")] = None,
+    partition: Annotated[str, typer.Option(help='The partition: "Dirichlet(0.1)", "ByKey()" …')] = "IID()",
+    clients: Annotated[int | None, typer.Option(help="How many clients; ByKey() takes the data's own.")] = None,
+    seed: Annotated[int, typer.Option(help="The random seed of the partition.")] = 0,
+    picture: Annotated[Path | None, typer.Option(help="The figure to write: a .png, .svg or .pdf file.")] = None,
+    label: Annotated[str, typer.Option(help="The column of the labels, in your own file.")] = "label",
+    client: Annotated[str | None, typer.Option(help="The column of the client ids, in your own file.")] = None,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Who holds what: a picture, sizes, and how much clients' data differ."""
+    """Show a partition: a figure, sizes, and how much clients' data differ."""
     from undrift.data import show as shown
     from undrift.data.load import load
     from undrift.tools.plugins import import_plugins
@@ -295,37 +296,37 @@ def show(
 
 
 def main() -> None:
-    """What the command `undrift` runs: an error ends in a sentence, not in a traceback.
+    """The entry point of the command `undrift`: errors are printed as a sentence, not as a traceback.
 
-    Exit status 2 is for bad input, 1 for what went wrong otherwise (a full disk, no memory), 130 for Ctrl-C.
+    The exit status is 2 for bad input, 130 for Ctrl-C, and 1 for any other error (a full disk, no memory).
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files may hold what a terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # for file names that a terminal cannot show
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
     except SystemExit as ended:
-        if ended.code:  # one more Ctrl-C must not show a traceback of what torch does at exit
+        if ended.code:  # another Ctrl-C must not show a traceback of torch's exit handlers
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise
-    except BrokenPipeError:  # whoever read the output has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        status, message = _said(error)
+        status, message = _describe(error)
         if DEBUG in os.environ or message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
         sys.exit(status)
 
 
-def _said(error: Exception) -> tuple[int, str | None]:
-    """The exit status and the message for an error; no message for one that is undrift's own fault."""
+def _describe(error: Exception) -> tuple[int, str | None]:
+    """The exit status and the message for an error; no message for a bug in undrift."""
     from undrift.errors import UndriftError, machine_trouble
 
     if not isinstance(error, UndriftError):

@@ -1,4 +1,4 @@
-"""A run as it goes, on a terminal."""
+"""The progress of a run, on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def number(value: Any) -> TypeGuard[float]:
 
 
 def score(row: dict[str, Any]) -> tuple[str, float] | None:
-    """What a row tells of the model's quality: a metric, else the loss, on the test set or else on validation data."""
+    """The row's main figure: a metric, else the loss, on the test set or else on validation data."""
     for name in (f"{prefix}{name}" for prefix in ("", "validation_") for name in ("accuracy", "recall_at_5", "loss")):
         if number(row.get(name)):
             return name, row[name]
@@ -23,18 +23,18 @@ def score(row: dict[str, Any]) -> tuple[str, float] | None:
 
 
 def marks(stopped: int, skipped: int) -> list[str]:
-    """What is said of runs in which something was not finite: how many stopped, how often a client was left out."""
+    """Remarks on non-finite values: how many runs stopped, and how many client updates were left out."""
     said = [f"{stopped} stopped"] if stopped else []
     return said + ([f"{skipped} client update{'s' if skipped > 1 else ''} left out"] if skipped else [])
 
 
 def left_out(rows: Iterable[dict[str, Any]]) -> int:
-    """How many updates of clients these rounds left out."""
+    """How many client updates these rounds left out."""
     return sum(len(row.get("skipped", ())) + len(row.get("left_out", ())) for row in rows)
 
 
 class Live:
-    """A bar with the round, the metrics, samples a second and the time left; silent where there is no terminal."""
+    """A progress bar with the round, the metrics, samples per second and the time left; only on a terminal."""
 
     def __init__(self, console: Console, rounds: int, done: int = 0) -> None:
         self.progress = Progress(

@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, GPUs and their driver, CPU threads."""
+"""Versions, GPUs and their driver, CPU threads, for bug reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """The NVIDIA driver's version, which only its own tool tells."""
+    """The NVIDIA driver's version, from `nvidia-smi`."""
     if not shutil.which("nvidia-smi"):
         return "no nvidia-smi"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

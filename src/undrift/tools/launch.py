@@ -1,4 +1,4 @@
-"""What commands do in a terminal: read an experiment file, start a run or a sweep, print tables."""
+"""Shared steps of the commands: read an experiment file, start a run or a sweep, print tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def new_console() -> Console:
-    """Where tables go. What users named is printed as it is: no markup, no emoji."""
+    """A console for tables, without markup and emoji, since names that users choose are printed literally."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = 160  # a file has no edge, and tables need not be squeezed
+        console.width = 160  # a file has no width, so tables need not be narrow
     return console
 
 
@@ -40,7 +40,7 @@ def read_settings(
 def with_options(
     settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool
 ) -> dict[str, Any]:
-    """The settings with what the command line adds to them. Refuses imports that nobody has allowed."""
+    """The settings with the command line's options. Raises for imports that the user has not allowed."""
     given = settings.get("imports", [])
     if isinstance(given, list):
         _check_trust(file, given, imports or [], trust)
@@ -52,7 +52,7 @@ def with_options(
 
 
 def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
-    """A file that the user names may import code; the folder of a run may come from somebody else, so it must not."""
+    """A file that the user names may import code. The folder of a run may not, as it may come from somebody else."""
     from undrift.errors import UndriftError, quoted
 
     strange = [name for name in given if name not in imports]
@@ -82,7 +82,7 @@ def run_experiment(
     from undrift.training.nonfinite import mute
 
     console = new_console()
-    mute()  # this command says it itself, below its progress bar
+    mute()  # this command reports it below its progress bar
     flags = "".join(f" --import {name}" for name in experiment.imports)
     with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
 
@@ -95,11 +95,11 @@ def run_experiment(
         except KeyboardInterrupt:
             live.__exit__()
             left = folder if (folder / "config.toml").exists() else None
-            typer.echo(f"stopped; go on with: undrift resume {left}{flags}" if left else "stopped", err=True)
+            typer.echo(f"stopped; resume with: undrift resume {left}{flags}" if left else "stopped", err=True)
             raise typer.Exit(130) from None
     if result.stopped:
         some = 'on_nonfinite="skip"' in result.stopped
-        rest = f"; to go on without such clients: undrift resume {folder}{flags} --on-nonfinite skip" if some else ""
+        rest = f"; to continue without such clients: undrift resume {folder}{flags} --on-nonfinite skip" if some else ""
         typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
         raise typer.Exit(1)
     found = score(result.history[-1])
@@ -121,14 +121,14 @@ def grid_points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str
 
 
 def run_points(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], dict[str, str]]:
-    """The runs that finished or stopped, with a bar that counts them, and by name what went wrong with the others."""
+    """Run all points, with a progress bar. Returns the runs that ended, and the error messages of others by name."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from undrift.tools.config import checked
     from undrift.tools.experiment import about, arguments
     from undrift.tools.sweep import sweep
 
-    with about(where):  # what is wrong with the data is wrong with all runs: better said before the first
+    with about(where):  # report errors in the data, which all runs share, before the first run
         arguments(checked(points[0].settings, where))
     failed: dict[str, str] = {}
     console = new_console()
@@ -146,7 +146,7 @@ def run_points(points: Any, folder: Path, where: str, workers: int | None) -> tu
             return sweep(points, folder, where, workers, done), failed
         except KeyboardInterrupt:
             progress.stop()
-            typer.echo(f"stopped; the same command with --out {folder} goes on", err=True)
+            typer.echo(f"stopped; the same command with --out {folder} continues", err=True)
             raise typer.Exit(130) from None
 
 
@@ -164,7 +164,7 @@ def sweep_table(found: dict[str, Any]) -> Any:
 
 
 def _cell(figures: dict[str, Any]) -> str:
-    """Mean ± deviation, of one run its figure, of what is no number a dash."""
+    """Mean ± standard deviation, the value itself for one run, or a dash if there is none."""
     if figures["mean"] is None:
         return "–"
     return f"{figures['mean']:.4f}" + (f" ± {figures['std']:.4f}" if figures["std"] is not None else "")

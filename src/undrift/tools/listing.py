@@ -1,4 +1,4 @@
-"""What there is, by kind: names and a line about each."""
+"""What `undrift list` prints: names by kind, with a line about each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lines = dict[str, str]
 
 
 def _line(thing: Any) -> str:
-    """The first line of what its docstring says."""
+    """The first line of its docstring."""
     text = inspect.getdoc(thing) or ""
     return text.splitlines()[0] if text else ""
 

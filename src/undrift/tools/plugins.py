@@ -1,4 +1,4 @@
-"""A user's own methods, models and data, imported so that strings and experiment files know them."""
+"""Imports users' own methods, models and data, so that strings and experiment files know them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("undrift")
 
 
 def import_plugins(modules: Iterable[str] = ()) -> None:
-    """Import a user's own methods, models and data: installed packages that ask for it, then these modules.
+    """Import users' own methods, models and data: packages with an entry point for undrift, then these modules.
 
-    A package asks with an entry point in the group "undrift". Modules may also lie in the working directory, which is
-    searched last: nothing there can take the place of an installed package.
+    The entry points are those of the group "undrift". Modules may also be in the working directory, which is searched
+    last, so that nothing there can replace an installed package.
     """
     _load_entry_points()
     modules = list(modules)
@@ -28,14 +28,14 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # whatever a user's module may raise
+        except (Exception, SystemExit) as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UndriftError(f"imports: the module {quoted(module)} cannot be imported ({reason}).") from error
 
 
 @cache
 def _load_entry_points() -> None:
-    """Once per process; a package that fails costs a warning, not the command."""
+    """Once per process; a package that fails causes a warning, not an error."""
     for point in entry_points(group="undrift"):
         try:
             point.load()

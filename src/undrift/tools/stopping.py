@@ -1,4 +1,4 @@
-"""How runs stop when they are asked to: Ctrl-C and SIGTERM let a round finish."""
+"""Stopping on request: after Ctrl-C or SIGTERM, a run finishes its round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Stop:
-    """Whether a stop was asked for, by Ctrl-C or SIGTERM."""
+    """Whether a stop was requested, by Ctrl-C or SIGTERM."""
 
     asked = False
 
@@ -22,13 +22,15 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Inside it, Ctrl-C and SIGTERM only ask for a stop, so that a round can finish. The second one does not wait."""
+    """A context in which Ctrl-C and SIGTERM only request a stop, so that a round can finish. The second one stops at
+    once.
+    """
     stop = Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.check()
         stop.asked = True
-        print("stopping after this round; once more stops at once", file=sys.stderr)
+        print("stopping after this round; press Ctrl-C again to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

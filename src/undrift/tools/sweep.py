@@ -1,4 +1,4 @@
-"""Many runs of one experiment: a grid over any of its keys, seeds included, and the best by validation data."""
+"""Sweeps: runs of one experiment over a grid of its keys, including seeds, and the best by validation data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Point:
 
 
 def file_grid(section: Any) -> Grid:
-    """The file's `[sweep]`: keys, in quotes or in sections of their own, and lists of values."""
+    """The file's `[sweep]`: keys, dotted or in subsections, with lists of values."""
     grid = flat(section) if isinstance(section, dict) else {}
     if not isinstance(section, dict) or not all(isinstance(values, list) and values for values in grid.values()):
         raise UndriftError("[sweep] must have keys with lists of values, such as local.lr = [0.01, 0.1].")
@@ -50,7 +50,7 @@ def file_grid(section: Any) -> Grid:
 
 
 def parse_grid(assignments: list[str]) -> Grid:
-    """`local.lr=[0.01, 0.1]`: a key and the values it takes."""
+    """A grid from assignments such as `local.lr=[0.01, 0.1]`."""
     grid: Grid = {}
     for assignment in assignments:
         key, _, text = assignment.partition("=")
@@ -64,13 +64,13 @@ def parse_grid(assignments: list[str]) -> Grid:
 
 
 MOST = 10_000
-"""How many runs a sweep may have."""
+"""The most runs of a sweep."""
 LONGEST = 200
-"""How many bytes a run's folder name may have."""
+"""The most bytes in the name of a run's folder."""
 
 
 def points(settings: Document, grid: Grid, where: str) -> list[Point]:
-    """Every combination, each checked before the first one runs."""
+    """All combinations; each is checked before the first one runs."""
     count = math.prod(len(values) for values in grid.values())
     if count > MOST:
         raise UndriftError(f"{where}: the grid has {count:,} combinations; a sweep runs at most {MOST:,}.")
@@ -90,13 +90,13 @@ def points(settings: Document, grid: Grid, where: str) -> list[Point]:
     if any(len(values) > 1 for values in choices) and not all(held):
         raise UndriftError(
             f"{where}: data.validation_fraction is 0. A sweep chooses on validation data, never on test data; set it "
-            "to 0.1, say."
+            "to 0.1, for example."
         )
     return found
 
 
 def unique(found: list[Point]) -> list[Point]:
-    """The points with names that no two share and that every file system takes: a name is a folder's."""
+    """The points with unique names that are valid folder names on every file system."""
     seen: dict[str, int] = {}
     named = []
     for point in found:
@@ -109,18 +109,18 @@ def unique(found: list[Point]) -> list[Point]:
 
 
 def _word(value: Any) -> str:
-    """A value in a folder's name."""
+    """A value as it appears in a folder's name."""
     return re.sub(r"[^A-Za-z0-9.+=-]+", "_", str(value)).strip("_")[:60]
 
 
 def sweep(
     found: list[Point], out: Path, where: str, workers: int | None, done: Callable[[Point, str | None], None]
 ) -> list[Run]:
-    """Run what is not finished yet, several at a time where that pays. Returns the runs that finished or stopped."""
+    """Run the points that are not finished yet, in parallel on CPUs. Returns the runs that finished or stopped."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be made ({error.strerror}).") from error
+        raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be created ({error.strerror}).") from error
     _refuse_others(out)
     for point in found:
         _claim(point, out)
@@ -136,13 +136,13 @@ def sweep(
         try:
             if finished(folder) or stopped(folder):
                 runs.append(Run.read(folder))
-        except UndriftError as error:  # damaged: the others are still worth their table
+        except UndriftError as error:  # damaged: still list the others
             done(point, str(error))
     return runs
 
 
 def _refuse_others(out: Path) -> None:
-    """Refuse a folder whose `sweep.json`, which will be replaced, is not a sweep's."""
+    """Raise if the folder has a `sweep.json`, which would be replaced, that no sweep wrote."""
     file = out / "sweep.json"
     if not os.path.lexists(file):
         return
@@ -155,7 +155,7 @@ def _refuse_others(out: Path) -> None:
 
 
 def _claim(point: Point, out: Path) -> None:
-    """Note whose folder it is, and refuse one that is another's: a sweep goes on only where it left off."""
+    """Record the settings of a run's folder; raise if it has other settings, so that a sweep only continues itself."""
     file = out / f"{point.name}.json"
     mine = json.dumps(point.settings, sort_keys=True)
     if file.exists() and file.read_bytes() != mine.encode():
@@ -164,14 +164,14 @@ def _claim(point: Point, out: Path) -> None:
 
 
 def _workers(point: Point, where: str) -> int:
-    """How many runs at once: a CPU's cores each take one, as small models gain little from threads; a GPU is one."""
+    """How many runs at once: one per CPU core, as small models gain little from threads, or one on a GPU."""
     asked = checked(point.settings, where).device
     on_gpu = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
     return 1 if on_gpu else (os.cpu_count() or 1)
 
 
 def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, str | None]]:
-    """Points as they finish, with what went wrong, if anything. Raises KeyboardInterrupt after a stop."""
+    """Points as they finish, with an error message or None. Raises KeyboardInterrupt after a stop."""
     with stopping() as stop:
         if workers > 1:
             yield from each(_one, tasks, workers, stop)
@@ -182,8 +182,8 @@ def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, st
 
 
 def _one(settings: Document, folder: str, where: str, threads: int, check: Callable[[], None]) -> str | None:
-    """One run, in this process. Returns why it did not finish; whatever it raises must not end the sweep."""
-    mute()  # what stops a run is returned
+    """One run, in this process. Returns why it did not finish, if so; no exception must end the sweep."""
+    mute()  # the reason for a stop is returned
     try:
         resume = (Path(folder) / "config.toml").exists()
         with arithmetic.threads(threads):
@@ -198,9 +198,9 @@ def _one(settings: Document, folder: str, where: str, threads: int, check: Calla
 
 
 def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Each setting's validation and test figures, mean and deviation over seeds, and the best by validation.
+    """Each setting's validation and test metrics, as mean and standard deviation over seeds, and the best setting.
 
-    A setting of which some run diverged, or stopped before its last round, has no mean and is never the best.
+    The best is chosen by validation data. A setting with a run that diverged or stopped has no mean and is never best.
     """
     metric = leading_metric(runs) if any(score(row) for run in runs for row in run.rows) else None
     held = metric if metric is None or metric.startswith("validation_") else f"validation_{metric}"
@@ -224,7 +224,7 @@ def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None)
 
 
 def _figures(values: list[float]) -> dict[str, float | None]:
-    """Mean and deviation as JSON has numbers; none where a value is not finite."""
+    """Mean and standard deviation; None if a value is not finite, which JSON cannot hold."""
     if not np.isfinite(values).all():
         return {"mean": None, "std": None}
     return {"mean": float(np.mean(values)), "std": float(np.std(values, ddof=1)) if len(values) > 1 else None}

@@ -1,8 +1,8 @@
-"""Processes that run one task after another.
+"""Worker processes, each of which runs one task after another.
 
-They end when they are told to and when the process that started them is gone, however it ended: each has a thread that
-listens to a pipe whose other end only the parent has. Ctrl-C is for the parent alone. A worker that is killed costs the
-task that it was running; another takes its place.
+They end on request, and when their parent has ended for any reason: each has a thread that reads from a pipe whose
+other end only the parent has. Only the parent receives Ctrl-C. If a worker is killed, the task that it was running is
+lost, and a new worker takes its place.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from undrift.tools.stopping import Stop
 
 CONTEXT = get_context("spawn")
-"""A process forked after torch has started threads may hang."""
+"""Not "fork": a process forked after torch has started threads may hang."""
 GRACE = 5.0
 """Seconds that a worker has to finish its round once its parent is gone."""
 GLANCE = 0.1
-"""Seconds between two looks at whether a stop was asked for."""
+"""Seconds between two checks for a stop request."""
 
 
 class Worker:
@@ -41,16 +41,16 @@ class Worker:
 
     def give(self, key: Any, task: tuple[Any, ...]) -> None:
         self.key = key
-        with contextlib.suppress(OSError):  # it has died; the pipe says so when it is read
+        with contextlib.suppress(OSError):  # it has died, which reading from the pipe will show
             self.pipe.send(task)
 
     def dismiss(self) -> None:
-        """Tell it to stop after this round."""
+        """Ask it to stop after this round."""
         with contextlib.suppress(OSError):
             self.pipe.send(None)
 
     def died(self) -> str:
-        """Wait for its end. Returns how it ended."""
+        """Wait for it to end. Returns how it ended."""
         self.process.join()
         self.pipe.close()
         code = self.process.exitcode or 0
@@ -61,16 +61,16 @@ class Worker:
 def each(
     function: Callable[..., Any], tasks: Mapping[Any, tuple[Any, ...]], workers: int, stop: Stop
 ) -> Iterator[tuple[Any, Any]]:
-    """Call `function(*task, check)` in `workers` processes; yields each task's key and what came back, as it comes.
+    """Call `function(*task, check)` in `workers` processes; yields each task's key and result as they arrive.
 
-    `check` raises KeyboardInterrupt once a stop is asked for. Of a worker that died, a sentence about how comes back.
-    Tasks that were stopped yield nothing. Raises KeyboardInterrupt after a stop.
+    `check` raises KeyboardInterrupt once a stop is requested. If a worker died, the result is a sentence about how.
+    Nothing is yielded for tasks that were stopped. Raises KeyboardInterrupt after a stop.
     """
-    waiting, crew, told = deque(tasks.items()), list[Worker](), False
+    waiting, crew, dismissed = deque(tasks.items()), list[Worker](), False
     try:
         while waiting or any(worker.key is not None for worker in crew):
-            if stop.asked and not told:
-                told = True
+            if stop.asked and not dismissed:
+                dismissed = True
                 waiting.clear()
                 for worker in crew:
                     worker.dismiss()
@@ -84,7 +84,7 @@ def each(
                     done, answer = worker.pipe.recv()
                 except (EOFError, OSError):
                     done, answer = False, None
-                if not done:  # it has stopped or died, and takes no further task
+                if not done:  # it has stopped or died, and takes no more tasks
                     crew.remove(worker)
                     answer = worker.died()
                 if key is not None and (done or not stop.asked):
@@ -97,7 +97,7 @@ def each(
 
 
 def _end(crew: list[Worker], seconds: float) -> None:
-    """End the workers, by force if they are not done in so many seconds."""
+    """End the workers; kill those that have not ended after `seconds`."""
     for worker in crew:
         worker.dismiss()
     end = time.monotonic() + seconds
@@ -111,8 +111,10 @@ def _end(crew: list[Worker], seconds: float) -> None:
 
 @contextlib.contextmanager
 def _shielded() -> Iterator[None]:
-    """A process started inside it never sees Ctrl-C, and imports nothing from the working directory as it starts."""
-    resource_tracker.ensure_running()  # else it is started inside, and unblocks signals when it is
+    """A process started in this context never receives Ctrl-C, and imports nothing from the working directory as it
+    starts.
+    """
+    resource_tracker.ensure_running()  # otherwise it would be started in here, and unblock the signals
     blocks = hasattr(signal, "pthread_sigmask")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if blocks else set()
     safe = os.environ.get("PYTHONSAFEPATH")
@@ -158,12 +160,12 @@ def _work(function: Callable[..., Any], pipe: Any) -> None:
 
 
 def _listen(pipe: Any, inbox: queue.SimpleQueue[Any], ask: Callable[[], None]) -> None:
-    """Hand on tasks until the parent says stop or is gone; in the latter case the process ends soon."""
+    """Pass on tasks until the parent asks to stop or has ended; in the latter case, end the process soon."""
     try:
         while (task := pipe.recv()) is not None:
             inbox.put(task)
         ask()
-        pipe.recv()  # nothing more comes, but the end
+        pipe.recv()  # blocks until the parent has ended
     except (EOFError, OSError):
         pass
     ask()

@@ -1,4 +1,4 @@
-"""Process-wide switches of torch that decide a run's last digits, set while runs are under way and put back after."""
+"""Process-wide switches of torch that affect a run's last digits: set while runs are active, and restored after."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from undrift.errors import UndriftError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-"""What torch wants set before it takes cuBLAS for deterministic."""
+"""The environment variable that torch requires to consider cuBLAS deterministic."""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What there is to set. `lenient`: deterministic algorithms are wanted, but only warned about."""
+    """The switches. `lenient`: only warn about operations that are not deterministic."""
 
     matmul_tf32: bool
     cudnn_tf32: bool
@@ -47,16 +47,16 @@ class Switches:
 
 LOCK = threading.Lock()
 _before: list[Switches] = []
-"""How the switches stood before the first run that is under way."""
+"""The switches as they were before the first active run."""
 _holders: list[tuple[int, Switches]] = []
-"""Runs under way, by thread, in the order in which they started."""
+"""The active runs' threads and switches, in the order in which they started."""
 
 
 @contextlib.contextmanager
 def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
-    """The switches of a run, without autocast and gradients; when the last run under way ends, all is as it was.
+    """A context with a run's switches, and without autocast and gradients; the last active run restores them.
 
-    Raises `UndriftError` if a run in another thread needs them set differently.
+    Raises `UndriftError` if a run in another thread needs different switches.
     """
     me = threading.get_ident()
     with LOCK:
@@ -87,7 +87,7 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
 
 @contextlib.contextmanager
 def threads(number: int | None) -> Iterator[None]:
-    """So many of torch's threads on the CPU, as many as before afterwards; `None` changes nothing."""
+    """A context with this number of torch's CPU threads; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from undrift.engine.client_states import ClientStates
 from undrift.errors import UndriftError
-from undrift.files import DamagedError, digest, regular, replacing, seal, sweep_up, sync, unseal, verify
+from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.result import as_json
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -159,7 +159,7 @@ class Checkpoints:
         for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # what names others goes first
             if file.name not in needed:
                 file.unlink()
-        sweep_up(self.folder, OURS)
+        remove_partial(self.folder, OURS)
 
     def recorded(self) -> dict[str, Any] | None:
         """What the newest checkpoint that can be read says of its run."""

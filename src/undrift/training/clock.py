@@ -1,8 +1,7 @@
-"""What a round took and what its method says of it, without the host's waiting for each of them.
+"""A round's duration and its method's history, without making the host wait for the GPU in every round.
 
-A GPU works behind the host's back, and the host prepares the next round meanwhile. So the time of a round is taken
-between two events on the GPU, and what must be read from there is read once they have passed, on a stream of its own,
-which does not queue behind the rounds that have begun since.
+The GPU works asynchronously while the host prepares the next round. So a round is timed between two CUDA events, and
+values on the GPU are read once these have passed, on a separate stream, which does not queue behind later rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 Row = dict[str, Any]
 
 AHEAD = 1
-"""How many rounds' rows may wait for the device. One keeps it busy; more would keep as many rounds' states alive."""
+"""How many rounds may wait for the device. One keeps it busy; each more would keep another round's state in memory."""
 
 
 class Clock:
@@ -31,12 +30,12 @@ class Clock:
         self.began = self._now()
 
     def stop(self, row: Row, rest: Callable[[], Row]) -> None:
-        """The round whose history is `row` is over; its seconds and the `rest` are filled in by `settled`."""
+        """The round of this row is over; `settled` will add its seconds and the result of `rest`."""
         row["seconds"] = 0.0
         self.waiting.append((row, rest, self.began, self._now()))
 
     def settled(self, wait: bool) -> Iterator[Row]:
-        """Rows of rounds that the device is done with, complete and in order. `wait`: of all that have been stopped."""
+        """The completed rows of rounds that the device has finished, in order; with `wait`, of all stopped rounds."""
         while self.waiting and (wait or len(self.waiting) > AHEAD or self._passed(self.waiting[0][-1])):
             row, rest, began, ended = self.waiting.pop(0)
             if self.on_gpu:

@@ -1,4 +1,4 @@
-"""The model on data it was not trained on: loss, metrics, and accuracy by class."""
+"""Evaluation of the global model on held-out data: loss, metrics, and accuracy per class."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ BATCH = 1000
 
 
 def evaluate(run: Run, state: State) -> dict[str, Any]:
-    """Loss and metrics on the test set, and `validation_…` on the validation set, as far as there are such."""
+    """Loss and metrics on the test set, and as `validation_…` on the validation set, if there are such sets."""
     row = measured(run, state, run.test) if run.test else {}
     held = measured(run, state, run.validation) if run.validation else {}
     return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
 
 
 @torch.no_grad()
-def measured(run: Run, state: State, rows: Rows) -> dict[str, Any]:
-    """The mean loss and each metric; beside accuracy also `class_accuracy`, a list with None for a class not seen."""
+def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
+    """The mean loss and each metric; with accuracy also `class_accuracy`, a list with None for classes without data."""
     model = run.model.at(state.tracked)
     sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-    right = torch.zeros(run.data.classes, device=rows.index.device)
+    right = torch.zeros(run.data.classes, device=data.index.device)
     seen = torch.zeros_like(right)
-    for begin in range(0, len(rows), BATCH):
-        x, y = rows.take(rows.store, rows.index[begin : begin + BATCH])
+    for begin in range(0, len(data), BATCH):
+        x, y = data.take(data.store, data.index[begin : begin + BATCH])
         output = model(state.params, x)
         for name, metric in run.measures.items():
             top, bottom = parts_of(metric(output, y))
@@ -46,6 +46,6 @@ def measured(run: Run, state: State, rows: Rows) -> dict[str, Any]:
 
 
 def parts_of(value: Any) -> tuple[Tensor, Tensor]:
-    """What a metric gives, as numerators and denominators by sample; of a plain value the latter are 1."""
+    """A metric's numerators and denominators per sample; the denominators are 1 if it returns single values."""
     top, bottom = value if isinstance(value, tuple) else (value, torch.ones_like(value, dtype=torch.float64))
     return top.double(), bottom.double()

@@ -1,8 +1,8 @@
-"""What decides a run's result, written down so that any difference between two runs shows.
+"""A run's identity: everything that determines its result, so that any difference between two runs is detected.
 
-A run's identity is kept in its folder and in every checkpoint, and compared before a resumed run touches anything.
-Numbers are written in full, arrays and weights as checksums, functions by their compiled code together with the values
-they close over and the plain values and functions of their module that they use.
+It is stored in the run's folder and in every checkpoint, and compared before a resumed run changes anything. Numbers
+are written in full, arrays and weights as checksums, and functions as their compiled code, with the values in their
+closure and the simple values and functions of their module that they use.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
 
 LIBRARIES = ("undrift", "torch", "numpy", "builtins", "math", "functools")
-"""Packages whose code is known by their version."""
+"""Packages whose version identifies their code."""
 SHOWN = 120
-"""How many characters of a difference a message shows."""
+"""The most characters of a difference in a message."""
 
 
 ELSEWHERE = ("participation", "data")
@@ -57,7 +57,7 @@ def identity(run: Run, given: Settings) -> dict[str, str]:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """What a run's last digits may depend on, without its being another run."""
+    """Versions and hardware, which may change a run's last digits but not its identity."""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     python = ".".join(platform.python_version_tuple()[:2])
     return {
@@ -70,28 +70,28 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def compare(before: dict[str, str], now: dict[str, str], where: Any) -> None:
-    """Raises `UndriftError` unless the run in the folder `where` is the one that is asked for."""
+    """Raises `UndriftError` unless the run in the folder `where` has the identity `now`."""
     for what in now | before:
         if before.get(what) != now.get(what):
-            then, asked = _apart(str(before.get(what)), str(now.get(what)))
+            then, asked = _difference(str(before.get(what)), str(now.get(what)))
             raise UndriftError(
-                f"{where} is of a run with {what} {then}, not {asked}; resume it with what it was started with, "
-                "or choose another folder."
+                f"{where} is of a run with {what} {then}, not {asked}; resume it with the same settings, or choose "
+                "another folder."
             )
 
 
 def compare_versions(before: dict[str, str], now: dict[str, str], where: Any) -> None:
-    """Raises `UndriftError` unless the run in the folder `where` was made with the same versions."""
+    """Raises `UndriftError` unless the run in the folder `where` was started with the same versions."""
     changed = [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
     if changed:
         raise UndriftError(
-            f"{where} was started with {'; '.join(changed)}. Its results may differ from an unbroken run's in the last "
-            "digits; to go on all the same: allow_version_change=True, or undrift resume --allow-version-change."
+            f"{where} was started with {'; '.join(changed)}. Its results may differ from an uninterrupted run's in "
+            "the last digits; to resume anyway: allow_version_change=True, or undrift resume --allow-version-change."
         )
 
 
-def _apart(a: str, b: str) -> tuple[str, str]:
-    """Two long descriptions from shortly before where they part."""
+def _difference(a: str, b: str) -> tuple[str, str]:
+    """Two long descriptions, cut to the part around their first difference."""
     if max(len(a), len(b)) <= SHOWN:
         return a, b
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -103,12 +103,12 @@ def _apart(a: str, b: str) -> tuple[str, str]:
 
 
 def plainly(x: Any) -> str:
-    """What `repr` says, without the addresses that change from process to process."""
+    """`repr(x)` without addresses, which change from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
 def describe(x: Any, within: tuple[int, ...] = ()) -> str:
-    """`x` in full, the same in every process. `within` are the ids of objects that are being described."""
+    """A complete description of `x`, the same in every process. `within` are the ids of the enclosing objects."""
     if id(x) in within:
         return "…"
     inner = functools.partial(describe, within=(*within, id(x)))
@@ -159,12 +159,12 @@ def _array(x: np.ndarray | Tensor) -> str:
 
 
 def _function(x: types.FunctionType, inner: Any) -> str:
-    """What a function does: its code, defaults, closure, and what it uses of its module."""
+    """A function's code, defaults, closure, and what it uses of its module."""
     cells = []
     for cell in x.__closure__ or ():
         try:
             cells.append(inner(cell.cell_contents))
-        except ValueError:  # not filled yet, by a function that refers to itself
+        except ValueError:  # still empty, in a function that refers to itself
             cells.append("…")
     used = {name: x.__globals__[name] for name in sorted(_names(x.__code__)) if name in x.__globals__}
     plain = (bool, int, float, complex, str, bytes, tuple, list, dict, np.ndarray, np.generic, Tensor, type(None))
@@ -177,7 +177,7 @@ def _function(x: types.FunctionType, inner: Any) -> str:
 
 
 def _class(x: type, inner: Any) -> str:
-    """What a class does: the functions that it and its bases define."""
+    """The functions and simple values that a class and its bases define."""
     own = [inner(base) for base in x.__bases__]
     for name, value in sorted(vars(x).items()):
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
@@ -197,7 +197,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _code(code: types.CodeType) -> str:
-    """Compiled code, without where it stands."""
+    """Compiled code, without its location."""
     consts = [
         _code(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
         for c in code.co_consts
@@ -207,7 +207,7 @@ def _code(code: types.CodeType) -> str:
 
 
 def _module(module: nn.Module, trained: set[str]) -> str:
-    """A module: its layers, the code of classes that are no library's, and all its tensors but those in `trained`."""
+    """A module's layers, the code of its classes from outside the libraries, and its tensors, except `trained`."""
     classes = sorted({describe(type(m)) for m in module.modules()})
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     rest = {name: _array(t) if name not in trained else (tuple(t.shape), t.dtype) for name, t in tensors.items()}

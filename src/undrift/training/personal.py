@@ -1,6 +1,6 @@
-"""How clients fare, each on held-out data of its own: with the global model, and after one more local epoch.
+"""Evaluation on each client's own held-out data: of the global model, and after one more local epoch.
 
-What the history gets of each metric: its mean over clients, its spread, and the mean of the worst tenth of clients.
+For each metric, the history gets the mean and standard deviation over clients, and the mean of the worst 10%.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from undrift.training.state import State
 from undrift.tree import tree_map
 
 MOST = 1000
-"""How many clients are looked at; of more, as many are drawn from the seed, the same ones in every round."""
+"""The most clients to evaluate; of more, this many are drawn from the seed, the same ones in every round."""
 
 
 class Personal:
-    """Evaluation on `data.client_test`; without it there is nobody to look at."""
+    """Evaluation on `data.client_test`; without it there are no clients to evaluate."""
 
     def __init__(self, run: Run) -> None:
         self.run, own = run, run.data.client_test
@@ -39,17 +39,17 @@ class Personal:
         if len(self.clients) > MOST:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
-        self.rows = [span.to(run.device) for span in spans]
-        sizes = torch.tensor([len(rows) for rows in self.rows])
+        self.indices = [span.to(run.device) for span in spans]
+        sizes = torch.tensor([len(own) for own in self.indices])
         self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         self.store, self.take = run.device_data.place(Rows(own.store, own.index[:0])).store, own.take
 
     def shared(self, state: State, last: bool) -> dict[str, Any]:
-        """The global model on every client's own data; at the last round also client by client."""
+        """The global model on every client's own data; in the last round also per client."""
         if not len(self.clients):
             return {}
         model = self.run.model.at(state.tracked)
-        found = self._measured(model, state.params, torch.cat(self.rows), self.whose, len(self.clients))
+        found = self._measured(model, state.params, torch.cat(self.indices), self.whose, len(self.clients))
         row: dict[str, Any] = summary("client", found)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
@@ -59,7 +59,7 @@ class Personal:
         return row
 
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
-        """Each client's own model: the global one after one more epoch of its local training, method and all."""
+        """Each client's own model: the global one after one more epoch of local training with the method."""
         run, found = self.run, {}
         if not len(self.clients):
             return {}
@@ -69,23 +69,26 @@ class Personal:
         def visit(trained: Params, clients: np.ndarray) -> None:
             for i, client in enumerate(clients.tolist()):
                 own = tree_map(lambda w, i=i: w[i], trained)
-                rows = self.rows[int(np.searchsorted(self.clients, client))]
-                found[client] = self._measured(run.model, own, rows, torch.zeros(len(rows), dtype=torch.int64), 1)
+                indices = self.indices[int(np.searchsorted(self.clients, client))]
+                whose = torch.zeros(len(indices), dtype=torch.int64)
+                found[client] = self._measured(run.model, own, indices, whose, 1)
 
-        # As many at a time as a round has: what clients keep between rounds need not all fit into memory at once.
+        # One cohort at a time, since the states of all clients may not fit into memory at once.
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
             epoch = steps_per_epoch(run.data.sizes[clients], run.local.batch_size)
             run.engine.run(run.inputs(replace(plan, clients=clients, steps=epoch), state, received), visit)
         return summary("tuned", {name: torch.cat([found[int(c)][name] for c in self.clients]) for name in run.measures})
 
-    def _measured(self, model: Model, params: Params, rows: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
-        """The loss and each metric by client."""
+    def _measured(
+        self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int
+    ) -> dict[str, Tensor]:
+        """The loss and each metric, per client."""
         run = self.run
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
-        for begin in range(0, len(rows), BATCH):
+        for begin in range(0, len(indices), BATCH):
             part = slice(begin, begin + BATCH)
-            x, y = self.take(self.store, rows[part])
+            x, y = self.take(self.store, indices[part])
             output = model(params, x)
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure(output, y))).cpu()
@@ -98,7 +101,7 @@ class Personal:
 
 
 def summary(prefix: str, found: dict[str, Tensor]) -> dict[str, float]:
-    """Mean, spread and worst tenth over clients; of a loss the highest are the worst."""
+    """Mean, standard deviation and mean of the worst 10% over clients; for the loss, the highest are the worst."""
     row: dict[str, float] = {}
     for name, by_client in found.items():
         values = by_client[~by_client.isnan()].sort(descending=name == "loss").values

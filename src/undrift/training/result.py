@@ -1,4 +1,4 @@
-"""What a run gives back, and the folder it may leave behind."""
+"""The result of a run, and its folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from undrift.errors import UndriftError
 from undrift.files import (
     PARTIAL,
     DamagedError,
-    alone,
     digest,
+    lock,
     regular,
+    remove_partial,
     replacing,
     seal,
-    sweep_up,
     sync,
     unseal,
     verify,
@@ -38,14 +38,26 @@ log = logging.getLogger("undrift")
 
 @dataclass(frozen=True)
 class Result:
-    """The trained weights, the model that holds them, one dict per round, and what was chosen automatically."""
+    """The result of `ud.train`.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Dirichlet(0.3), clients=10)
+        >>> result = ud.train("mlp", data, rounds=3, local=ud.Local(epochs=1, batch_size=32, lr=0.1))
+        >>> len(result.history), "accuracy" in result.frame()
+        (3, True)
+    """
 
     params: dict[str, Tensor]
+    """The trained weights, by name."""
     model: nn.Module
+    """The model, with these weights."""
     history: list[dict[str, Any]]
+    """One dict per round."""
     choices: dict[str, Any]
+    """The settings that were chosen automatically, such as the engine and the device."""
     stopped: str | None = None
-    """Why the run stopped before its last round, where something became NaN or infinite; the rest is from before."""
+    """Why the run stopped before its last round, if a value became NaN or infinite; the rest is from before that."""
 
     def __repr__(self) -> str:
         evaluated = [row for row in self.history if "loss" in row or "validation_loss" in row]
@@ -62,14 +74,14 @@ class Result:
         return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
 
     def frame(self) -> pd.DataFrame:
-        """The history as a pandas table, one row per round."""
+        """The history as a `pandas.DataFrame`, one row per round."""
         import pandas as pd
 
         return pd.DataFrame(self.history)
 
 
 def as_json(row: dict[str, Any]) -> str:
-    """A row as one line of JSON, which has no NaN and no infinity: they become null."""
+    """A row as one line of JSON, with null for NaN and infinity."""
     try:
         return json.dumps(row, default=_plain, allow_nan=False)
     except ValueError:
@@ -77,7 +89,7 @@ def as_json(row: dict[str, Any]) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """A part's history may hold tensors and arrays."""
+    """Tensors and arrays, which a part's history may contain, as lists; anything else as a string."""
     return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
@@ -92,7 +104,7 @@ def _without_nan(x: Any) -> Any:
 
 
 def stopped(folder: Path) -> str | None:
-    """Why the run in this folder stopped, if something in it became NaN or infinite."""
+    """Why the run in this folder stopped, if a value became NaN or infinite."""
     file = folder / STOPPED
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["why"]) if file.exists() else None
@@ -106,7 +118,7 @@ def finished(folder: Path) -> bool:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The rounds that `metrics.jsonl` has, up to the first that a crash, or a writer at work, left unfinished."""
+    """The rows of `metrics.jsonl`, up to the first that is incomplete, from a crash or because a run is writing it."""
     rows: list[dict[str, Any]] = []
     file = folder / "metrics.jsonl"
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -118,16 +130,16 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 STOPPED = "stopped.json"
-"""In the folder of a run that something non-finite stopped: why."""
+"""Says why a run was stopped by a non-finite value."""
 RUN = "run.json"
-"""What run this is, from the first moment on, and at the end the checksums of its results."""
+"""The run's identity, written before anything else, and at the end the checksums of its results."""
 RESULTS = ("model.safetensors", "metrics.jsonl")
 OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\.safetensors|stopped\.json")
-"""The files of a run's folder; all others are somebody else's, and are left alone."""
+"""The files that a run writes; it does not touch any others."""
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """What `run.json` says of the run in this folder; None, with a warning, if it cannot be read."""
+    """The contents of the folder's `run.json`; None, with a warning, if it cannot be read."""
     try:
         found: dict[str, Any] = unseal(folder / RUN)
         return found
@@ -137,7 +149,7 @@ def recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def intact(folder: Path, known: dict[str, Any]) -> bool:
-    """Whether the results of a finished run are what `run.json` says; warns if they are not."""
+    """Whether the results of a finished run match the checksums in `run.json`; warns if they do not."""
     try:
         for name in RESULTS:
             verify(folder / name, known.get("results", {}).get(name, "unknown"))
@@ -155,10 +167,10 @@ def _text(file: Path) -> str | None:
 
 
 class Folder:
-    """A run's folder: settings, who holds what, `metrics.jsonl` that grows with the rounds, the model at the end.
+    """A run's folder: settings, the partition, `metrics.jsonl`, which grows with the rounds, and finally the model.
 
-    Without a path it is no folder, and writes nothing. A new run needs a folder that is empty or not there yet, so
-    nothing that a run replaces or removes was ever anybody else's.
+    Without a path, nothing is written. A new run needs an empty or a new folder, so that a run only ever replaces or
+    removes its own files.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, resume: bool = False) -> None:
@@ -169,23 +181,23 @@ class Folder:
         self.metrics: TextIO | None = None
         self.held = ExitStack()
         self.record: dict[str, Any] = {}
-        """What `run.json` says of this run."""
+        """The contents of `run.json`."""
         if resume and not self.path:
-            raise UndriftError("resume needs the folder of the run to go on with: out=….")
+            raise UndriftError("resume needs the folder of the run; name it with out=….")
         if resume and self.path and not any((self.path / name).exists() for name in (RUN, "config.toml")):
-            raise UndriftError(f"{self.path} has no run to go on with; leave resume out to start one there.")
+            raise UndriftError(f"{self.path} has no run to resume; leave resume out to start one there.")
 
     def __enter__(self) -> Folder:
         if self.path:
             if self.path.exists() and not self.path.is_dir():
-                raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
+                raise UndriftError(f"{self.path} exists; choose another folder for this run, or remove that one.")
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UndriftError(
-                    f"The folder {self.path} cannot be made ({error.strerror}); choose another."
+                    f"The folder {self.path} cannot be created ({error.strerror}); choose another."
                 ) from error
-            self.held.enter_context(alone(self.path))
+            self.held.enter_context(lock(self.path))
             try:
                 self._refuse_others()
             except BaseException:
@@ -199,40 +211,38 @@ class Folder:
         self.held.close()
 
     def _refuse_others(self) -> None:
-        """Refuse to start where there is anything, and to resume where one of our names is not a file of ours."""
+        """Raise if a new run's folder is not empty, or if a resumed run's files are not regular files."""
         assert self.path
         found = {file.name: file for file in self.path.iterdir() if not PARTIAL.fullmatch(file.name)}
         if not self.resume:
             if "config.toml" in found:
-                raise UndriftError(f"{self.path} is taken; choose another folder for this run, or remove that one.")
-            other = sorted(name for name in found if name != RUN)  # a run that died before its first file has that
+                raise UndriftError(f"{self.path} exists; choose another folder for this run, or remove that one.")
+            other = sorted(name for name in found if name != RUN)  # which a run that died at once leaves behind
             if other:
-                raise UndriftError(
-                    f"{self.path} holds {other[0]!r}, so it is no folder for a new run; choose an empty or a new one."
-                )
+                raise UndriftError(f"{self.path} contains {other[0]!r}; choose an empty or a new folder for a new run.")
         for name, file in found.items():
             if OURS.fullmatch(name) and not regular(file):
-                raise UndriftError(f"{file} is a link or a folder, not a file of this run; remove it to go on.")
+                raise UndriftError(f"{file} is a link or a folder, not a file of this run; remove it to continue.")
         checkpoint = found.get("checkpoint")
         if checkpoint and (checkpoint.is_symlink() or not checkpoint.is_dir()):
-            raise UndriftError(f"{checkpoint} is not a folder of this run but a link or a file; remove it to go on.")
+            raise UndriftError(f"{checkpoint} is a link or a file, not a folder of this run; remove it to continue.")
 
     @property
     def finished(self) -> bool:
         return bool(self.path and finished(self.path))
 
     def recorded(self) -> dict[str, Any] | None:
-        """What `run.json` says of the run in this folder; None if it cannot be read."""
+        """The contents of `run.json`; None if it cannot be read."""
         assert self.path
         return recorded(self.path)
 
     def config(self) -> None:
-        """The file that repeats the run, unless it is there."""
+        """Write `config.toml`, from which the run can be repeated, unless it is there."""
         if self.path and _text(self.path / "config.toml") != self.record["config"]:
             write_text(self.path / "config.toml", self.record["config"])
 
     def partition(self, found: dict[str, Any]) -> None:
-        """Who holds what."""
+        """Write a summary of the partition."""
         if self.path:
             write_text(self.path / "partition.json", json.dumps(found))
 
@@ -240,14 +250,14 @@ class Folder:
         return history(self.path) if self.path else []
 
     def note(self, record: dict[str, Any]) -> None:
-        """Note what run this is, before anything else is written."""
+        """Write the run's identity, before anything else."""
         self.record = record
         if self.path:
-            sweep_up(self.path, OURS)
+            remove_partial(self.path, OURS)
             seal(self.path / RUN, record)
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Go on after these rounds: what was written beyond them is cut off, and the run is no longer finished."""
+        """Continue after these rounds: later ones are removed, and the run no longer counts as finished."""
         if self.path:
             (self.path / "model.safetensors").unlink(missing_ok=True)
             (self.path / STOPPED).unlink(missing_ok=True)
@@ -262,18 +272,18 @@ class Folder:
             self.metrics.flush()
 
     def sync(self) -> None:
-        """See to it that the disk has all rows."""
+        """Flush all rows to the disk."""
         if self.metrics and self.path:
             os.fsync(self.metrics.fileno())
             sync(self.path)
 
     def stopped(self, why: str) -> None:
-        """Leave a note of why the run stopped; it may still be resumed."""
+        """Record why the run stopped; it can still be resumed."""
         if self.path:
             write_text(self.path / STOPPED, json.dumps({"why": why}))
 
     def model(self, model: nn.Module) -> None:
-        """The trained model, which makes the run a finished one."""
+        """Write the trained model, which marks the run as finished."""
         if self.path:
             from safetensors.torch import save_model
 
@@ -284,7 +294,7 @@ class Folder:
                 seal(self.path / RUN, {**self.record, "results": sums})
 
     def load(self, model: nn.Module) -> None:
-        """The finished run's weights, into `model`."""
+        """Load the finished run's weights into `model`."""
         from safetensors.torch import load_model
 
         assert self.path

@@ -1,1 +1,1 @@
-"""Runs as a page, as figures for a paper, and as a page that follows them."""
+"""Reports of runs: a page of charts, a live page, and figures for a paper."""

@@ -1,4 +1,4 @@
-"""Curves of runs that differ in their seed alone: mean and deviation, by round and by what rounds cost."""
+"""Curves of runs that differ only in their seed: mean and standard deviation, by round and by cost."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from undrift.tools.compare import Run
 from undrift.tools.display import number
-from undrift.tools.report.thin import plain, telling
+from undrift.tools.report.downsample import downsample, rounded
 
 Numbers = np.ndarray
 
 POINTS = 300
-"""A curve has at most so many points, those that tell most of it."""
+"""The most points per curve."""
 SHORT = 150
-"""Likewise, curves that are small charts'."""
+"""The same for curves in small charts."""
 
 AXES = {"round": "round", "steps": "total_steps", "bytes": "total_bytes", "seconds": "seconds"}
-"""What curves may be drawn over, and the row's key; seconds add up."""
+"""The choices of x axis, and the key of each in a history row; seconds are cumulated."""
 COUNTED = {"round", "steps", "total_steps", "steps_fraction", "samples", "bytes_down", "bytes_up", "total_bytes"}
 SCHEDULE = ("lr", "diagnostic", "decays")
 SOURCES = {
@@ -32,11 +32,11 @@ SOURCES = {
     "tuned_worst": "tuned_{}_worst",
     "tuned_std": "tuned_{}_std",
 }
-"""On what a metric may have been measured, and what its key is then."""
+"""The data that a metric may have been evaluated on, and its key in a history row."""
 
 
 def curves(runs: list[Run], metrics: list[str]) -> dict[str, Any]:
-    """A group's curves: of what was evaluated, over the rounds that were; of the rest, over all."""
+    """A group's curves: of metrics, over the rounds with an evaluation; of everything else, over all rounds."""
     length = max(len(run.rows) for run in runs)
     forms = {f"{source}.{name}": form.format(name) for name in metrics for source, form in SOURCES.items()}
     evaluated = {key: _stack(runs, length, own) for key, own in forms.items()}
@@ -50,29 +50,29 @@ def curves(runs: list[Run], metrics: list[str]) -> dict[str, Any]:
     axes = {name: _mean(values) for name, values in axes.items()}
 
     leading = [_mean(evaluated[key])[at] for key in evaluated][:2]
-    fine = at[telling(leading, len(at), POINTS)]
-    coarse = telling([_mean(v) for v in others.values()], length, SHORT)
+    fine = at[downsample(leading, len(at), POINTS)]
+    coarse = downsample([_mean(v) for v in others.values()], length, SHORT)
     found: dict[str, Any] = {
-        "evaluated": {name: plain(values[fine]) for name, values in axes.items()},
-        "every": {name: plain(values[coarse]) for name, values in axes.items()},
+        "evaluated": {name: rounded(values[fine]) for name, values in axes.items()},
+        "every": {name: rounded(values[coarse]) for name, values in axes.items()},
         "curves": {key: _curve(values[:, fine]) for key, values in evaluated.items()},
         "schedules": {key: _curve(values[:, coarse]) for key, values in others.items()},
     }
     if np.isfinite(span["mean"]).any():
-        steps = {k: plain(_mean(values)[coarse]) for k, values in span.items()}
+        steps = {k: rounded(_mean(values)[coarse]) for k, values in span.items()}
         low_high = {"low": steps["fewest"], "high": steps["most"]} if steps["fewest"] != steps["most"] else {}
         found["schedules"]["local_steps"] = {"mean": steps["mean"], **low_high}
     return found
 
 
 def _others(runs: list[Run], known: set[str]) -> list[str]:
-    """Numbers that parts of a method add to the history, a user's own among them."""
+    """The numbers that a method's parts add to the history, including users' own parts."""
     keys = {key: None for run in runs for row in run.rows for key, value in row.items() if number(value)}
     return [key for key in keys if key not in known | COUNTED | {"seconds", *SCHEDULE}]
 
 
 def _stack(runs: list[Run], length: int, key: str, inner: str | None = None) -> Numbers:
-    """Runs × rounds, without a number where a run has none."""
+    """One value per run and round, NaN where a run has none."""
     values = np.full((len(runs), length), np.nan)
     for r, run in enumerate(runs):
         for t, row in enumerate(run.rows):
@@ -88,18 +88,18 @@ def _finite(values: Numbers) -> Numbers:
 
 def _mean(values: Numbers) -> Numbers:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of rounds where no run has a number there is no mean
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of an empty slice: no run has a value in that round
         return np.nanmean(_finite(values), 0) if len(values) else values
 
 
 def _curve(values: Numbers) -> dict[str, Any]:
-    """The mean over runs, and their standard deviation where there are several and they differ."""
+    """The mean over runs and, if there are several and they differ, their standard deviation."""
     known = np.isfinite(values).sum(0)
-    found = {"mean": plain(_mean(values))}
+    found = {"mean": rounded(_mean(values))}
     if (known > 1).any():
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             deviation = np.where(known > 1, np.nanstd(_finite(values), 0, ddof=1), 0.0)
         if (deviation > 0).any():
-            found["std"] = plain(deviation)
+            found["std"] = rounded(deviation)
     return found

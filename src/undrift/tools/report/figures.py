@@ -1,6 +1,6 @@
-"""Figures for a paper: as wide as a column, colours that hold in print and for those who see fewer of them.
+"""Figures for a paper: one column wide, in colours that work in print and for colour-blind readers.
 
-Every figure is written as .svg, whose text stays text, and as .png.
+Every figure is written as .svg, with text as text, and as .png.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 from undrift.errors import UndriftError
 
-Told = dict[str, Any]
+Payload = dict[str, Any]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a4c93", "#000000")
-"""Okabe and Ito's, with violet for their yellow, which is lost on paper."""
+"""Okabe and Ito's, with violet instead of yellow, which is hard to see on paper."""
 DASHES = ("-", "--", ":", "-.")
 STYLE: Any = {
     "font.size": 8,
@@ -34,21 +34,21 @@ STYLE: Any = {
     "svg.hashsalt": "undrift",
 }
 WIDTH, HEIGHT = 3.35, 2.4
-"""Inches: one column of two."""
+"""In inches, for a two-column layout."""
 
 
-def draw(told: Told, folder: Path) -> list[str]:
-    """Every figure that these runs have something for; gives their names."""
+def draw(payload: Payload, folder: Path) -> list[str]:
+    """Write every figure that these runs have data for; returns their names."""
     import matplotlib
     from matplotlib.figure import Figure
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UndriftError(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from error
+        raise UndriftError(f"The folder {folder} cannot be created ({error.strerror}); choose another.") from error
     made = []
     with matplotlib.rc_context(STYLE):
-        for name, paint in figures(told).items():
+        for name, paint in figures(payload).items():
             figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
             axes = figure.subplots()
             paint(axes)
@@ -65,30 +65,30 @@ def draw(told: Told, folder: Path) -> list[str]:
     return made
 
 
-def figures(told: Told) -> dict[str, Callable[[Any], None]]:
-    """By file name, what draws it."""
+def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
+    """Functions that draw a figure, by file name."""
     found: dict[str, Callable[[Any], None]] = {}
-    keys = {key: None for group in told["groups"] for key in group["curves"]}
+    keys = {key: None for group in payload["groups"] for key in group["curves"]}
     for key in keys:
         source, metric = key.split(".", 1)
         counts = [
-            sum(y is not None for y in group["curves"].get(key, {"mean": ()})["mean"]) for group in told["groups"]
+            sum(y is not None for y in group["curves"].get(key, {"mean": ()})["mean"]) for group in payload["groups"]
         ]
-        if not source.endswith("_std") and (max(counts) > 1 or source == "test"):  # of one round there is no curve
+        if not source.endswith("_std") and (max(counts) > 1 or source == "test"):  # one evaluation makes no curve
             name = metric if source == "test" else f"{source}_{metric}"
-            found[name] = partial(curves, told=told, where="curves", grid="evaluated", key=key, label=name)
-    for key in {key: None for group in told["groups"] for key in group["schedules"]}:
+            found[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=name)
+    for key in {key: None for group in payload["groups"] for key in group["schedules"]}:
         label = {"lr": "learning rate", "local_steps": "local steps per client", "diagnostic": "diagnostic $S$"}.get(
             key, key
         )
-        found[key] = partial(curves, told=told, where="schedules", grid="every", key=key, label=label)
-    if any("classes" in run for run in told["runs"]):
-        found["class_accuracy"] = lambda axes: by_class(axes, told)
-    if any("clients" in run for run in told["runs"]):
-        found["by_client"] = lambda axes: by_client(axes, told)
-    first = next((run["partition"] for run in told["runs"] if "partition" in run), None)
-    if first is not None and "counts" in told["partitions"][first]:
-        found["partition"] = lambda axes: partition(axes, told["partitions"][first])
+        found[key] = partial(curves, payload=payload, where="schedules", grid="every", key=key, label=label)
+    if any("classes" in run for run in payload["runs"]):
+        found["class_accuracy"] = lambda axes: by_class(axes, payload)
+    if any("clients" in run for run in payload["runs"]):
+        found["by_client"] = lambda axes: by_client(axes, payload)
+    first = next((run["partition"] for run in payload["runs"] if "partition" in run), None)
+    if first is not None and "counts" in payload["partitions"][first]:
+        found["partition"] = lambda axes: partition(axes, payload["partitions"][first])
     return found
 
 
@@ -96,36 +96,36 @@ def looks(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
 
 
-def curves(axes: Any, told: Told, where: str, grid: str, key: str, label: str) -> None:
-    """A curve a group, with a band of a standard deviation over seeds."""
-    for i, group in enumerate(told["groups"]):
+def curves(axes: Any, payload: Payload, where: str, grid: str, key: str, label: str) -> None:
+    """One curve per group, with a band of one standard deviation over seeds."""
+    for i, group in enumerate(payload["groups"]):
         if key not in group[where]:
             continue
         curve = {name: np.array(values, float) for name, values in group[where][key].items()}
         known = np.isfinite(curve["mean"])
         x, y = np.array(group[grid]["round"], float)[known], curve["mean"][known]
-        axes.plot(x, y, **looks(i), label=plain(group["name"]), marker="o" if len(x) < 3 else None, markersize=3)
+        axes.plot(x, y, **looks(i), label=escaped(group["name"]), marker="o" if len(x) < 3 else None, markersize=3)
         if "std" in curve:
             deviation = curve["std"][known]
             axes.fill_between(x, y - deviation, y + deviation, color=looks(i)["color"], alpha=0.15, linewidth=0)
-    axes.set(xlabel="round", ylabel=plain(label.replace("_", " ")) if "$" not in label else label)
-    values = [v for group in told["groups"] for v in group[where].get(key, {}).get("mean", ()) if v]
+    axes.set(xlabel="round", ylabel=escaped(label.replace("_", " ")) if "$" not in label else label)
+    values = [v for group in payload["groups"] for v in group[where].get(key, {}).get("mean", ()) if v]
     if key.endswith("loss") and values and min(values) > 0 and max(values) > 200 * min(values):
         axes.set_yscale("log")
     _whole(axes)
 
 
-def by_class(axes: Any, told: Told) -> None:
+def by_class(axes: Any, payload: Payload) -> None:
     count = 0
-    for i, group in enumerate(told["groups"]):
-        ends = [told["runs"][r]["classes"]["accuracy"][-1] for r in group["runs"] if "classes" in told["runs"][r]]
+    for i, group in enumerate(payload["groups"]):
+        ends = [payload["runs"][r]["classes"]["accuracy"][-1] for r in group["runs"] if "classes" in payload["runs"][r]]
         if ends and len({len(end) for end in ends}) == 1:
             values = np.array(ends, float)
             seen = np.isfinite(values).all(0)
             count = max(count, len(seen))
             style = {**looks(i), "linestyle": "none"}
             axes.plot(np.flatnonzero(seen), values[:, seen].mean(0), marker="osD^v<>P"[i % 8], markersize=4, **style,
-                      label=plain(group["name"]))  # fmt: skip
+                      label=escaped(group["name"]))  # fmt: skip
     axes.set(xlabel="class", ylabel="accuracy", ylim=(-0.03, 1.03))
     if count <= 20:
         axes.set_xticks(range(count))
@@ -134,34 +134,34 @@ def by_class(axes: Any, told: Told) -> None:
     axes.grid(axis="y", linewidth=0.3)
 
 
-def by_client(axes: Any, told: Told) -> None:
-    """Clients from worst to best, the mean over a group's runs."""
+def by_client(axes: Any, payload: Payload) -> None:
+    """Clients from worst to best, averaged over a group's runs."""
     share, metric = np.linspace(0, 1, 101), "accuracy"
-    for i, group in enumerate(told["groups"]):
-        own = [told["runs"][r]["clients"] for r in group["runs"] if "clients" in told["runs"][r]]
+    for i, group in enumerate(payload["groups"]):
+        own = [payload["runs"][r]["clients"] for r in group["runs"] if "clients" in payload["runs"][r]]
         ranked = [np.array([v for v in clients["values"] if v is not None], float) for clients in own]
         if ranked := [values for values in ranked if len(values)]:
             metric = own[0]["metric"]
             axes.plot(100 * share, np.mean([np.quantile(v, share) for v in ranked], 0), **looks(i),
-                      label=plain(group["name"]))  # fmt: skip
-    axes.set(xlabel="share of clients (%), worst first", ylabel=plain(metric.replace("_", " ")))
+                      label=escaped(group["name"]))  # fmt: skip
+    axes.set(xlabel="share of clients (%), worst first", ylabel=escaped(metric.replace("_", " ")))
 
 
 def partition(axes: Any, found: dict[str, Any]) -> None:
-    """Who holds which classes, of the first run."""
+    """The samples per client and class of the first run."""
     counts = np.array(found["counts"]).T
     image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
     axes.figure.colorbar(image, ax=axes, label="samples")
     axes.set(xlabel="client" if len(found["listed"]) == found["clients"] else "clients, largest first", ylabel="class")
     names = found["classes"]
     if len(names) <= 20:
-        axes.set_yticks(range(len(names)), [plain(name) for name in names])
+        axes.set_yticks(range(len(names)), [escaped(name) for name in names])
     _whole(axes)
     axes.spines[:].set_visible(True)
 
 
-def plain(text: str) -> str:
-    """A name is no formula."""
+def escaped(text: str) -> str:
+    """Text without matplotlib's mathematical notation."""
     return text.replace("$", r"\$")
 
 

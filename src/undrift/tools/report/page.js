@@ -1,6 +1,6 @@
 "use strict";
-// The page's state: the numbers, and what the reader chose. New numbers (of a run that goes on) change nothing of the rest.
-let told = JSON.parse(document.getElementById("data").textContent);
+// The page's state: the data, and the reader's choices, which new data of a live run do not change.
+let payload = JSON.parse(document.getElementById("data").textContent);
 const chosen = { axis: "round", source: "test", run: 0, hidden: new Set(), log: new Map(), look: null };
 
 const AXES = {
@@ -15,7 +15,7 @@ const SOURCES = {
   tuned: "clients, one more epoch: mean", tuned_worst: "clients, one more epoch: worst tenth",
   tuned_std: "clients, one more epoch: deviation between clients",
 };
-// Colours that people who see fewer colours can tell apart, one set for each look; the ninth curve is dashed.
+// Colours for colour-blind readers, one set per theme; from the ninth curve on, lines are dashed.
 const COLOURS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b84f8d", "#9a7400", "#3aa0dc", "#6a4c93", "#5a6068"],
   dark: ["#4da6e0", "#ff8a4c", "#2fc79a", "#ea9cc8", "#f0c14b", "#9bd8ff", "#b79ceb", "#b8bfc8"],
@@ -42,7 +42,7 @@ function el(tag, attributes = {}, ...children) {
   return made;
 }
 const byId = (id) => document.getElementById(id);
-// Plotly reads a little HTML in texts; names are no HTML.
+// Plotly interprets some HTML in texts, so names are escaped.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const word = (name) => NAMES[name] || name.replaceAll("_", " ");
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -52,13 +52,13 @@ const ink = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const colour = (i) => COLOURS[look()][i % 8];
 const dash = (i) => DASHES[Math.floor(i / 8) % 4];
 const clear = (hex, alpha) => `rgba(${[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)).join(",")},${alpha})`;
-const shown = () => told.groups.map((group, i) => ({ group, i })).filter(({ group }) => !chosen.hidden.has(group.name));
+const shown = () => payload.groups.map((group, i) => ({ group, i })).filter(({ group }) => !chosen.hidden.has(group.name));
 const swatch = (i) => el("span", { class: "swatch", style: `border-color:${colour(i)};border-top-style:${["solid", "dashed", "dotted", "dashed"][Math.floor(i / 8) % 4]}` });
-const groupOf = (run) => told.groups.findIndex((group) => group.runs.includes(run));
-// What the chosen run has nothing of is shown of the first that has.
-const holder = (has) => (has(told.runs[chosen.run]) ? chosen.run : told.runs.findIndex(has));
+const groupOf = (run) => payload.groups.findIndex((group) => group.runs.includes(run));
+// If the chosen run lacks something, show it of the first run that has it.
+const holder = (has) => (has(payload.runs[chosen.run]) ? chosen.run : payload.runs.findIndex(has));
 const label = (run) => {
-  const group = told.groups[groupOf(run)], { seed, folder } = told.runs[run];
+  const group = payload.groups[groupOf(run)], { seed, folder } = payload.runs[run];
   return group.runs.length > 1 ? `${group.name} · seed ${seed ?? folder}` : group.name;
 };
 
@@ -77,7 +77,7 @@ function line(x, curve, name, i, shade = colour(i)) {
   }
   found.push({
     x: xs, y: pick(curve.mean), name: plain(name), type: "scatter", mode: at.length < 13 ? "lines+markers" : "lines",
-    line: { color: shade, width: told.groups.length > 8 ? 1.3 : 2, dash: dash(i), shape: curve.shape }, marker: { size: 6, color: shade },
+    line: { color: shade, width: payload.groups.length > 8 ? 1.3 : 2, dash: dash(i), shape: curve.shape }, marker: { size: 6, color: shade },
     customdata: curve.std ? pick(curve.std) : undefined,
     hovertemplate: curve.std ? "%{y:.4~g} ± %{customdata:.2~g}" : "%{y:.4~g}",
   });
@@ -91,14 +91,14 @@ function axis(title, more = {}) {
   };
 }
 const over = () => {
-  const { title, format, suffix } = AXES[chosen.axis], few = chosen.axis === "round" && Math.max(...told.runs.map((run) => run.rounds)) <= 6;
+  const { title, format, suffix } = AXES[chosen.axis], few = chosen.axis === "round" && Math.max(...payload.runs.map((run) => run.rounds)) <= 6;
   return axis(title, { tickformat: format, ticksuffix: suffix, nticks: 7, dtick: few ? 1 : undefined, hoverformat: chosen.axis === "round" ? ",d" : ".4~s" });
 };
 function layout(x, y, more = {}) {
   return {
     xaxis: x, yaxis: y, showlegend: false, margin: { l: 58, r: 24, t: 10, b: 46 }, paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)", font: { family: "inherit", size: 12, color: ink("ink") },
-    hovermode: told.groups.length > 8 ? "closest" : "x unified", hoverlabel: {
+    hovermode: payload.groups.length > 8 ? "closest" : "x unified", hoverlabel: {
       bgcolor: ink("card"), bordercolor: ink("line"), font: { color: ink("ink") }, namelength: 44 },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", uirevision: chosen.axis, ...more,
   };
@@ -108,32 +108,32 @@ const scale = (title) => ({
   tickfont: { color: ink("soft") }, nticks: 6,
 });
 
-// ---- what charts there are: the one place that declares them
+// ---- the list of charts
 
 function declared() {
-  const found = [], whose = (run) => (told.runs.length > 1 ? label(run) : "");
+  const found = [], whose = (run) => (payload.runs.length > 1 ? label(run) : "");
   const add = (section, key, title, make, more = {}) => found.push({ section, key, title, make, ...more });
   const lines = (where, key, y, more = {}) => () => ({
     traces: alike(where, key).flatMap(({ x, curve, names, i, all }) =>
       line(x, { ...curve, ...more }, names.length > 1 ? `${all ? "all" : names.length} alike` : names[0], i, all ? ink("soft") : colour(i))),
     layout: layout(over(), axis(y, chosen.log.get(key) ? { type: "log", exponentformat: "power" } : more.shape ? { rangemode: "tozero", minallowed: 0, nticks: 6, tickformat: ",d", dtick: most("decays") <= 6 ? 1 : undefined } : {})),
   });
-  const any = (where, key) => told.groups.some((group) => group[where][key]);
+  const any = (where, key) => payload.groups.some((group) => group[where][key]);
 
-  for (const metric of told.metrics) {
-    const key = `${chosen.source}.${metric}`, several = told.groups.some((g) => g.runs.length > 1);
+  for (const metric of payload.metrics) {
+    const key = `${chosen.source}.${metric}`, several = payload.groups.some((g) => g.runs.length > 1);
     if (any("curves", key)) {
       if (metric === "loss" && !chosen.log.has(key)) chosen.log.set(key, steep(key));
       add("learning", `metric ${metric}`, capital(word(metric)), lines("curves", key, word(metric)),
         { note: `on ${SOURCES[chosen.source]}${several ? "; mean ± standard deviation over seeds" : ""}`, log: metric === "loss" && key });
     }
   }
-  if (told.runs.some((r) => r.classes)) {
+  if (payload.runs.some((r) => r.classes)) {
     add("classes", "classes last", "At the last evaluation", lastByClass, { note: "by class" });
     const run = holder((r) => r.classes);
     add("classes", "classes rounds", "As training went", () => byClass(run), { note: whose(run) });
   }
-  if (told.runs.some((r) => r.clients)) {
+  if (payload.runs.some((r) => r.clients)) {
     add("clients", "clients sorted", "From the worst client to the best", sortedClients, { note: "at the last round" });
     const run = holder((r) => r.clients);
     add("clients", "clients each", "Client by client", () => eachClient(run), { note: whose(run) });
@@ -143,36 +143,36 @@ function declared() {
       { note: key === "local_steps" ? "mean of the round’s clients, and from fewest to most" : "before any part’s own factor" });
   }
   const layer = (section, key, y, name) => {
-    const run = holder((r) => r.layers[key]), { lines } = told.runs[run].layers[key];
+    const run = holder((r) => r.layers[key]), { lines } = payload.runs[run].layers[key];
     add(section, key, capital(word(key)), () => layered(run, key, y, name), { note: whose(run), keys: lines.map((own, k) => [name(own), tint(k, lines.length)]) });
   };
-  const keys = [...new Set(told.runs.flatMap((run) => Object.keys(run.layers)))];
+  const keys = [...new Set(payload.runs.flatMap((run) => Object.keys(run.layers)))];
   if (keys.includes("rates")) layer("schedules", "rates", "learning rate", (k) => `step ${+k + 1}`);
   if (any("schedules", "diagnostic")) add("decay", "diagnostic", "Diagnostic S", lines("schedules", "diagnostic", "S = Σ ⟨update, previous update⟩"), { note: "below 0 after the window counts a decay" });
   if (any("schedules", "decays")) add("decay", "decays", "Decays so far, d", lines("schedules", "decays", "decays", { shape: "hv" }));
   for (const key of keys.filter((k) => k !== "rates")) {
     layer("parts", key, word(key).split(" ")[0], (k) => (key === "ratio" || key === "temperature" ? `layer ${k}` : k));
   }
-  const others = new Set(told.groups.flatMap((group) => Object.keys(group.schedules)));
+  const others = new Set(payload.groups.flatMap((group) => Object.keys(group.schedules)));
   for (const key of others) if (!["lr", "local_steps", "diagnostic", "decays"].includes(key)) add("parts", `other ${key}`, capital(word(key)), lines("schedules", key, word(key)));
   const owner = holder((r) => r.partition !== undefined);
   if (owner >= 0) {
-    const { counts } = told.partitions[told.runs[owner].partition];
-    add("data", "partition", counts ? "Samples by client and class" : "Samples by client", () => dealt(owner), { note: whose(owner), wide: true });
+    const { counts } = payload.partitions[payload.runs[owner].partition];
+    add("data", "partition", counts ? "Samples by client and class" : "Samples by client", () => held(owner), { note: whose(owner), wide: true });
   }
   return found;
 }
 const SECTIONS = {
   learning: ["Learning", null],
   classes: ["Classes", "Accuracy on the test set’s samples of each class."],
-  clients: ["Clients", "How the global model does on each client’s own held-out data."],
+  clients: ["Clients", "The global model on each client’s own held-out data."],
   schedules: ["Schedules", "Learning rates and local steps as they were."],
-  decay: ["Decay by diagnostic", "Pflug’s diagnostic sums the inner products of successive rounds’ updates; when it turns negative, progress has stalled."],
+  decay: ["Decay by diagnostic", "Pflug’s diagnostic sums the inner products of successive rounds’ updates; when it turns negative, training has become stationary."],
   parts: ["What the method measured", null],
   data: ["Data", null],
 };
 
-// Curves that are the same, as schedules often are, are one, or the last would hide the others.
+// Identical curves, as schedules often are, are drawn as one, since the last would hide the others.
 function alike(where, key) {
   const grid = where === "curves" ? "evaluated" : "every", found = new Map(), present = shown().filter(({ group }) => group[where][key]);
   for (const { group, i } of present) {
@@ -182,26 +182,26 @@ function alike(where, key) {
   }
   return [...found.values()].map((one) => ({ ...one, all: one.names.length > 1 && one.names.length === present.length }));
 }
-const most = (key) => Math.max(0, ...told.groups.flatMap((group) => group.schedules[key]?.mean || []));
-// A loss that spans orders of magnitude, as one that diverges does, starts on a logarithmic axis.
+const most = (key) => Math.max(0, ...payload.groups.flatMap((group) => group.schedules[key]?.mean || []));
+// A loss that spans orders of magnitude, for example of a diverging run, starts on a logarithmic axis.
 function steep(key) {
-  const all = told.groups.flatMap((group) => (group.curves[key] ? group.curves[key].mean : [])).filter((y) => y !== null && y > 0);
+  const all = payload.groups.flatMap((group) => (group.curves[key] ? group.curves[key].mean : [])).filter((y) => y !== null && y > 0);
   return all.length > 1 && Math.max(...all) > 200 * Math.min(...all);
 }
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
 function classNames(run) {
-  const partition = told.partitions[told.runs[run].partition], count = told.runs[run].classes.accuracy[0].length;
+  const partition = payload.partitions[payload.runs[run].partition], count = payload.runs[run].classes.accuracy[0].length;
   return partition && partition.classes && partition.classes.length === count ? partition.classes : [...Array(count).keys()].map(String);
 }
 function lastByClass() {
   const rows = shown().flatMap(({ group, i }) => {
-    const own = group.runs.filter((r) => told.runs[r].classes), ends = own.map((r) => told.runs[r].classes.accuracy.at(-1));
+    const own = group.runs.filter((r) => payload.runs[r].classes), ends = own.map((r) => payload.runs[r].classes.accuracy.at(-1));
     if (!own.length) return [];
     const names = classNames(own[0]).map(plain);
     return [{ group, i, names, y: names.map((_, c) => mean(ends.map((end) => end[c]).filter((v) => v !== null && v !== undefined))) }];
   });
-  if (rows.length > 8) { // so many dots nobody could tell apart
+  if (rows.length > 8) { // more dots could not be told apart
     const trace = { type: "heatmap", x: rows[0].names, y: rows.map((_, k) => k), z: rows.map((row) => row.y), customdata: rows.map((row) => row.names.map(() => plain(row.group.name))), ygap: 1,
       zmin: 0, zmax: 1, colorscale: SCALES[look()], colorbar: scale("accuracy"), hovertemplate: "%{customdata}<br>class %{x}<br>accuracy %{z:.3f}<extra></extra>" };
     const y = axis("", { autorange: "reversed", tickvals: rows.map((_, k) => k), ticktext: rows.map((row) => plain(cut(row.group.name, innerWidth < 640 ? 12 : 22))), showgrid: false, tickfont: { size: 10, color: ink("soft") } });
@@ -212,7 +212,7 @@ function lastByClass() {
   return { traces, layout: layout(axis("class", { type: "category", automargin: true }), axis("accuracy", { range: [-0.03, 1.03] })) };
 }
 function byClass(run) {
-  const { axes, accuracy } = told.runs[run].classes, names = classNames(run).map(plain);
+  const { axes, accuracy } = payload.runs[run].classes, names = classNames(run).map(plain);
   const trace = {
     type: "heatmap", x: axes[chosen.axis], y: names, z: names.map((_, c) => accuracy.map((row) => row[c])), zmin: 0, zmax: 1,
     colorscale: SCALES[look()], colorbar: scale("accuracy"), hovertemplate: "class %{y}<br>%{x}<br>accuracy %{z:.3f}<extra></extra>",
@@ -229,7 +229,7 @@ function quantiles(values) {
 function sortedClients() {
   let metric = "accuracy";
   const traces = shown().flatMap(({ group, i }) => {
-    const own = group.runs.map((r) => told.runs[r].clients).filter(Boolean);
+    const own = group.runs.map((r) => payload.runs[r].clients).filter(Boolean);
     if (!own.length) return [];
     metric = own[0].metric;
     const each = own.map((clients) => quantiles(clients.values)), count = Math.min(...each.map((q) => q.length));
@@ -241,20 +241,20 @@ function sortedClients() {
   return { traces, layout: layout(axis("share of clients, worst first", { ticksuffix: "%" }), axis(word(metric))) };
 }
 function eachClient(run) {
-  const { who, values, metric, of } = told.runs[run].clients, i = groupOf(run);
+  const { who, values, metric, of } = payload.runs[run].clients, i = groupOf(run);
   const trace = { type: "bar", x: who.map(plain), y: values, marker: { color: colour(i) }, hovertemplate: `client %{x}<br>${word(metric)} %{y:.4~g}<extra></extra>` };
   const title = who.length < of ? `${who.length} of ${of} clients, worst first` : "client";
   return { traces: [trace], layout: layout(axis(title, { type: "category", automargin: true, nticks: innerWidth < 640 ? 10 : 20, showticklabels: who.length <= 60 }), axis(word(metric)), { hovermode: "closest", bargap: 0.15 }) };
 }
 const tint = (k, count) => (count <= 8 ? colour(k) : `hsl(${205 + (150 * k) / (count - 1)} 65% ${look() === "dark" ? 40 + (40 * k) / count : 25 + (40 * k) / count}%)`);
 function layered(run, key, title, name) {
-  const { layers, axes } = told.runs[run], { lines, values } = layers[key], x = axes[chosen.axis];
+  const { layers, axes } = payload.runs[run], { lines, values } = layers[key], x = axes[chosen.axis];
   const traces = lines.map((own, k) => ({ x, y: values[k], name: plain(name(own)), type: "scatter", mode: x.length < 13 ? "lines+markers" : "lines",
     line: { color: tint(k, lines.length), width: 2 }, hovertemplate: "%{y:.4~g}" }));
   return { traces, layout: layout(over(), axis(title)) };
 }
-function dealt(run) {
-  const { counts, classes, sizes, listed, names, clients } = told.partitions[told.runs[run].partition];
+function held(run) {
+  const { counts, classes, sizes, listed, names, clients } = payload.partitions[payload.runs[run].partition];
   const who = listed.map((c, k) => plain(names ? `${names[k]} (${c})` : c)), x = [...who.keys()];
   const title = listed.length < clients ? `${listed.length} of ${clients.toLocaleString("en")} clients, in even steps from largest to smallest` : "client";
   const ticks = x.filter((k) => k % Math.ceil(x.length / (innerWidth < 640 ? 10 : 30)) === 0);
@@ -273,12 +273,12 @@ function dealt(run) {
 // ---- text: header, table, legend, settings
 
 function header() {
-  byId("title").textContent = told.title;
-  byId("subtitle").textContent = told.subtitle;
-  const runs = told.runs, open = runs.filter((run) => !run.finished), lost = runs.filter((run) => run.diverged || run.stopped);
+  byId("title").textContent = payload.title;
+  byId("subtitle").textContent = payload.subtitle;
+  const runs = payload.runs, open = runs.filter((run) => !run.finished), lost = runs.filter((run) => run.diverged || run.stopped);
   const done = runs.reduce((sum, run) => sum + run.rounds, 0), planned = runs.reduce((sum, run) => sum + (run.planned || run.rounds), 0);
   const first = runs[0].state, count = runs.length.toLocaleString("en");
-  let said = runs.length === 1 ? (runs[0].finished ? `Finished after ${done.toLocaleString("en")} rounds` : done ? `Not finished: ${first}` : "Not a single round yet")
+  let said = runs.length === 1 ? (runs[0].finished ? `Finished after ${done.toLocaleString("en")} rounds` : done ? `Not finished: ${first}` : "No round finished yet")
     : open.length ? `${runs.length - open.length} of ${count} runs finished; ${done.toLocaleString("en")} of ${planned.toLocaleString("en")} rounds` : `All ${count} runs finished`;
   if (lost.length) said += runs.length > 1 ? `; ${lost.length} diverged` : lost[0].stopped ? `. ${lost[0].stopped}` : `; the loss is not finite from round ${lost[0].diverged} on`;
   byId("state").textContent = said;
@@ -287,13 +287,13 @@ function header() {
   byId("progress").firstElementChild.style.width = `${(100 * done) / Math.max(planned, 1)}%`;
 }
 function summary() {
-  const columns = [...new Set(told.groups.flatMap((group) => Object.keys(group.cells)))], one = told.groups.length === 1;
+  const columns = [...new Set(payload.groups.flatMap((group) => Object.keys(group.cells)))], one = payload.groups.length === 1;
   if (one) {
-    const cells = Object.entries(told.groups[0].cells).filter(([name, value]) => name !== "state" && !(name === "runs" && value === "1"));
+    const cells = Object.entries(payload.groups[0].cells).filter(([name, value]) => name !== "state" && !(name === "runs" && value === "1"));
     byId("summary").replaceChildren(el("div", { class: "tiles" }, ...cells.map(([name, value]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name)))));
     return;
   }
-  const rows = told.groups.map((group, i) => el("tr", {}, el("td", {}, swatch(i), group.name), ...columns.map((name) => el("td", { "data-label": name }, group.cells[name] ?? "–"))));
+  const rows = payload.groups.map((group, i) => el("tr", {}, el("td", {}, swatch(i), group.name), ...columns.map((name) => el("td", { "data-label": name }, group.cells[name] ?? "–"))));
   byId("summary").replaceChildren(el("div", { class: "card scroll stacked" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map((name) => el("th", {}, name)))), el("tbody", {}, ...rows))));
 }
@@ -304,46 +304,46 @@ function controls() {
     made.value = value;
     return made;
   })());
-  const sources = Object.keys(SOURCES).filter((source) => told.groups.some((group) => Object.keys(group.curves).some((key) => key.startsWith(`${source}.`))));
+  const sources = Object.keys(SOURCES).filter((source) => payload.groups.some((group) => Object.keys(group.curves).some((key) => key.startsWith(`${source}.`))));
   if (sources.length && !sources.includes(chosen.source)) chosen.source = sources[0];
   const parts = [];
-  if (told.groups.some((group) => group.evaluated.round.length || group.every.round.length)) parts.push(el("div", { class: "axis" }, "over", el("span", { class: "segments", role: "group", "aria-label": "What curves are drawn over" }, ...Object.keys(AXES).map(press))));
+  if (payload.groups.some((group) => group.evaluated.round.length || group.every.round.length)) parts.push(el("div", { class: "axis" }, "over", el("span", { class: "segments", role: "group", "aria-label": "What curves are drawn over" }, ...Object.keys(AXES).map(press))));
   if (sources.length > 1) parts.push(pick("source", "measured on", sources.map((s) => [s, SOURCES[s]]), chosen.source, (value) => { chosen.source = value; draw(); }));
-  if (told.runs.length > 1) parts.push(pick("run", "details of", told.runs.map((_, r) => [r, label(r)]), chosen.run, (value) => { chosen.run = +value; draw(); settings(); }));
+  if (payload.runs.length > 1) parts.push(pick("run", "details of", payload.runs.map((_, r) => [r, label(r)]), chosen.run, (value) => { chosen.run = +value; draw(); settings(); }));
   byId("choices").replaceChildren(...parts);
-  byId("legend").replaceChildren(...(told.groups.length < 2 ? [] : told.groups.map((group, i) => el("button", {
+  byId("legend").replaceChildren(...(payload.groups.length < 2 ? [] : payload.groups.map((group, i) => el("button", {
     type: "button", "aria-pressed": String(!chosen.hidden.has(group.name)), title: "Click hides or shows it; a double click shows it alone",
     onclick: () => { if (!chosen.hidden.delete(group.name)) chosen.hidden.add(group.name); mark(); draw(); },
-    ondblclick: () => { chosen.hidden = new Set(told.groups.map((g) => g.name).filter((name) => name !== group.name)); mark(); draw(); },
+    ondblclick: () => { chosen.hidden = new Set(payload.groups.map((g) => g.name).filter((name) => name !== group.name)); mark(); draw(); },
   }, swatch(i), group.name))));
   byId("controls").hidden = !parts.length;
-  byId("controls").classList.toggle("many", told.groups.length > 8); // so long a legend would cover the charts
+  byId("controls").classList.toggle("many", payload.groups.length > 8); // a longer legend would cover the charts
 }
 function mark() {
-  told.groups.forEach((group, i) => byId("legend").children[i]?.setAttribute("aria-pressed", String(!chosen.hidden.has(group.name))));
+  payload.groups.forEach((group, i) => byId("legend").children[i]?.setAttribute("aria-pressed", String(!chosen.hidden.has(group.name))));
 }
 function settings() {
-  const keys = [...new Set(told.groups.flatMap((group) => Object.keys(group.settings)))], parts = [el("h2", {}, "Settings")];
-  if (told.groups.length > 1 && keys.length) {
-    const rows = told.groups.map((group, i) => el("tr", {}, el("td", {}, swatch(i), group.name), ...keys.map((key) => el("td", { "data-label": key }, group.settings[key] ?? "–"))));
+  const keys = [...new Set(payload.groups.flatMap((group) => Object.keys(group.settings)))], parts = [el("h2", {}, "Settings")];
+  if (payload.groups.length > 1 && keys.length) {
+    const rows = payload.groups.map((group, i) => el("tr", {}, el("td", {}, swatch(i), group.name), ...keys.map((key) => el("td", { "data-label": key }, group.settings[key] ?? "–"))));
     parts.push(el("p", { class: "about" }, "What differs:"), el("div", { class: "card scroll stacked left" }, el("table", {},
       el("thead", {}, el("tr", {}, el("th", {}, ""), ...keys.map((key) => el("th", {}, key)))), el("tbody", {}, ...rows))));
   }
-  const facts = Object.entries(told.shared).map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value)));
-  if (told.runs.length > 1) parts.push(el("p", { class: "about", style: "margin-top:14px" }, "What all runs share:"));
-  const raw = el("details", { class: "card" }, el("summary", {}, `config.toml of ${told.runs[chosen.run].folder}`), el("pre", {}, told.runs[chosen.run].config));
+  const facts = Object.entries(payload.shared).map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value)));
+  if (payload.runs.length > 1) parts.push(el("p", { class: "about", style: "margin-top:14px" }, "What all runs share:"));
+  const raw = el("details", { class: "card" }, el("summary", {}, `config.toml of ${payload.runs[chosen.run].folder}`), el("pre", {}, payload.runs[chosen.run].config));
   raw.open = byId("settings").querySelector("details")?.open ?? false;
   parts.push(el("dl", { class: "card facts" }, ...facts), raw);
   byId("settings").replaceChildren(...parts);
-  const thinned = told.thinned ? " Curves of more than 500 points show the extremes of every stretch." : "";
-  byId("foot").textContent = `undrift ${told.version}, ${told.made}. Numbers are rounded to five digits.${thinned} Maps by round have at most 100 columns. This page needs no network.`;
+  const downsampled = payload.downsampled ? " Curves of more than 300 points show the extremes of every segment." : "";
+  byId("foot").textContent = `undrift ${payload.version}, ${payload.made}. Numbers are rounded to five digits.${downsampled} Maps by round have at most 100 columns. This page needs no network.`;
 }
 function dataFacts() {
-  const owner = holder((run) => run.partition !== undefined), p = owner < 0 ? null : told.partitions[told.runs[owner].partition], n = (x) => x.toLocaleString("en");
+  const owner = holder((run) => run.partition !== undefined), p = owner < 0 ? null : payload.partitions[payload.runs[owner].partition], n = (x) => x.toLocaleString("en");
   return p ? `${n(p.samples)} samples at ${n(p.clients - p.empty)} clients${p.empty ? ` (${n(p.empty)} more have none)` : ""}: smallest ${n(p.smallest)}, median ${n(p.median)}, largest ${n(p.largest)}.` : null;
 }
 
-// ---- charts on the page: drawn when the reader comes near, redrawn when something changes
+// ---- charts on the page: drawn when they come into view, redrawn when something changes
 
 const near = new IntersectionObserver((entries) => entries.forEach((entry) => {
   const card = entry.target;
@@ -389,20 +389,20 @@ function draw() {
   for (const card of cards.values()) { near.unobserve(card); if (window.Plotly) Plotly.purge(card.querySelector(".plot")); card.remove(); }
 }
 
-// ---- the two looks
+// ---- light and dark theme
 
 function wear() {
   if (chosen.look) document.documentElement.dataset.look = chosen.look;
   byId("look").textContent = look() === "dark" ? "☀ light" : "☾ dark";
 }
-function recall(value) { // pages from disk may not be allowed to remember
+function recall(value) { // storage may be unavailable to pages opened from disk
   try { return value === undefined ? localStorage.getItem("undrift look") : localStorage.setItem("undrift look", value); } catch { return null; }
 }
 function render() { header(); summary(); controls(); settings(); draw(); }
 byId("look").addEventListener("click", () => { chosen.look = look() === "dark" ? "light" : "dark"; recall(chosen.look); wear(); render(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { wear(); render(); });
 
-// ---- a page that is served follows its runs
+// ---- a served page polls for new data
 
 let tag = null;
 async function follow() {
@@ -412,8 +412,8 @@ async function follow() {
     const reply = await fetch("data.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
     if (reply.status === 200) {
       tag = reply.headers.get("ETag");
-      told = await reply.json();
-      chosen.run = Math.min(chosen.run, told.runs.length - 1);
+      payload = await reply.json();
+      chosen.run = Math.min(chosen.run, payload.runs.length - 1);
       render();
     }
     badge.textContent = "live";
@@ -429,4 +429,4 @@ const remembered = recall();
 if (remembered === "dark" || remembered === "light") chosen.look = remembered;
 wear();
 header(); summary(); controls(); settings();
-addEventListener("DOMContentLoaded", () => { draw(); if (told.live) follow(); });
+addEventListener("DOMContentLoaded", () => { draw(); if (payload.live) follow(); });

@@ -1,4 +1,4 @@
-"""The page of runs that go on: served to this machine's browsers, and written anew as rounds come."""
+"""The live page: served to browsers on this machine, and rewritten as new rounds arrive."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from undrift.tools.report.page import numbers, page, write
 
 HOST = "127.0.0.1"
 PAUSE = 1.0
-"""Seconds between two looks at the folders."""
+"""Seconds between two checks of the folders."""
 REWRITE = 10.0
-"""Seconds between two writes of the file, which is large; the last state is written when watching ends."""
+"""Seconds between two writes of the file, which is large; the final state is written at the end."""
 WATCHED = ("config.toml", "metrics.jsonl", "model.safetensors", "partition.json")
 
 
 class Server(ThreadingHTTPServer):
-    """What browsers are given, replaced as a whole when there is something new."""
+    """Serves the payload, which is replaced as a whole when there are new rounds."""
 
     daemon_threads = True
 
-    def __init__(self, port: int, told: dict[str, Any]) -> None:
+    def __init__(self, port: int, payload: dict[str, Any]) -> None:
         super().__init__((HOST, port), Handler)
-        self.show(told)
+        self.show(payload)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a browser that went away in the middle of a page
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a browser that closed the connection
             super().handle_error(request, client_address)
 
-    def show(self, told: dict[str, Any]) -> None:
-        text = numbers({**told, "live": True}).encode()
-        self.told, self.text, self.tag = told, text, f'"{hashlib.sha256(text).hexdigest()[:16]}"'
+    def show(self, payload: dict[str, Any]) -> None:
+        text = numbers({**payload, "live": True}).encode()
+        self.payload, self.text, self.tag = payload, text, f'"{hashlib.sha256(text).hexdigest()[:16]}"'
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -47,9 +47,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         shown = self.server
         if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
-            self.send_error(403)  # some other site's name, made to point here
+            self.send_error(403)  # DNS rebinding: another site's name that resolves to this machine
         elif self.path == "/":
-            self._reply(page(shown.told, live=True).encode(), "text/html; charset=utf-8")
+            self._reply(page(shown.payload, live=True).encode(), "text/html; charset=utf-8")
         elif self.path != "/data.json":
             self.send_error(404)
         elif self.headers.get("If-None-Match") == shown.tag:
@@ -73,10 +73,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page and keep it current until Ctrl-C."""
-    seen, told = stamps(folders), gather(folders)
+    """Serve the page and update it until Ctrl-C."""
+    seen, payload = stamps(folders), gather(folders)
     try:
-        server = Server(port, told)
+        server = Server(port, payload)
     except OSError as error:
         raise UndriftError(
             f"Port {port} cannot be used ({error.strerror}); choose another, or leave --port out."
@@ -84,7 +84,7 @@ def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], N
     threading.Thread(target=server.serve_forever, daemon=True).start()
     say(f"watching at http://{HOST}:{server.server_port}/ until Ctrl-C")
     written, stale, pause = time.monotonic(), False, PAUSE
-    said = set(told["left_out"])
+    said = set(payload["left_out"])
 
     def warn(problems: Iterable[str]) -> None:
         for problem in problems:
@@ -98,21 +98,21 @@ def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], N
             if (now := stamps(folders)) != seen:
                 seen, began = now, time.monotonic()
                 try:
-                    told = gather(folders)
-                    server.show(told)
-                except Exception as error:  # all folders are damaged, or being made anew: the page stays as it is
+                    payload = gather(folders)
+                    server.show(payload)
+                except Exception as error:  # all folders are damaged or being rewritten: keep the page as it is
                     warn([first_line(error)])
                     continue
-                warn(told["left_out"])
+                warn(payload["left_out"])
                 stale, pause = True, max(PAUSE, 4 * (time.monotonic() - began))
             if stale and time.monotonic() - written > REWRITE:
                 try:
-                    write(file, told)
-                except UndriftError as error:  # a full disk, say; browsers still see it
+                    write(file, payload)
+                except UndriftError as error:  # a full disk, for example; browsers still get the new data
                     warn([str(error)])
                 written, stale = time.monotonic(), False
     except KeyboardInterrupt:
-        write(file, told)
+        write(file, payload)
         say(f"stopped; the page is in {file}")
     finally:
         server.shutdown()
@@ -120,7 +120,7 @@ def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], N
 
 
 def stamps(folders: Sequence[Path]) -> list[Any]:
-    """What changes when a run goes on."""
+    """Modification times and sizes of the files that change during a run."""
     found: list[Any] = []
     for folder in folders:
         for name in WATCHED:

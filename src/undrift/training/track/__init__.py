@@ -1,8 +1,8 @@
-"""Trackers: where else a run's figures go. `track="tensorboard"`, `track="mlflow"`, or a list of both.
+"""Experiment trackers: `track="tensorboard"`, `track="mlflow"`, or a list of both.
 
-A tracker is told the settings once, then each round's scalars, then how the run ended. It works in a thread of its
-own: rounds take milliseconds, a server's answer may take seconds. What fails there while a run goes on costs a warning,
-never the run.
+A tracker receives the settings once, then each round's scalars, then how the run ended. It works in a separate thread,
+since rounds take milliseconds and a server's response may take seconds. If it fails during a run, it causes a warning,
+never an error.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ log = logging.getLogger("undrift")
 
 KNOWN = ("mlflow", "tensorboard")
 BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out")
-"""What a row has one entry per client of: ids and figures for `metrics.jsonl`, too many to draw."""
+"""Columns with one entry per client, which are in `metrics.jsonl` but too many to draw."""
 
 Scalars = dict[str, float]
-"""One round's figures by name, `round` first."""
+"""One round's numbers by name, `round` first."""
 
 
 class Tracker(Protocol):
-    """What each module here has a class of. `folder` is the run's, if it has one."""
+    """The interface of the class `Tracker` in each module here. `folder` is the run's folder, if it has one."""
 
     hint: str
-    """What to look at if it cannot begin."""
+    """What to check if `begin` fails."""
 
     def __init__(self, folder: Path | None) -> None: ...
 
     def begin(self, config: str, rounds: list[Scalars]) -> None:
-        """The run's `config.toml`, and the rounds that are done already: more than none when a run is resumed."""
+        """Start with the run's `config.toml` and, when a run is resumed, the rounds that it has already done."""
 
     def add(self, rounds: list[Scalars]) -> None: ...
 
     def end(self, status: str) -> None:
-        """FINISHED, FAILED (it raised, or NaN stopped it) or KILLED (somebody did)."""
+        """`status` is FINISHED, FAILED (by an exception, or stopped by NaN) or KILLED (interrupted)."""
 
 
 def scalars(row: dict[str, Any]) -> Scalars:
-    """The numbers of a row, those in dicts and lists by path: `class_accuracy/3`, `temperature/0`."""
+    """The numbers in a history row; those in dicts and lists by path: `class_accuracy/3`, `temperature/0`."""
     return {
         path: x for name, value in row.items() if name not in BY_CLIENT for path, x in _numbers(name, value).items()
     }
@@ -61,7 +61,7 @@ def _numbers(path: str, value: Any) -> Scalars:
 
 
 def find(track: str | Sequence[str] | None) -> dict[str, type[Tracker]]:
-    """The trackers of these names, or a sentence about the first that cannot be had."""
+    """The trackers of these names. Raises `UndriftError` if one is unknown or not installed."""
     names = [track] if isinstance(track, str) else track or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise UndriftError(f"track must be {' or '.join(map(repr, KNOWN))}, or a list of them, not {quoted(track)}.")
@@ -73,41 +73,41 @@ def find(track: str | Sequence[str] | None) -> dict[str, type[Tracker]]:
             found[name] = importlib.import_module(f"undrift.training.track.{name}").Tracker
         except ImportError as error:
             raise UndriftError(
-                f"track={name!r} needs a package that is not installed ({error}); pip install 'undrift[track]' has it."
+                f"track={name!r} needs a package that is not installed ({error}); run pip install 'undrift[track]'."
             ) from error
     return found
 
 
 class Trackers:
-    """All trackers of a run. On the way out they learn how it ended."""
+    """All trackers of a run, as a context manager that reports to them how the run ended."""
 
     def __init__(self, track: str | Sequence[str] | None, folder: Path | None) -> None:
-        self.aside = [Aside(name, kind(folder)) for name, kind in find(track).items()]
+        self.trackers = [BackgroundTracker(name, kind(folder)) for name, kind in find(track).items()]
         self.failed = False
-        """Whether the run failed without raising anything."""
+        """Whether the run failed without raising an exception."""
 
     def __enter__(self) -> Trackers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         stopped = kind is not None and not issubclass(kind, Exception)
-        for aside in self.aside:
-            aside.end("KILLED" if stopped else "FAILED" if kind or self.failed else "FINISHED")
+        for tracker in self.trackers:
+            tracker.end("KILLED" if stopped else "FAILED" if kind or self.failed else "FINISHED")
 
     def __bool__(self) -> bool:
-        return bool(self.aside)
+        return bool(self.trackers)
 
     def begin(self, config: str, rows: list[dict[str, Any]]) -> None:
-        for aside in self.aside:
-            aside.begin(config, [scalars(row) for row in rows])
+        for tracker in self.trackers:
+            tracker.begin(config, [scalars(row) for row in rows])
 
     def row(self, row: dict[str, Any]) -> None:
-        for aside in self.aside:
-            aside.add(scalars(row))
+        for tracker in self.trackers:
+            tracker.add(scalars(row))
 
 
-class Aside:
-    """A tracker in a thread of its own. Rounds that pile up while it is busy go to it together."""
+class BackgroundTracker:
+    """A tracker in its own thread. Rounds that arrive while it is busy are passed on together."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self.tracker = name, tracker
@@ -116,14 +116,14 @@ class Aside:
         self.works = False
 
     def begin(self, config: str, rounds: list[Scalars]) -> None:
-        """Wait for it, so that a wrong address is refused; but a run that is resumed goes on without."""
+        """Wait for the tracker, so that a wrong address raises an error, or a warning if the run is resumed."""
         try:
             self.thread.submit(self.tracker.begin, config, rounds).result()
             self.works = True
         except Exception as error:
             if not rounds:
                 raise UndriftError(
-                    f"track={self.name!r} cannot begin ({_line(error)}); {self.tracker.hint}, or leave track out."
+                    f"track={self.name!r} cannot start ({_line(error)}); {self.tracker.hint}, or leave track out."
                 ) from error
             self._give_up(error)
 
@@ -145,12 +145,12 @@ class Aside:
         try:
             if self.works:
                 call(argument)
-        except Exception as error:  # whatever a server, a disk or a library may come up with
+        except Exception as error:  # a server, a disk or a library may raise anything
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self.works = False
-        log.warning("%s tracks this run no longer, which goes on without it: %s", self.name, _line(error))
+        log.warning("%s failed and no longer tracks this run, which continues: %s", self.name, _line(error))
 
 
 def _line(error: Exception) -> str:

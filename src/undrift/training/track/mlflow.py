@@ -1,7 +1,7 @@
-"""MLflow: a run wherever MLFLOW_TRACKING_URI says, in the experiment MLFLOW_EXPERIMENT_NAME, or else "undrift".
+"""MLflow: a run at MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME, by default "undrift".
 
-MLflow never forgets a point, so a run that is resumed must not send one twice. It finds its id in the run's folder,
-asks which round came last, and sends what follows: rounds that are trained again have the same bits.
+MLflow cannot replace a point, so a resumed run must not send one twice. It finds its id in the run's folder, queries
+the last round, and sends only what follows: rounds that are trained again have the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import tomllib
 from pathlib import Path
 
-from filelock import FileLock  # torch brings it
+from filelock import FileLock  # a dependency of torch
 from mlflow import get_tracking_uri
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
@@ -25,14 +25,14 @@ from undrift.training.record import flat
 from undrift.training.track import Scalars
 
 MOST = 1000
-"""Metrics that MLflow takes at once."""
+"""The most metrics that MLflow accepts at once."""
 ID = "mlflow.txt"
-"""The file with the run's id at MLflow."""
+"""The file with MLflow's id of the run."""
 ARTIFACTS = ("config.toml", "metrics.jsonl", "model.safetensors")
 
 
-def first_come() -> FileLock:
-    """One process at a time: several that find no database would all make it, over one another."""
+def creation_lock() -> FileLock:
+    """Several processes that find no database must not create it at the same time."""
     where = hashlib.sha256(f"{get_tracking_uri()} {os.getcwd()}".encode()).hexdigest()[:16]
     return FileLock(Path(tempfile.gettempdir()) / f"undrift-mlflow-{where}.lock")
 
@@ -44,8 +44,8 @@ class Tracker:
         self.folder = folder
 
     def begin(self, config: str, rounds: list[Scalars]) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default it takes minutes to give up
-        with first_come():
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default takes minutes to give up
+        with creation_lock():
             self.client = MlflowClient()
             self.id, self.last = self._found() or (self._created(config), 0.0)
         self.add(rounds)
@@ -56,7 +56,7 @@ class Tracker:
             Metric(re.sub(r"[^\w.\- :/]", "_", name), value, now, int(scalars["round"]))
             for scalars in rounds
             if scalars["round"] > self.last
-            for name, value in sorted(scalars.items(), key=lambda item: item[0] == "round")  # the mark of a whole round
+            for name, value in sorted(scalars.items(), key=lambda item: item[0] == "round")  # marks a complete round
         ]
         for begin in range(0, len(metrics), MOST):
             self.client.log_batch(self.id, metrics[begin : begin + MOST])
@@ -68,7 +68,7 @@ class Tracker:
         self.client.set_terminated(self.id, status)
 
     def _found(self) -> tuple[str, float] | None:
-        """The run that the folder names, taken up again, and its last round; None if there is no such run."""
+        """The id of the run that the folder names, set to running again, and its last round; None if there is none."""
         file = self.folder / ID if self.folder else None
         if file is None or not file.exists():
             return None
@@ -76,7 +76,7 @@ class Tracker:
         try:
             metrics = self.client.get_run(run).data.metrics
         except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # it was removed, or this is another server
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # it was deleted, or this is another server
                 return None
             raise
         self.client.update_run(run, status="RUNNING")
@@ -97,7 +97,7 @@ class Tracker:
         if found is None:
             try:
                 return str(self.client.create_experiment(name))
-            except MlflowException:  # another machine's run was faster
+            except MlflowException:  # a run on another machine has created it
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the folder `tensorboard` of the run's own. `tensorboard --logdir runs` shows them."""
+"""TensorBoard: event files in `tensorboard/` in the run's folder. `tensorboard --logdir runs` shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from undrift.training.track import Scalars
 
 
 class Tracker:
-    hint = "see that the run's folder can be written to"
+    hint = "check that the run's folder is writable"
 
     def __init__(self, folder: Path | None) -> None:
         if folder is None:
@@ -19,7 +19,7 @@ class Tracker:
         self.folder = folder / "tensorboard"
 
     def begin(self, config: str, rounds: list[Scalars]) -> None:
-        """Rounds beyond the checkpoint that a run goes on from are purged; those before it are there already."""
+        """On resuming, rounds after the checkpoint are purged; those before it are already there."""
         there = any(self.folder.glob("events.*"))
         self.writer = SummaryWriter(self.folder, purge_step=len(rounds) + 1 if there else None)
         if not there:
@@ -31,7 +31,7 @@ class Tracker:
             for name, value in scalars.items():
                 if name != "round":
                     self.writer.add_scalar(name, value, int(scalars["round"]))
-        self.writer.flush()  # what was shown survives a kill
+        self.writer.flush()  # so that a kill loses nothing
 
     def end(self, status: str) -> None:
         self.writer.close()

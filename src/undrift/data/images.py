@@ -1,4 +1,4 @@
-"""Data sets of pictures: bytes in, one array of channels × height × width out."""
+"""Image data sets: from encoded bytes to one array of samples × channels × height × width."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-"""Pillow reads others too, PostScript among them, for which it runs a program."""
+"""Pillow reads others too, such as PostScript, for which it would run an external program."""
 MOST_PIXELS = 4096 * 4096
-"""Of one picture. A file of a few kilobytes may decode to gigabytes, so its size is looked at first."""
+"""The limit per image, checked before decoding: a file of a few kilobytes may decode to gigabytes."""
 MOST_BYTES = 1 << 28
-"""Of pictures that are decoded at a time."""
+"""How many bytes of decoded images to collect before writing them."""
 
 Cells = tuple[list[Any], np.ndarray, list[Any] | None]
-"""A batch before it is decoded: pictures as bytes or paths, their classes, and whose they are."""
+"""A batch before it is decoded: images as bytes or paths, their classes, and their clients."""
 
 
 def picture(data: bytes, mode: str | None = None) -> np.ndarray:
-    """An encoded picture as bytes by channel: grey ones have one channel, all others three."""
+    """Decode an image to uint8, channels first: one channel for grey images, three for all others."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
         if opened.width * opened.height > MOST_PIXELS:
             raise ValueError(
-                f"{opened.width}×{opened.height} pixels, where at most {MOST_PIXELS:,} are read; make it smaller"
+                f"it has {opened.width}×{opened.height} pixels, and the limit is {MOST_PIXELS:,}; make it smaller"
             )
-        if opened.mode.startswith("I"):  # 16 bits, which a conversion would cut off at 255
+        if opened.mode.startswith("I"):  # 16 bits, which `convert` would clip at 255
             return (np.asarray(opened).astype(np.int64) // 257).clip(0, 255).astype(np.uint8)[None]
         if opened.mode == "F":
-            raise ValueError("pixels that are floats; write them as 8 or 16 bits")
+            raise ValueError("its pixels are floats; write them as 8 or 16 bits")
         mode = mode or ("L" if opened.mode in ("1", "L") else "RGB")
         pixels = np.asarray(opened.convert(mode))
     return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
 
 
 def grey(data: bytes) -> np.ndarray:
-    """A picture that is known to be grey: some formats (WebP) have colours only."""
+    """Decode an image that is known to be grey; some formats (WebP) store it in colour."""
     return picture(data, "L")
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures with a class each, in two columns of a table."""
+class Images:
+    """Images with one class each, from two columns of a table."""
 
     hub: str
     image: str = "image"
     label: str = "label"
     client: str | None = None
-    """The column that says whose a picture is."""
+    """The column of the client ids."""
     test: str | None = "test"
     beside: tuple[str, str] | None = None
-    """Another data set with the same rows, and its column that says whose each is."""
+    """Another data set with the same rows, and its column of client ids."""
     config: str | None = None
     decoder: Callable[[bytes], np.ndarray] = picture
 
@@ -75,7 +75,7 @@ class Pictures:
         from PIL import Image
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # a refusal will do
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
             self._decode(places, write)
 
     def _decode(self, places: list[Place], write: Writer) -> None:
@@ -98,11 +98,11 @@ class Pictures:
                 raise UndriftError(f"The {split} split of {place.name} has no rows.")
         if self.beside and places[1:]:
             other, column = places[1], self.beside[1]
-            for table in other.rows("train", [column]):
+            for table in other.batches("train", [column]):
                 write.append("train_key", encoded(table[column].to_pylist(), codes))
-            rows, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
-            if rows != wanted:
-                raise UndriftError(f"{other.name} has {rows} rows for the {wanted} of {place.name}; get both again.")
+            count, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
+            if count != wanted:
+                raise UndriftError(f"{other.name} has {count} rows, but {place.name} has {wanted}; get both again.")
         total, squares, pixels = moments
         mean = total / pixels
         write.append("mean", mean.astype(np.float32)[:, None, None])
@@ -110,13 +110,13 @@ class Pictures:
         write.notes |= {"classes": names, "clients": list(map(str, codes))}
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
-        """The classes' names, and what reads a split batch by batch."""
+        """The classes' names, and a function that reads a split in batches."""
         labels = Labels(place, self.label)
         columns = [self.image, self.label, *([self.client] if self.client else [])]
 
         def read(split: str) -> Iterator[Cells]:
             begin = 0
-            for table in place.rows(split, columns):
+            for table in place.batches(split, columns):
                 who = table[self.client].to_pylist() if self.client else None
                 yield table[self.image].to_pylist(), labels.read(table[self.label], split, begin), who
                 begin += len(table)
@@ -139,7 +139,7 @@ class Pictures:
         )
 
     def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> Iterator[np.ndarray]:
-        """These pictures as one array, all of the first one's size; as several if they are large."""
+        """These images, all of the first one's size, as one array, or several if they are large."""
         shape = tuple(write.shapes["train_x"][1][1:]) if "train_x" in write.shapes else None
         found: list[np.ndarray] = []
         for i, cell in enumerate(cells):
@@ -148,7 +148,7 @@ class Pictures:
             shape = shape or pixels.shape
             if pixels.shape != shape:
                 sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
-                raise UndriftError(f"{where} is {sizes}; bring all pictures to one size and number of colours.")
+                raise UndriftError(f"{where} is {sizes}; bring all images to one size and number of channels.")
             found.append(pixels)
             if len(found) * pixels.nbytes >= MOST_BYTES:
                 yield np.stack(found)
@@ -159,20 +159,20 @@ class Pictures:
     def _decoded(self, data: bytes, where: str) -> np.ndarray:
         try:
             return self.decoder(data)
-        except Exception as error:  # whatever a decoder makes of bytes that are not what they should be
-            reason = re.sub(r" <_io.*?>", "", str(error))  # PIL names the bytes' address
+        except Exception as error:  # decoders raise all kinds of errors for damaged bytes
+            reason = re.sub(r" <_io.*?>", "", str(error))  # PIL quotes the stream object, with its address
             raise UndriftError(f"{where} cannot be decoded ({reason}); get or write that file again.") from error
 
 
 @dataclass(frozen=True)
-class PictureFolder(Pictures):
-    """Pictures in a subfolder per class, with or without `train` and `test` above them."""
+class ImageFolder(Images):
+    """Images in one subfolder per class, optionally below `train` and `test`."""
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
         def named(split: str) -> list[str]:
             files = dict(place.files)[split]
             parts = [file.relative_to(place.name).parts for file in files]
-            below = all(part[0].lower() == split for part in parts)  # `train` and `test` stand above the classes
+            below = all(part[0].lower() == split for part in parts)  # the classes are subfolders of `train` and `test`
             return [part[1] if below else part[0] for part in parts]
 
         names = sorted(set(named("train")))
@@ -180,7 +180,7 @@ class PictureFolder(Pictures):
         def read(split: str) -> Iterator[Cells]:
             files, classes = list(dict(place.files)[split]), named(split)
             if strange := set(classes) - set(names):
-                raise UndriftError(f"{place.name} has pictures of {min(strange)!r} in {split}, but none to train on.")
+                raise UndriftError(f"{place.name} has images of {min(strange)!r} in {split}, but none to train on.")
             for begin in range(0, len(files), BATCH):
                 part = slice(begin, begin + BATCH)
                 yield files[part], np.array([names.index(c) for c in classes[part]], np.int64), None
@@ -189,26 +189,26 @@ class PictureFolder(Pictures):
 
 
 def standardised(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures less the training set's mean by channel, over its spread."""
+    """Images minus the training set's mean, divided by its standard deviation, per channel."""
     x, y = take(store, indices)
     return (x - store["mean"]) / store["std"], y
 
 
 def _moments(x: np.ndarray) -> Any:
-    """By channel: the sum of pixels from 0 to 1, the sum of their squares, and their number."""
+    """Per channel: the sum of the pixels, scaled to [0, 1], the sum of their squares, and their number."""
     scaled = x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1) / 255.0
     return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
 
 
 def _bytes(cell: Any, place: Place, where: str) -> bytes:
-    """The encoded picture: in the cell itself, or in a file that must lie beside the table."""
+    """The encoded image: from the cell itself, or from a file in the table's folder."""
     try:
         if isinstance(cell, Path):
             return read_bytes(cell)
         if not isinstance(cell, dict):
-            raise ValueError(f"it holds {type(cell).__name__}, not a picture's bytes")
+            raise ValueError(f"it holds {type(cell).__name__}, not an image's bytes")
         data = cell.get("bytes")
         return data if data is not None else read_bytes(place.beside(cell.get("path")))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UndriftError(f"{where} cannot be read ({reason}); mend it, or leave it out of the data.") from error
+        raise UndriftError(f"{where} cannot be read ({reason}); correct it, or leave it out of the data.") from error

@@ -1,4 +1,4 @@
-"""What is said of runs: their title, how they ended, the table, their settings."""
+"""The texts of a report: title, state of the runs, table, settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undrift.training.result import finished
 
 
 def cells(runs: list[Run], metrics: list[str]) -> dict[str, str]:
-    """A group's row in the table."""
+    """A group's cells in the table, by column."""
     found: dict[str, str] = {"runs": str(len(runs)), "state": state(runs)}
     for name in metrics:
         key = next((k for k in (name, f"validation_{name}") if any(k in row for run in runs for row in run.rows)), name)
@@ -41,7 +41,7 @@ def last(run: Run, key: str) -> float:
 
 
 def state(runs: list[Run]) -> str:
-    """How the runs ended, or how far they are."""
+    """How the runs ended, or how far they have come."""
     said_of = marks(0, sum(left_out(run.rows) for run in runs))
     ended = {"stopped": [run for run in runs if run.stopped], "diverged": [run for run in runs if run.diverged]}
     open_ = [run for run in runs if not finished(run.folder)]
@@ -73,7 +73,7 @@ def _text(value: Any) -> str:
 
 
 def title(runs: list[Run], grouped: dict[str, list[Run]]) -> str:
-    """What was run: one group by its method, several by how many they are."""
+    """The method, if there is one, or the number of methods or settings, and the data set."""
     data = {Path(str(run.settings.get("data.name", "data of Python"))).name for run in runs}
     on = f" on {data.pop()}" if len(data) == 1 else ""
     methods = list(dict.fromkeys(brief(str(run.settings.get("method", run.folder.name))) for run in runs))
@@ -83,7 +83,7 @@ def title(runs: list[Run], grouped: dict[str, list[Run]]) -> str:
 
 
 def subtitle(runs: list[Run]) -> str:
-    """What they have in common, in a line."""
+    """The settings that all runs share, in one line."""
     same = shared(runs)
     said = [same.get("model", ""), same.get("data.partition", "")]
     said += [f"{same[key]} {word}" for key, word in (("data.clients", "clients"), ("rounds", "rounds")) if key in same]
