@@ -17,7 +17,7 @@ from tests.faulty import ALL, DATA, LOCAL, ROUNDS, SEED, train
 from tests.parts import METHOD, Normed
 from tests.problems import Point, distance, make_clients, net, quadratics, same_bits, split
 from tests.reference import simulate
-from undrift.engine import lanes as lanes_engine
+from undrift.engine import threads as threaded
 from undrift.random import derive, philox
 from undrift.training.clock import Clock
 from undrift.training.survivors import norm, outliers
@@ -182,7 +182,7 @@ def test_lanes_are_the_plain_engine_whoever_fails(method, graphs, monkeypatch):
 
 def test_threads_train_what_the_plain_engine_does(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr(lanes_engine, "THREADS_BUSY", 0.0)
+    monkeypatch.setattr(threaded, "THREADS_BUSY", 0.0)
     torch.set_num_threads(3)
     try:
         threads = train(ud.Scaffold(), ALL, lanes=1, on_nonfinite="skip", max_norm_ratio=50)

@@ -37,7 +37,7 @@ def test_batches_depend_on_nothing_but_seed_round_and_client(uneven):
     sizes = uneven.sizes
     alone = cohort_batches(0, 4, np.array([3]), sizes[[3]], np.array([6]), 10, 10)
     many = cohort_batches(0, 4, np.array([5, 3, 0]), sizes[[5, 3, 0]], np.array([2, 6, 9]), 10, 10)
-    assert (many.rows[2:8] == alone.rows).all() and (many.counts[2:8] == alone.counts).all()
+    assert (many.positions[2:8] == alone.positions).all() and (many.counts[2:8] == alone.counts).all()
     other = [
         ud.batches(uneven, ud.Local(steps=1, batch_size=10, lr=0.1), client=3, round=r, seed=s)[0]
         for r, s in ((0, 0), (1, 0), (0, 1))

@@ -1,6 +1,7 @@
 """Learning rates that decay by round and by local step.
 
-Mo, Xu and Chen, *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data* (2021).
+Mo, Chen, Li, Xu and Xue, *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data*
+(2021).
 
 TwoDLRD, AllDecreasing and AdditiveTuning use Pflug's diagnostic (1988) to detect that training has become stationary.
 The server sums the inner products of successive rounds' updates, `S ← S + ⟨g_r, g_{r−1}⟩`. If S < 0, and more than

@@ -11,6 +11,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+import undrift
 from undrift import __version__
 
 PACKAGES = (
@@ -60,9 +61,8 @@ def _driver() -> str:
 
 
 @cache
-def source() -> str:
+def source(root: Path = Path(undrift.__file__).parent) -> str:
     """A digest of the package's source: which code produced a result."""
-    root = Path(__file__).parent
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
