@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import subprocess
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -60,7 +59,6 @@ def _driver() -> str:
     return ", ".join(dict.fromkeys(done.stdout.split("\n"))).strip(", ")
 
 
-@cache
 def source(root: Path = Path(undrift.__file__).parent) -> str:
     """A digest of the package's source: which code produced a result."""
     found = hashlib.sha256()
