@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import undrift as ud
-from tests.problems import net
+from tests.problems import net, same_bits
 from undrift.method.parse import as_method
 
 
@@ -194,3 +194,49 @@ def test_a_plan_that_no_engine_could_carry_out_is_refused(change, message, uneve
 
     with pytest.raises(ud.UndriftError, match=message):
         ud.train(net(), uneven, Planner(), rounds=1, local=ud.Local(steps=2, lr=0.1))
+
+
+@dataclass(frozen=True)
+class Misspelt(ud.Part):
+    def gradients(self, g, params, client):
+        return g
+
+
+@dataclass(frozen=True)
+class Nothing(ud.Part):
+    mu: ud.Number = 0.1
+
+    def norm(self, g):  # a helper whose name is no hook's
+        return g
+
+
+@dataclass(frozen=True)
+class Helped(ud.FedProx):
+    """Inherits its hook, and has helpers of its own."""
+
+    def _gradients(self, g):
+        return g
+
+    def norm(self, g):
+        return g
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            Misspelt(),
+            r"Misspelt.gradients is not a hook; did you mean gradient\? \(If it is a helper",
+        ),
+        (Nothing(), "Nothing overrides no hook, so it would change nothing"),
+    ],
+)
+def test_parts_that_would_change_nothing_are_refused(uneven, part, message):
+    with pytest.raises(ud.UndriftError, match=message):
+        ud.train(net(), uneven, ud.FedAvg() + part, rounds=1, local=ud.Local(steps=1, lr=0.1))
+
+
+def test_inherited_hooks_and_helpers_are_fine(uneven):
+    settings = {"rounds": 2, "local": ud.Local(steps=2, lr=0.1)}
+    mine, theirs = (ud.train(net(), uneven, method, **settings).params for method in (Helped(0.5), ud.FedProx(0.5)))
+    assert same_bits(mine, theirs)

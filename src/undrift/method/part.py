@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, nearest
 from undrift.method.context import Batch, Client, Plan, Server, Totals
 from undrift.method.numbers import bind, check_numbers, numbers_at
 from undrift.tree import Tree
@@ -122,6 +122,10 @@ class Part:
         return Method(self) + other
 
 
+HOOKS = {name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")}
+"""Everything that a part may override."""
+
+
 class Method:
     """A sum of parts, with each hook of the sum."""
 
@@ -159,6 +163,7 @@ class Method:
     def check(self, local: Any, data: Any, rounds: int) -> None:
         for part in self.parts:
             check_numbers(part, rounds, type(part).__name__)
+            _check_definition(part)
             part.check(local, data)
 
     # ---- the hooks of the sum: server ------------------------------------------------------------------------
@@ -241,6 +246,23 @@ def _refuse_contradictions(parts: tuple[Part, ...]) -> None:
                 raise UndriftError(f"{first} stands twice in the method; keep one.")
             if _named(later, earlier.contradicts) or _named(earlier, later.contradicts):
                 raise UndriftError(f"{first} and {second} contradict each other; keep one of them.")
+
+
+def _check_definition(part: Part) -> None:
+    """Refuse a user's part that would change nothing, and methods that are probably meant to be hooks."""
+    if type(part).__module__.startswith("undrift."):  # tests show that ours have their effect; FedAvg has no hook
+        return
+    name = type(part).__name__
+    own = {key: value for base in type(part).__mro__ if base not in Part.__mro__ for key, value in vars(base).items()}
+    for key, value in own.items():
+        if callable(value) and not key.startswith("_") and key not in vars(Part):
+            meant = nearest(key, HOOKS, cutoff=0.8)
+            if meant:
+                raise UndriftError(
+                    f"{name}.{key} is not a hook; did you mean {meant}? (If it is a helper, begin its name with _.)"
+                )
+    if not part.implies_weighting and not own.keys() & HOOKS:
+        raise UndriftError(f"{name} overrides no hook, so it would change nothing; docs/hooks.md lists the hooks.")
 
 
 def _named(part: Part, names: tuple[str, ...]) -> bool:
