@@ -50,8 +50,10 @@ MODULES = modules()
 def imports(source: str, known: set[str], for_types: bool = True) -> set[str]:
     """The package's modules that a module imports, wherever in it; `for_types`: also under `if TYPE_CHECKING`."""
     tree, found = ast.parse(source), set()
-    unused = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    skipped = set() if for_types else {inner for node in unused for inner in ast.walk(node)}
+    relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+    assert not relative, "write imports of the package in full: from undrift.…"
+    type_checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    skipped = set() if for_types else {inner for node in type_checking for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if node in skipped:
             continue

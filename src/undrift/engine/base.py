@@ -16,14 +16,21 @@ from undrift.method.local import Batches
 from undrift.tree import Tree
 
 Visit = Callable[[Params, np.ndarray], None]
-"""Called with clients that have trained: their weights along a first axis, and their ids."""
+"""Called with clients that have trained: their weights (and running statistics) along a first axis, and their ids."""
 
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """One round's inputs to an engine. A client's functions see `{**shared, **its own}` and read both alike.
+    """One round's inputs to an engine.
 
-    So what the cohort shares today, the starting weights, say, may be each client's own tomorrow; no engine minds.
+    The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either: the starting
+    weights are shared in every method of today, and could be one per client. `inputs.py` fills in
+
+    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`, `kept` (per part);
+    - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `lr`,
+      `momentum`, `weight_decay`.
+
+    Engines add `measured` and `prepared`, per part.
     """
 
     plan: Plan
@@ -51,11 +58,16 @@ class Outcome:
     kept: dict[int, dict[int, Tree]]
     """Per part and client: what the client keeps."""
     finite: Tensor | None = None
-    """Per client: whether it counts, where clients may be skipped."""
+    """Per client: whether it counts; None unless clients may be skipped."""
 
 
 class Engine(Protocol):
-    """Trains cohorts. All engines give the same outcome for the same inputs, up to rounding."""
+    """Trains cohorts. All engines give the same outcome for the same inputs, up to rounding.
+
+    For each client, an engine calls the program's functions in this order: `measure` "before", `prepare`, `begin`, then
+    for every step the gradient of `objective` and `advance`, then `visit`, `measure` "after", `latest`, `conclude`. It
+    adds up what clients send in `Sums`. `plain.py` is this in its simplest form.
+    """
 
     @property
     def program(self) -> Program:
@@ -71,4 +83,4 @@ class Engine(Protocol):
         """
 
     def measure_all(self, inputs: RoundInputs) -> list[Tree]:
-        """Per part: its "finish" measurements, summed over the clients of `inputs`, without training."""
+        """Per part: its "finish" measurements at the starting weights, summed over the clients of `inputs`."""

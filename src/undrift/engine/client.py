@@ -1,11 +1,11 @@
-"""What one client does in a round, written once for both engines.
+"""What one client does in a round, written once for all engines.
 
 A local step is, in this order: the gradient of the loss (with the `logits` hooks), plus weight decay, then the
 `gradient` hooks in the order of `+`, then momentum, then the rate, the step, and the `project` hooks. The lanes
 engine maps these functions over a lane axis, the plain engine calls them as they are.
 
-`given` is everything one client is given, its own or common to the cohort alike; `state` is what training changes. Both
-are trees of tensors.
+`given` is what the client is given: one client's entries of `RoundInputs`, both trees merged. `state` is what training
+changes: `params`; `velocity` with momentum; `rate_sum`, `work` and `momentum_sum` where a part reads the rates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undrift.method.part import Method, Part, aligned, part_stream
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
-# The step of hooks that draw outside a local step, so that no two hooks draw the same.
+# The step that stands in the key of hooks outside a local step. Hooks of the same step have the same key.
 PREPARE, CONCLUDE = 2**31, 2**31 + 1
 AUGMENT = 2**16 - 1
 """The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
@@ -33,7 +33,7 @@ MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", 
 
 @dataclass(frozen=True)
 class Program:
-    """The functions of one client's round: pure, of tensors alone, and fixed for the whole run."""
+    """The functions of one client's round, fixed for the whole run: pure, except that `objective` writes `statistics`."""
 
     model: Model
     method: Method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class ClientStates:
     """By the position of the part in the method, then by client."""
     device: torch.device
     population: int
+    changed: dict[int, int] = field(default_factory=dict)
+    """By client: how many rounds were done when its states last changed."""
 
     @classmethod
     def none(cls, method: Method, device: torch.device, population: int) -> ClientStates:
@@ -41,19 +43,17 @@ class ClientStates:
             found[i] = tree_stack([tree_to(states.get(int(c), fresh), self.device) for c in clients])
         return found
 
-    def updated(self, new: dict[int, dict[int, Tree]]) -> ClientStates:
-        """With these states in the place of what their clients had."""
+    def updated(self, new: dict[int, dict[int, Tree]], rounds: int) -> ClientStates:
+        """With these states in the place of what their clients had, after so many `rounds`."""
         home = self._home(new)
         moved = {i: {client: tree_to(state, home) for client, state in states.items()} for i, states in new.items()}
-        return replace(self, parts={i: states | moved.get(i, {}) for i, states in self.parts.items()})
+        parts = {i: states | moved.get(i, {}) for i, states in self.parts.items()}
+        changed = self.changed | {client: rounds for states in new.values() for client in states}
+        return replace(self, parts=parts, changed=changed)
 
-    def changed_since(self, earlier: ClientStates | None) -> set[int]:
-        """The clients whose states differ from those of an earlier value."""
-        changed: set[int] = set()
-        for i, states in self.parts.items():
-            before = earlier.parts[i] if earlier else {}
-            changed |= {client for client, state in states.items() if before.get(client) is not state}
-        return changed
+    def changed_since(self, rounds: int) -> set[int]:
+        """The clients whose states have changed since so many rounds were done; -1 gives all that have any."""
+        return {client for client, when in self.changed.items() if when > rounds}
 
     def _home(self, new: dict[int, dict[int, Tree]]) -> torch.device:
         if self.device.type == "cpu":

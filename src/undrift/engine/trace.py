@@ -21,7 +21,8 @@ from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
 
 CALLING = RLock()
-"""Held while the model's module is called, since its weights are swapped for the call; traced programs do not."""
+"""Held by the threads of `ThreadedEngine` while they trace or call `visit`: both call the module, whose weights are
+swapped in for the call. Running a traced program does not."""
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
 
 

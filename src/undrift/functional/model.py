@@ -86,9 +86,10 @@ class Model:
         return self._with(tracked=tracked) if self.tracked else self
 
     def _with(self, **changes: Any) -> Model:
+        """A copy with these attributes changed. What was found out about another module or sample is dropped."""
         other = copy.copy(self)
-        for name in ("layers", "squares", "obstacle"):  # what was found out about the module, this one or another
-            if "module" in changes or "sample" in changes:
+        if "module" in changes or "sample" in changes:
+            for name in ("layers", "squares", "obstacle"):
                 other.__dict__.pop(name, None)
         other.__dict__ |= changes
         return other
@@ -187,7 +188,7 @@ class Model:
         return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
 
     def track(self, statistics: Params) -> None:
-        """Make these the running statistics of this model, which the server's is for one round."""
+        """Make these this model's running statistics. The server's model is a copy for one round, which keeps them."""
         if statistics:
             new = {name: as_buffer(value, self.tracked[name]) for name, value in statistics.items()}
             self.tracked = self.tracked | new
@@ -199,6 +200,10 @@ class Model:
                 p.copy_(params[name])
         for name, value in self.tracked.items():
             self.module.get_buffer(name).copy_(value)
+        return self.released()
+
+    def released(self) -> nn.Module:
+        """The module as users know it, with torch's own layers, in evaluation mode."""
         release(self.module)
         return self.module.eval()
 

@@ -68,7 +68,7 @@ class Client:
     start: Tree
     """The weights it received."""
     key: Key
-    """For draws; inside a step it is that step's."""
+    """For this part's draws. Hooks of one local step share it; `key.stream_at(i)` separates their draws."""
     model: Model
     """`client.model(params, x)`: the outputs, in evaluation mode."""
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -97,6 +97,7 @@ class Server:
     """`data.server`, on the device."""
     round: int
     key: Key
+    """For this part's draws in this hook and round."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
     """`data.augment`: what changes a batch before a step."""
 

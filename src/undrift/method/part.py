@@ -127,7 +127,7 @@ HOOKS = {name for name, value in vars(Part).items() if callable(value) and not n
 
 
 class Method:
-    """A sum of parts, with each hook of the sum."""
+    """A sum of parts. The server's hooks of the sum are here, the clients' in `engine/client.py`."""
 
     def __init__(self, *parts: Part) -> None:
         self.parts = parts

@@ -59,8 +59,9 @@ def prepare(given: Settings) -> Run:
         part.check_model(function, rounds)
     device_data = DeviceData(data, where, function.accum_dtype)
     with selected(where):
-        choice = chosen(given, function, device_data, cohort_size)
-    function = function.in_lanes() if choice.engine == "lanes" else function
+        in_lanes = function.in_lanes()
+        choice = chosen(given, in_lanes, device_data, cohort_size)
+    function = in_lanes if choice.engine == "lanes" else function
     moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
     program = Program(function, method, chosen_loss, moves, decays, data.augment)
     program = conditions.program(program, cohort_size)
@@ -129,7 +130,7 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int) -> Choi
     """The engine that was asked for, or that suits the model, the data and the device."""
     local, clients = given.local, data.data.nonempty
     steps, width = local.step_counts(0, clients, data.data.sizes[clients]), local.widest(data.data.sizes)
-    choice = choose(given.engine, given.lanes, model.in_lanes(), data, cohort, steps, width)
+    choice = choose(given.engine, given.lanes, model, data, cohort, steps, width)
     work = cohort * float(steps.mean())
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, data.device, choice.why)

@@ -46,7 +46,7 @@ OURS = re.compile(r"round-(0|[1-9]\d*)\.(json|safetensors)|clients-\d+\.safetens
 
 @dataclass
 class Series:
-    """Every other checkpoint: the files of the newest of them, and what has changed since it was written."""
+    """Every other checkpoint: the files of the newest of them."""
 
     clients: dict[str, list[int]] = field(default_factory=dict)
     """By file: whose states are in it."""
@@ -56,8 +56,6 @@ class Series:
     """How many rounds of the history they have."""
     sums: dict[str, str] = field(default_factory=dict)
     """The checksums of all these files."""
-    saved: ClientStates | None = None
-    """The clients' states that they have."""
 
     def files(self) -> dict[str, str]:
         return {name: self.sums[name] for name in (*self.clients, *self.rows)}
@@ -118,8 +116,7 @@ class Checkpoints:
 
     def _save_clients(self, series: Series, now: State) -> None:
         """The states that changed since the series' last checkpoint; all of them when they lie in too many files."""
-        changed = now.clients.changed_since(None if len(series.clients) >= PIECES else series.saved)
-        series.saved = now.clients
+        changed = now.clients.changed_since(-1 if len(series.clients) >= PIECES else series.rounds)
         if not changed:
             return
         assert self.folder
@@ -209,14 +206,14 @@ class Checkpoints:
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
         clients = ClientStates.none(self.run.method, self.run.device, self.run.population)
         for name, own in whole["clients"].items():
-            clients = clients.updated(_read_clients(self.folder / name, own))
+            clients = clients.updated(_read_clients(self.folder / name, own), number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
         history = [json.loads(line) for line in lines]
         now = State(trees["params"], trees["states"], trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
             raise DamagedError(f"round-{number}.json is of another round.")
-        return now, Series(whole["clients"], whole["rows"], number, whole["files"], clients)
+        return now, Series(whole["clients"], whole["rows"], number, whole["files"])
 
 
 def _listed(folder: Path) -> list[int]:

@@ -31,7 +31,7 @@ from undrift.training.identity import compare, compare_versions, identity, versi
 from undrift.training.personal import Personal
 from undrift.training.record import record, same_settings
 from undrift.training.result import Folder, Result, intact
-from undrift.training.rounds import Round, federated_round, finish, inputs_of
+from undrift.training.rounds import Round, federated_round, finish
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
@@ -130,7 +130,7 @@ def train(
     Raises:
         UndriftError: If an argument is wrong, or if they do not fit together; before anything is trained or written.
     """
-    return start(
+    return train_with(
         Settings(
             model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
             loss=loss, metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
@@ -142,7 +142,7 @@ def train(
     )  # fmt: skip
 
 
-def start(given: Settings) -> Result:
+def train_with(given: Settings) -> Result:
     """The run with these settings: prepared, resumed where that is asked for, and trained."""
     run = prepare(given)
     check_listening(given)
@@ -168,10 +168,7 @@ def start(given: Settings) -> Result:
         if folder.path and not state.round:
             folder.partition(holdings(run.data))
         folder.begin(state.history)
-        watch = nonfinite.Watch(
-            run, first.parts, lambda before: inputs_of(run, run.bound(before.round), before),
-            skip=given.on_nonfinite == nonfinite.SKIP,
-        )  # fmt: skip
+        watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         listeners = Listeners(folder, checkpoints, trackers, given.on_round)
         return Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, state).train()
 
@@ -252,7 +249,7 @@ class Loop:
         self.watch.add(before, done.answers)
         if last:
             state, done = finish(run, state, done)
-        self.watch.left(state.params, state.parts)
+        self.watch.left(state)
         self.state = state
 
         row = history_row(state, done)
@@ -289,16 +286,16 @@ class Loop:
 
 def history_row(state: State, done: Round) -> dict[str, Any]:
     """What the history says of a round as soon as it is under way."""
-    plan, answers = done.answers.plan, done.answers
+    work, answers = done.answers.work, done.answers
     return {
         "round": state.round,
         "clients": answers.clients.tolist(),
         **answers.columns,
-        "steps": int(plan.steps.sum()),
+        "steps": int(work.steps.sum()),
         "total_steps": state.total_steps,
         "steps_fraction": state.total_steps / state.constant_steps,
-        "local_steps": plan.span,
-        "lr": float(plan.lr),
+        "local_steps": work.span,
+        "lr": float(work.lr),
         "samples": answers.samples,
         "bytes_down": done.bytes_down,
         "bytes_up": done.bytes_up,
@@ -334,7 +331,7 @@ def resumed(run: Run, folder: Folder, checkpoints: Checkpoints, allow_version_ch
         folder.load(run.model.module)
         weights = dict(run.model.module.named_parameters())
         params = {name: weights[name].detach().clone() for name in run.model.start}
-        return Result(params, run.model.module.eval(), folder.rows(), run.choices)
+        return Result(params, run.model.released(), folder.rows(), run.choices)
     now = checkpoints.restore()
     if now is None and folder.finished:
         raise UndriftError(

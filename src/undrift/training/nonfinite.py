@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.engine.base import Outcome, RoundInputs
 from undrift.errors import UndriftError, quoted
 from undrift.functional.model import Params
+from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.training.survivors import Answers
-from undrift.tree import Tree, to_device, tree_finite, tree_leaves, tree_structure, tree_to, tree_where
+from undrift.tree import Tree, to_device, tree_finite
 
 log = logging.getLogger("undrift.nonfinite")
 
@@ -60,31 +59,31 @@ class Watch:
     `states` are the parts' states at the start: one that is not finite there, such as a minimum so far, may stay so.
     """
 
-    def __init__(self, run: Run, states: list[Tree], repeat: Callable[[State], RoundInputs], skip: bool) -> None:
-        self.run, self.repeat, self.skip = run, repeat, skip
+    def __init__(self, run: Run, states: list[Tree], skip: bool) -> None:
+        self.run, self.skip = run, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []
         """Rounds not known to be finite yet, oldest first."""
 
     def add(self, before: State, answers: Answers) -> None:
         """A round's clients have trained, or will have once the device gets there."""
-        cohort = answers.cohort
-        finite = tree_finite((cohort.update, cohort.sums, cohort.statistics, cohort.kept))
-        if cohort.finite is not None and not self.skip:
-            excused = to_device(torch.from_numpy(answers.excused), cohort.finite.device)
-            finite = finite & (cohort.finite | excused).all()
+        outcome = answers.outcome
+        finite = tree_finite((outcome.update, outcome.sums, outcome.statistics, outcome.kept))
+        if outcome.finite is not None and not self.skip:
+            excused = to_device(torch.from_numpy(answers.excused), outcome.finite.device)
+            finite = finite & (outcome.finite | excused).all()
         self.attempts.append(Attempt(before, answers, finite))
 
-    def left(self, params: Params, states: list[Tree]) -> None:
+    def left(self, state: State) -> None:
         """What the latest round leaves at the server."""
         latest = self.attempts[-1]
-        finite = tree_finite((params, [states[i] for i in self.watched]))
+        finite = tree_finite((state.params, state.tracked, [state.parts[i] for i in self.watched]))
         self.attempts[-1] = replace(latest, finite=latest.finite & finite)
 
     def settle(self, row: Row) -> Row:
-        """The oldest round is done, and `row` is its history. Returns who was skipped and how many were not.
+        """The oldest round is done, and `row` is its history.
 
-        Raises `NonFiniteError`, after which `undo` must be called.
+        Returns more columns for it: `skipped`, `survivors`, `round_skipped`. Raises `NonFiniteError`; then call `undo`.
         """
         attempt = self.attempts[0]
         if not bool(attempt.finite):
@@ -97,8 +96,8 @@ class Watch:
 
     def _skipped(self, answers: Answers, row: Row) -> Row:
         """Who was left out for NaN or an infinity."""
-        assert answers.cohort.finite is not None
-        skipped = answers.clients[~(answers.cohort.finite.cpu().numpy() | answers.excused)].tolist()
+        assert answers.outcome.finite is not None
+        skipped = answers.clients[~(answers.outcome.finite.cpu().numpy() | answers.excused)].tolist()
         if skipped:
             log.warning("round %d: skipped %s (non-finite update or state)", row["round"], named(skipped))
         return {"skipped": skipped}
@@ -119,7 +118,7 @@ class Watch:
 
     def _reason(self, before: State) -> str:
         """Who is to blame, found by going through the round once more, and what to try."""
-        inputs = self.repeat(before)
+        inputs = inputs_of(self.run, self.run.bound(before.round), before)
         finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None
         clients, fates, failed = inputs.plan.clients, inputs.plan.fates, ~finite.cpu().numpy()
@@ -170,17 +169,6 @@ def check_start(params: Params) -> None:
     bad = [name for name, w in params.items() if not bool(w.isfinite().all())]
     if bad:
         raise UndriftError(f"The model's parameter {bad[0]!r} has values that are not finite before training starts.")
-
-
-def unless_nobody(cohort: Outcome, new: Tree, old: Tree) -> Tree:
-    """`new`, or `old` where no client of the cohort counts; decided on the device."""
-    if cohort.finite is None:
-        return new
-    new = tree_to(new, cohort.size.device)
-    forms = [(tree_structure(tree), [t.shape for t in tree_leaves(tree)]) for tree in (new, old)]
-    if forms[0] != forms[1]:  # a part's state may have no form before its first round; then the host decides
-        return new if int(cohort.size) else old
-    return tree_where(cohort.size > 0, new, old)
 
 
 def named(clients: list[int]) -> str:

@@ -77,7 +77,9 @@ class Personal:
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
             epoch = steps_per_epoch(run.data.sizes[clients], run.local.batch_size)
-            run.engine.run(run.inputs(replace(plan, clients=clients, steps=epoch), state, received), visit)
+            run.engine.run(
+                run.inputs(replace(plan, clients=clients, steps=epoch), state, received, state.clients), visit
+            )
         return summary("tuned", {name: torch.cat([found[int(c)][name] for c in self.clients]) for name in run.measures})
 
     def _measured(

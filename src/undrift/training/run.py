@@ -87,6 +87,8 @@ class Run:
         require(len(plan.clients) > 0, f"A part's plan leaves no client in round {plan.round + 1}; keep at least one.")
         whole = steps.dtype.kind in "iu" and steps.shape == plan.clients.shape
         require(whole and steps.min() >= 1, "A part's plan must leave each client a whole number of steps from 1.")
+        most = len(plan.clients) <= self.cohort_size or self.conditions.max_norm_ratio is None
+        require(most, "A part's plan has more clients than are sampled, which max_norm_ratio does not allow.")
         for name in ("momentum", "weight_decay"):
             fine = not getattr(plan, name) or getattr(self.engine.program, name)
             require(fine, f"A part's plan sets {name}, which Local leaves at 0 in every round; set it there.")
@@ -95,16 +97,17 @@ class Run:
     def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
         return self.local.step_counts(t, clients, self.data.sizes[clients])
 
-    def inputs(self, plan: Plan, state: State, received: list[Tree]) -> RoundInputs:
-        """The plan as tensors for the engine; `received` is what the parts broadcast."""
+    def inputs(
+        self, plan: Plan, state: State, received: list[Tree], clients: ClientStates | None = None
+    ) -> RoundInputs:
+        """The plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
         sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
         batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
-        clients = state.clients if plan.steps.any() else None
         model = self.model.at(state.tracked)
         inputs = build_inputs(
             plan, batches, self.method, model, self.device_data, state.params, received, clients, self.seed
         )
-        return self.conditions.inputs(inputs)
+        return self.conditions.with_factors(inputs)
 
     def everyone(self, t: int, state: State) -> RoundInputs:
         """All clients that have data, for measurements without training."""

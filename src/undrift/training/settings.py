@@ -2,8 +2,8 @@
 
 Derived from here are the keys of experiment files (`tools/config.py`), the lines of a run's `config.toml`
 (`record.py`), what must stay the same when a run is resumed (`identity.py`, `tools/experiment.py`), and which runs are
-repetitions of one experiment (`tools/compare.py`). Only the signature of `ud.train` repeats the settings, for editors,
-`help` and type checkers; `tests/test_settings.py` compares the two.
+repetitions of one experiment (`tools/compare.py`). Only `ud.train` repeats the settings, in its signature and its
+docstring, for editors, `help` and type checkers; `tests/test_settings.py` compares the two.
 
 Imports nothing heavy: an experiment file is checked before torch is loaded.
 """
@@ -57,7 +57,7 @@ OF_THE_CALL = role(None, resume="free")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Settings:
-    """What `ud.train` was given. Its docstring explains each setting; here they have the same order."""
+    """The arguments of `ud.train`, in its order; see its docstring."""
 
     model: nn.Module | str = field(metadata=role("text"))
     data: FederatedDataset = field(metadata=role("section"))

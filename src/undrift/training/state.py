@@ -29,6 +29,6 @@ class State:
     """How many rounds are done."""
     total_steps: int = 0
     constant_steps: int = 0
-    """What `total_steps` would be had every round taken as many steps as the first."""
+    """The steps that all sampled clients would have taken with the numbers of `Local` in round 0."""
     total_bytes: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)

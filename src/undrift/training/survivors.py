@@ -34,7 +34,7 @@ class Conditions:
     min_clients: int | float | None = None
 
     @property
-    def usual(self) -> bool:
+    def ordinary(self) -> bool:
         """Whether there is nothing to do beyond an ordinary run."""
         return self == Conditions()
 
@@ -63,21 +63,21 @@ class Conditions:
 
     def program(self, program: Program, cohort: int) -> Program:
         """The program of a client that may fail."""
-        if self.usual:
+        if self.ordinary:
             return program
         given = {entry.name: getattr(program, entry.name) for entry in fields(program)}
         return Unreliable(**given, norms=0 if self.max_norm_ratio is None else cohort)
 
-    def plan(self, plan: Plan, seed: int) -> Plan:
+    def with_fates(self, plan: Plan, seed: int) -> Plan:
         """The plan with its clients' fates."""
-        if self.usual:
+        if self.ordinary:
             return plan
         fates = self.faults.draw(seed, plan.round, plan.clients, plan.steps) if self.faults else unharmed(plan.steps)
         return replace(plan, steps=fates.steps, fates=fates)
 
-    def inputs(self, inputs: RoundInputs) -> RoundInputs:
+    def with_factors(self, inputs: RoundInputs) -> RoundInputs:
         """The inputs with what `Unreliable` reads."""
-        if self.usual:
+        if self.ordinary:
             return inputs
         fates = inputs.plan.fates or unharmed(inputs.plan.steps)
         return _with_factor(inputs, fates.factor)
@@ -85,34 +85,35 @@ class Conditions:
     def collect(self, engine: Engine, inputs: RoundInputs, skip: bool) -> Answers:
         """Train the round's cohort, and leave out what must not count."""
         plan, counts = inputs.plan, inputs.batches.counts
-        if self.usual:
+        if self.ordinary:
             nobody = np.zeros(len(plan.clients), bool)
-            cohort = engine.run(inputs, skip=skip)
-            return Answers(cohort, plan.clients, plan, int(counts.sum()), nobody)
+            outcome = engine.run(inputs, skip=skip)
+            return Answers(outcome, plan.clients, plan, int(counts.sum()), nobody)
         fates, ratio = plan.fates, self.max_norm_ratio
         assert fates is not None
-        cohort = engine.run(inputs, skip=True)
+        outcome = engine.run(inputs, skip=True)
         columns: dict[str, Any] = {}
         if self.faults:
             columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
         excused = fates.dropped
         if ratio is not None:
-            assert cohort.finite is not None
-            far = outliers(cohort.sums[-1].cpu().numpy(), cohort.finite.cpu().numpy(), ratio)
+            assert outcome.finite is not None
+            norms = outcome.sums[-1].cpu().numpy()[: len(plan.clients)]  # a plan may have fewer clients than usual
+            far = outliers(norms, outcome.finite.cpu().numpy(), ratio)
             if far.any():  # a round is a function of its inputs, so it can be run once more without them
                 again = _with_factor(inputs, np.where(far, np.nan, fates.factor))
-                cohort = engine.run(again, skip=True)
-            cohort = replace(cohort, sums=cohort.sums[:-1])
+                outcome = engine.run(again, skip=True)
+            outcome = replace(outcome, sums=outcome.sums[:-1])
             excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
         gone = set(plan.clients[excused].tolist())
-        own = {i: {c: state for c, state in states.items() if c not in gone} for i, states in cohort.kept.items()}
-        cohort, survivors, least = replace(cohort, kept=own), cohort.size, self.least(len(plan.clients))
-        if least > 1 and int(cohort.size) < least:  # a round without survivors is found on the device, without waiting
-            cohort = replace(cohort, size=torch.zeros_like(cohort.size), kept={})
+        own = {i: {c: state for c, state in states.items() if c not in gone} for i, states in outcome.kept.items()}
+        outcome, survivors, least = replace(outcome, kept=own), outcome.size, self.least(len(plan.clients))
+        if least > 1 and int(outcome.size) < least:  # a round without survivors is found on the device, without waiting
+            outcome = replace(outcome, size=torch.zeros_like(outcome.size), kept={})
         answered = ~fates.dropped
         work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
         samples = int(counts[np.repeat(answered, plan.steps)].sum())
-        return Answers(cohort, plan.clients, work, samples, excused, least, survivors, columns)
+        return Answers(outcome, plan.clients, work, samples, excused, least, survivors, columns)
 
 
 def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
@@ -167,11 +168,11 @@ def outliers(norms: Array, counting: Array, ratio: float) -> Array:
 class Answers:
     """What came back from a cohort."""
 
-    cohort: Outcome
+    outcome: Outcome
     clients: Array
     """All that were sampled."""
-    plan: Plan
-    """The work of those that answered."""
+    work: Plan
+    """The plan of those that answered."""
     samples: int
     """On how many samples they trained."""
     excused: Array

@@ -1,8 +1,9 @@
 """The operations of a cohort's 2-d convolutions: the forward pass, and the gradients of the input and the weights.
 
 Every lane has its own weights. A convolution is the matrix product of the input's patches with the weights (im2col),
-and one call of an operation does it for all lanes. The operations are written here in plain torch, which is what runs
-on a CPU; on a GPU the kernels of `kernels.py` compute the same.
+and one call of an operation does it for all lanes. The plain torch here defines each operation and is what the kernels
+(`kernels.py`) are tested against. Where there are no kernels, `lanes.convolutions` leaves `F.conv2d` to torch; only the
+squared weight gradient runs as it is written here.
 
 Tensors are channels-last: inputs, outputs and their gradients are lanes × batch × height × width × channels, weights
 are lanes × outputs × kernel height × kernel width × inputs. `g` is the gradient with respect to the output.
