@@ -33,7 +33,7 @@ MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", 
 
 @dataclass(frozen=True)
 class Program:
-    """The functions of one client's round, fixed for the whole run: pure, except that `objective` writes `statistics`."""
+    """The functions of one client's round, fixed for the whole run: pure, but for `objective` writing `statistics`."""
 
     model: Model
     method: Method
