@@ -46,7 +46,7 @@ def test_help_explains_the_settings_in_their_order():
 
 
 def test_every_argument_of_train_arrives_under_its_own_name(monkeypatch):
-    monkeypatch.setattr(loop, "start", vars)
+    monkeypatch.setattr(loop, "train_with", vars)
     given = {name: object() for name in ARGUMENTS}
     found = ud.train(**given)
     assert {name: found[name] for name in ARGUMENTS} == given

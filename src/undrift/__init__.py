@@ -48,6 +48,7 @@ _PUBLIC = (
         "bound_neurons": "undrift.methods.fednlr",
         "train": "undrift.training.loop",
         "Result": "undrift.training.result",
+        "EarlyStopping": "undrift.training.early",
         "FederatedDataset": "undrift.data.dataset",
         "Task": "undrift.data.dataset",
         "load": "undrift.data.load",
@@ -130,6 +131,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.schedule import Number as Number
     from undrift.schedule import decay as decay
     from undrift.schedule import inverse as inverse
+    from undrift.training.early import EarlyStopping as EarlyStopping
     from undrift.training.loop import train as train
     from undrift.training.result import Result as Result
     from undrift.tree import tree_map as tree_map

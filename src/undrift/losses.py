@@ -71,7 +71,7 @@ METRICS: dict[str, Metric] = {f.__name__: f for f in (accuracy, recall_at_5)}
 COLUMNS = {
     "round", "clients", "steps", "total_steps", "steps_fraction", "local_steps", "lr", "samples", "seconds",
     "bytes_down", "bytes_up", "total_bytes", "loss", "class_accuracy", "by_client", "skipped", "dropped", "stragglers",
-    "left_out", "survivors", "round_skipped",
+    "left_out", "survivors", "round_skipped", "stopped_early",
 }  # fmt: skip
 """The columns that every row of the history may have."""
 

@@ -29,6 +29,7 @@ from undrift.tools.plugins import import_plugins
 from undrift.training import nonfinite
 from undrift.training.arithmetic import threads
 from undrift.training.checkpoint import parse_interval
+from undrift.training.early import as_rule
 from undrift.training.loop import train
 from undrift.training.record import flat
 from undrift.training.result import RUN, Result, recorded
@@ -74,6 +75,8 @@ def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
         parse_interval(experiment.checkpoint_every)
     with about("on_nonfinite"):
         nonfinite.check(experiment.on_nonfinite)
+    with about("stop_when"):
+        as_rule(experiment.stop_when)
     with about("track"):
         find(experiment.track)
     local = filled(Local, "local", experiment.local)

@@ -106,6 +106,8 @@ def run_experiment(
     said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
     skipped = "".join(f", {mark}" for mark in marks(0, left_out(result.history)))
     typer.echo(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
+    if result.stopped_early:
+        typer.echo(f"stopped early: {result.stopped_early}")
 
 
 def seeds_from(settings: dict[str, Any], count: int | None) -> list[int]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
-from undrift.errors import UndriftError, require
+from undrift.errors import UndriftError, quoted, require
 from undrift.losses import reserved
 from undrift.method.faults import Faults
 from undrift.method.local import Local
@@ -26,6 +26,7 @@ from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
+from undrift.training.early import COLUMN, Rule, as_rule, check_column
 from undrift.training.evaluate import evaluate
 from undrift.training.identity import compare, compare_versions, identity, versions
 from undrift.training.personal import Personal
@@ -36,7 +37,7 @@ from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.track import Trackers
-from undrift.tree import Tree
+from undrift.tree import Tree, tree_finite
 
 log = logging.getLogger("undrift")
 
@@ -67,6 +68,7 @@ def train(
     on_round: Callable[[dict[str, Any]], None] | None = None,
     notes: dict[str, Any] | None = None,
     on_nonfinite: str = "stop",
+    stop_when: Callable[[Sequence[dict[str, Any]]], Any] | str | None = None,
     faults: Faults | None = None,
     max_norm_ratio: float | None = None,
     min_clients: int | float | None = None,
@@ -114,6 +116,9 @@ def train(
         on_nonfinite: What to do when weights, a loss, or what a client sends or keeps become NaN or infinite. `"stop"`
             ends the run with the state before that round; `result.stopped` says why, and `resume=True` continues from
             there. `"skip"` leaves such clients out of the round and names them in its history (`skipped`).
+        stop_when: A function of the history so far, called after each round; the run ends after the round in which it
+            returns something true, which is the reason. It must depend on the history alone, so that a resumed run
+            ends where it would have. `ud.EarlyStopping` is one, and may be given as a string.
         faults: The clients' simulated failures. The history names those that dropped out (`dropped`) and the stragglers
             (`stragglers`).
         max_norm_ratio: Leave out clients whose update is longer than this multiple, at least 1, of the median length of
@@ -136,8 +141,8 @@ def train(
             loss=loss, metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
             deterministic=deterministic, evaluate_every=evaluate_every, personalize_every=personalize_every, out=out,
             checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, notes=notes,
-            on_nonfinite=on_nonfinite, faults=faults, max_norm_ratio=max_norm_ratio, min_clients=min_clients,
-            allow_version_change=allow_version_change,
+            on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults, max_norm_ratio=max_norm_ratio,
+            min_clients=min_clients, allow_version_change=allow_version_change,
         )
     )  # fmt: skip
 
@@ -147,6 +152,7 @@ def train_with(given: Settings) -> Result:
     run = prepare(given)
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
+    rule = as_rule(given.stop_when)
     nonfinite.check_start(run.model.start)
     files, where = Folder(given.out, given.resume), run.device
     checkpoints = Checkpoints(files.path, run, given.checkpoint_every)
@@ -170,7 +176,7 @@ def train_with(given: Settings) -> Result:
         folder.begin(state.history)
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         listeners = Listeners(folder, checkpoints, trackers, given.on_round)
-        return Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, state).train()
+        return Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, state).train()
 
 
 @dataclass(frozen=True)
@@ -216,16 +222,19 @@ class Loop:
     listeners: Listeners
     evaluate_every: int
     personalize_every: int | None
+    rule: Rule | None
+    """When to end the run before its last round."""
     state: State
 
     def __post_init__(self) -> None:
         self.personal, self.clock = Personal(self.run), Clock(self.run.device)
+        self.early: str | None = self.state.history[-1].get(COLUMN) if self.state.history else None
 
     def train(self) -> Result:
-        """All rounds that are left, or as many as stay finite."""
+        """All rounds that are left, or as many as stay finite and as the rule allows."""
         stopped = None
         try:
-            while self.state.round < self.run.rounds:
+            while self.state.round < self.run.rounds and not self.early:
                 self.round()
         except Exception as error:
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
@@ -236,7 +245,7 @@ class Loop:
             self.listeners.stopped(self.state, stopped)
         else:
             self.listeners.folder.model(trained)
-        return Result(self.state.params, trained, self.state.history, self.run.choices, stopped)
+        return Result(self.state.params, trained, self.state.history, self.run.choices, stopped, self.early)
 
     def round(self) -> None:
         """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""
@@ -250,16 +259,16 @@ class Loop:
         if last:
             state, done = finish(run, state, done)
         self.watch.left(state)
-        self.state = state
+        self.state, self.done = state, done
 
         row = history_row(state, done)
         self.clock.stop(row, partial(late_figures, self.watch, row, done.method, state.parts))
         self.evaluate(row, done.method, last)
         state.history.append(row)
         due = self.listeners.checkpoints.due(state)
-        self.settle(wait=last or due or self.listeners.impatient)
+        self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)
         if due:
-            self.listeners.save(state)
+            self.listeners.save(self.state)
 
     def evaluate(self, row: dict[str, Any], method: Method, last: bool) -> None:
         """Add to the row how the model does on the test and validation data and on clients' own, if that is due."""
@@ -272,7 +281,22 @@ class Loop:
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
         for row in self.clock.settled(wait):
+            if self.rule and row["round"] < self.run.rounds:
+                self.consider(self.rule, row)
             self.listeners.row(row, self.state)
+
+    def consider(self, rule: Rule, row: dict[str, Any]) -> None:
+        """End the run with this round if the rule says so: what follows the last round is done now."""
+        check_column(rule, self.state.history)
+        why = rule(self.state.history)
+        if not why:
+            return
+        self.early = row[COLUMN] = why if isinstance(why, str) else f"stop_when returned {quoted(why)}"
+        self.state, done = finish(self.run, self.state, self.done)
+        finite = tree_finite((self.state.params, self.state.tracked))
+        require(bool(finite), "The method's finish made weights that are not finite.")
+        row |= {"bytes_down": done.bytes_down, "bytes_up": done.bytes_up, "total_bytes": self.state.total_bytes}
+        self.evaluate(row, done.method, last=True)
 
     def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
         """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
@@ -331,7 +355,8 @@ def resumed(run: Run, folder: Folder, checkpoints: Checkpoints, allow_version_ch
         folder.load(run.model.module)
         weights = dict(run.model.module.named_parameters())
         params = {name: weights[name].detach().clone() for name in run.model.start}
-        return Result(params, run.model.released(), folder.rows(), run.choices)
+        rows = folder.rows()
+        return Result(params, run.model.released(), rows, run.choices, stopped_early=rows[-1].get(COLUMN))
     now = checkpoints.restore()
     if now is None and folder.finished:
         raise UndriftError(

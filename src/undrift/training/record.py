@@ -14,6 +14,7 @@ from undrift import __version__
 from undrift.losses import LOSSES, METRICS
 from undrift.method.part import Method, Part
 from undrift.schedule import decay, inverse
+from undrift.training.early import EarlyStopping
 from undrift.training.identity import plainly
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
@@ -80,7 +81,7 @@ def literal(value: Any) -> str:
         return f"[{', '.join(literal(item) for item in value)}]"
     if hasattr(value, "tolist"):
         return literal(value.tolist())
-    if isinstance(value, decay | inverse | Method | Part):
+    if isinstance(value, decay | inverse | Method | Part | EarlyStopping):
         text = re.sub(r"np\.\w+\(([^()]*)\)", r"\1", plainly(value))  # numpy's numbers say what they are
         if "<" not in text:  # what a function or an object of Python looks like
             return json.dumps(text, ensure_ascii=False)

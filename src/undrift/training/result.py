@@ -58,6 +58,8 @@ class Result:
     """The settings that were chosen automatically, such as the engine and the device."""
     stopped: str | None = None
     """Why the run stopped before its last round, if a value became NaN or infinite; the rest is from before that."""
+    stopped_early: str | None = None
+    """Why `stop_when` ended the run before its last round, if it did."""
 
     def __repr__(self) -> str:
         evaluated = [row for row in self.history if "loss" in row or "validation_loss" in row]
@@ -71,6 +73,7 @@ class Result:
         how = f"{self.choices.get('engine')} engine on {self.choices.get('device')}"
         lines = [f"Result: {len(self.history):,} rounds, {weights:,} trained weights, {how}"]
         lines += [f"  round {last['round']:,}: {', '.join(figures)}"] if figures else []
+        lines += [f"  stopped early: {self.stopped_early}"] if self.stopped_early else []
         return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
 
     def frame(self) -> pd.DataFrame:

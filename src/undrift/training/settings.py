@@ -88,6 +88,9 @@ class Settings:
     on_round: Callable[[dict[str, Any]], None] | None = field(default=None, metadata=OF_THE_CALL)
     notes: dict[str, Any] | None = field(default=None, metadata=OF_THE_CALL)
     on_nonfinite: str = field(default="stop", metadata=role("text", resume="free"))
+    stop_when: Callable[[Sequence[dict[str, Any]]], Any] | str | None = field(
+        default=None, metadata=role("text", resume="free")
+    )
     faults: Faults | None = field(default=None, metadata=role("section"))
     max_norm_ratio: float | None = field(default=None, metadata=role("number"))
     min_clients: int | float | None = field(default=None, metadata=role("number"))

@@ -1,0 +1,92 @@
+"""Stopping a run before its last round, by its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from undrift.errors import UndriftError, require, whole
+from undrift.expressions import parse
+
+History = Sequence[dict[str, Any]]
+Rule = Callable[[History], Any]
+"""A function of the history so far, the round just done included. What it returns, if true, ends the run."""
+
+COLUMN = "stopped_early"
+"""The column of the last row that says why the run ended."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop a run when a figure of its history has stopped improving, for the argument `stop_when` of `ud.train`.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.Dirichlet(0.3), clients=10, validation_fraction=0.1)
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.2)
+        >>> rule = ud.EarlyStopping("validation_loss", patience=2, min_delta=0.5)
+        >>> result = ud.train("mlp", data, rounds=100, local=local, stop_when=rule)
+        >>> len(result.history) < 100
+        True
+
+    Args:
+        column: The figure. Those of the validation data begin with `validation_`; stopping by test data would make
+            them part of the training.
+        patience: Stop once this many rounds have passed since the best one.
+        min_delta: The smallest change that counts as an improvement.
+        better: `"lower"` or `"higher"`. By default lower for losses, higher for everything else.
+
+    Raises:
+        UndriftError: If an argument is wrong.
+    """
+
+    column: str = "validation_loss"
+    patience: int = 10
+    min_delta: float = 0.0
+    better: str | None = None
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.column, str), f"EarlyStopping(column) must be a column's name, not {self.column!r}.")
+        fine = whole(self.patience) and self.patience >= 1
+        require(fine, f"EarlyStopping(patience) must be a whole number from 1, not {self.patience!r}.")
+        number = whole(self.min_delta) or isinstance(self.min_delta, float)
+        require(number and self.min_delta >= 0, f"EarlyStopping(min_delta) must be from 0, not {self.min_delta!r}.")
+        ways = (None, "lower", "higher")
+        require(self.better in ways, f'EarlyStopping(better) must be "lower" or "higher", not {self.better!r}.')
+
+    def __call__(self, history: History) -> str | None:
+        """Why to stop now, or None. A function of the history alone, so a resumed run stops where it would have."""
+        better = self.better or ("lower" if self.column.endswith("loss") else "higher")
+        sign = -1 if better == "lower" else 1
+        best, since = None, 0
+        for row in history:
+            if self.column in row:
+                value = sign * row[self.column]
+                if best is None or value > best + self.min_delta:
+                    best, since = value, row["round"]
+        if best is None or history[-1]["round"] - since < self.patience:
+            return None
+        rounds = "round" if self.patience == 1 else f"{self.patience} rounds"
+        return f"{self.column} has not improved for {rounds}; it was {sign * best:.4g} in round {since}"
+
+
+def as_rule(stop_when: Any) -> Rule | None:
+    """The rule that `ud.train` was given: a function, or the expression of one in a string."""
+    if isinstance(stop_when, str):
+        example = "EarlyStopping('validation_loss', patience=10)"
+        return parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
+    require(
+        stop_when is None or callable(stop_when),
+        f"stop_when must be a function of the history, such as ud.EarlyStopping(…), not {stop_when!r}.",
+    )
+    return stop_when
+
+
+def check_column(rule: Rule | None, history: History) -> None:
+    """Refuse a column that an evaluated round does not have: the rule would never stop the run."""
+    row = history[-1]
+    if isinstance(rule, EarlyStopping) and rule.column not in row and ("loss" in row or "validation_loss" in row):
+        hint = " Hold data out for it: ud.load(…, validation_fraction=0.1)." if "validation" in rule.column else ""
+        known = ", ".join(name for name, value in row.items() if isinstance(value, float))
+        raise UndriftError(f"The history has no column {rule.column!r} to stop by.{hint} It has {known}.")
