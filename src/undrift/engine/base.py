@@ -35,16 +35,16 @@ class RoundInputs:
 
     plan: Plan
     shared: dict[str, Tree]
-    """What all clients have in common."""
+    """Common to all clients."""
     clients: dict[str, Tree]
-    """What each has of its own, along a first axis in the order of `plan.clients`."""
+    """Per client, along a first axis in the order of `plan.clients`."""
     batches: Batches
     """Which samples each local step takes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a cohort's training comes to: means and sums, never one client's update."""
+    """The outcome of a cohort's training: means and sums, never one client's update."""
 
     update: Params
     sums: list[Tree]
@@ -71,7 +71,7 @@ class Engine(Protocol):
 
     @property
     def program(self) -> Program:
-        """What one client does."""
+        """The functions of one client."""
 
     def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
         """Train the clients of a round.

@@ -42,11 +42,11 @@ class Program:
     """Whether any round has momentum: without it there is no velocity to carry."""
     weight_decay: bool
     augment: Callable[[Tensor, Key], Tensor] | None = None
-    """What changes a batch before a step."""
+    """Changes a batch before a step."""
 
     @property
     def reads_rates(self) -> bool:
-        """Only `update` and `upload` may read `rate_sum` and `work`; where none does, nobody pays for the sums."""
+        """Whether a part reads `rate_sum` or `work`, in `update` or `upload`; otherwise they are not computed."""
         return any(part.reads_rates for hook in ("update", "upload") for _, part in self.method.overriding(hook))
 
     def clients(self, given: Tree, step: Tensor | int) -> list[tuple[Part, Client]]:
@@ -146,13 +146,13 @@ class Program:
         return product
 
     def latest(self, before: list[Tree], after: list[Tree]) -> list[Tree]:
-        """What each part has measured by the end of training."""
+        """Each part's measurements by the end of training."""
         return [
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
     def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> tuple[Tree, Tree, Tree]:
-        """What the client sends (its weighted update, each part's sums, weighted statistics) and what it keeps.
+        """The client's share of the sums (weighted update, each part's sums, weighted statistics) and its new state.
 
         With `skip`, a client with anything in these that is not finite sends zeros and keeps what it had; the third
         result then says whether all is finite.

@@ -1,4 +1,4 @@
-"""What clients keep between rounds."""
+"""The state that clients keep between rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY_SHARE = 0.25
 
 @dataclass(frozen=True)
 class ClientStates:
-    """What clients keep between rounds: per part and client a tree, for the clients that have taken part.
+    """The state that clients keep between rounds: a tree per part and client, for the clients that have taken part.
 
     A value: `updated` returns a new one, which shares the trees that have not changed. States lie where they are used,
     or in the host's memory if those of all clients might take too much of a GPU's.

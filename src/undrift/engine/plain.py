@@ -48,7 +48,7 @@ class PlainEngine:
         return sums.outcome(inputs)
 
     def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
-        """What the client at position `c` of the cohort is given."""
+        """The inputs of the client at position `c` of the cohort."""
         return {**inputs.shared, **tree_map(lambda t: t[c], inputs.clients)}
 
     def step(self, state: Tree, given: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:

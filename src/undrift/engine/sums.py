@@ -1,4 +1,4 @@
-"""What clients send, added up, and what that comes to."""
+"""Sums of what clients send, and the outcome of a round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from undrift.tree import Tree, to_device, tree_add, tree_map
 
 
 class Sums:
-    """What clients send, added up in the order it is given, and what they keep."""
+    """The sum of what clients send, in the order in which it is added, and what each of them keeps."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -38,7 +38,7 @@ class Sums:
         self.noted.append((finite, clients))
 
     def finite(self) -> Tensor:
-        """What was noted, in the order of the cohort."""
+        """The flags of `note`, in the order of the cohort."""
         order = np.argsort([client for _, clients in self.noted for client in clients])
         flags = torch.cat([finite for finite, _ in self.noted])
         return flags[to_device(torch.from_numpy(order), flags.device)]

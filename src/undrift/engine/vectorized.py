@@ -23,7 +23,7 @@ class Vectorized:
         self.program, self.data = program, data
 
     def start(self, lanes: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        """What the parts prepare, and the training state before the first step."""
+        """The parts' `prepared`, and the training state before the first step."""
 
         def one(own: Tree) -> tuple[Tree, Tree]:
             given = {**shared, **own}
@@ -49,7 +49,7 @@ class Vectorized:
         return contiguous(vmap(one)(*everything))
 
     def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> tuple[Tree, Tree, Tree]:
-        """What all lanes send, summed; what each keeps; and with `skip` whether both are finite, per lane."""
+        """The sum of what all lanes send; each lane's new state; and with `skip`, whether both are finite, per lane."""
 
         def one(state: Tree, own: Tree) -> tuple[Tree, Tree, Tree]:
             return self.program.conclude(state, {**shared, **own}, skip=skip)

@@ -1,4 +1,4 @@
-"""What a few passes on samples show of a model, without changing it: which buffers it changes, whether it vmaps."""
+"""Examine a model by a few passes on samples, without changing it: which buffers it changes, whether it vmaps."""
 
 from __future__ import annotations
 

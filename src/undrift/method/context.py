@@ -31,7 +31,7 @@ class Plan:
     momentum: float
     weight_decay: float
     fates: Fates | None = None
-    """What goes wrong with them, in a run with simulated faults; drawn after the `plan` hooks."""
+    """Their simulated faults, if any; drawn after the `plan` hooks."""
 
     @property
     def span(self) -> dict[str, float]:
@@ -74,13 +74,13 @@ class Client:
     loss: Callable[[Tensor, Tensor], Tensor]
     """`client.loss(output, target)`: one loss per sample."""
     received: Tree = None
-    """What this part broadcast."""
+    """The tree that this part's `broadcast` returned."""
     kept: Tree = None
-    """What this part keeps for this client between rounds."""
+    """This part's state of this client, kept between rounds."""
     measured: Tree = None
-    """What this part's `measure` summed over the client's data."""
+    """The sums of this part's `measure` over the client's data."""
     prepared: Tree = None
-    """What this part's `prepare` returned."""
+    """The tree that this part's `prepare` returned."""
     rate_sum: Tree = None
     """After training: the sum over steps of the rates used, by parameter (each a number, or a tensor of its shape)."""
     work: Tree = None
@@ -104,7 +104,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the cohort sent, added up."""
+    """Sums over the cohort."""
 
     sums: Any
     """This part's own sums from `upload` (or from `measure`, in `finish`)."""

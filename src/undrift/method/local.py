@@ -18,12 +18,12 @@ from undrift.schedule import Number, check_number, value, whole_steps
 Array = np.ndarray
 
 MOST_STEPS = 10_000_000
-"""How many steps a client may take in a round: their batches are drawn up in memory before the first."""
+"""The most steps of a client in a round: their batches are made in memory before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What a client does in a round: SGD, with PyTorch's momentum and weight decay.
+    """A client's work in a round: SGD, with PyTorch's momentum and weight decay.
 
     Any number may be a schedule, a function of the round from 0: `ud.Local(steps=ud.decay(50, 0.98), lr=0.1)`.
 

@@ -42,80 +42,80 @@ class Part:
 
     # ---- server, before the clients --------------------------------------------------------------------------
     def start(self, params: Tree) -> Tree:
-        """Once: the part's state at the server."""
+        """Return the part's initial state at the server. Called once."""
         return ()
 
     def plan(self, plan: Plan, state: Tree) -> Plan:
-        """This round's step counts and rates."""
+        """Return the round's plan, with its step counts and rates."""
         return plan
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
-        """What clients get beside the weights (`client.received`)."""
+        """Return a tree that clients receive beside the weights, as `client.received`."""
         return ()
 
     # ---- client ----------------------------------------------------------------------------------------------
     def keep(self, params: Tree) -> Tree:
-        """What a client keeps between rounds, as it stands before its first."""
+        """Return a client's state before its first round; `upload` returns the next one."""
         return ()
 
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
-        """Sums over one batch of a pass without training; the engine adds them up over the client's data."""
+        """Return sums over one batch of a pass without training; they are added up over the client's data."""
         return ()
 
     def prepare(self, client: Client) -> Tree:
-        """Before the first step, from what was measured (`client.prepared`)."""
+        """Return a tree computed before the first step, say from `client.measured`; it becomes `client.prepared`."""
         return ()
 
     def logits(self, z: Tensor, client: Client) -> Tensor:
-        """The model's output before the loss."""
+        """Return the model's output as the loss sees it."""
         return z
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
-        """The gradient of a local step, in closed form."""
+        """Return the gradient of a local step."""
         return g
 
     def rate(self, k: Tensor, client: Client) -> Tree:
-        """What multiplies the learning rate in local step `k`: a number, or a tree like the parameters."""
+        """Return a factor of the learning rate in local step `k`: a number, or a tree like the parameters."""
         return 1.0
 
     def project(self, params: Tree, client: Client) -> Tree:
-        """The weights after each local step."""
+        """Return the weights after a local step."""
         return params
 
     def update(self, delta: Tree, client: Client) -> Tree:
-        """The client's update before it is weighted and summed."""
+        """Return the client's update, which is then weighted and summed."""
         return delta
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        """What else is summed over the cohort, and what the client keeps. `delta` is what training did."""
+        """Return a tree to sum over the cohort, and the client's new state. `delta` is final minus initial weights."""
         return (), client.kept
 
     # ---- server, after the clients ---------------------------------------------------------------------------
     def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        """The aggregated update on its way to the weights; and the new state."""
+        """Return the aggregated update, which is then added to the weights, and the part's new state."""
         return update, state
 
     def refine(self, params: Tree, server: Server) -> Tree:
-        """The new weights, after the whole chain of transforms."""
+        """Return the new weights, given those after all parts' `transform`."""
         return params
 
     def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
-        """The new state, from the weights that this round leaves and those it began with."""
+        """Return the part's new state, given the weights after and before this round."""
         return state
 
     def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
-        """Once, after the last round."""
+        """Return the final weights. Called once, after the last round."""
         return params
 
     # ---- either ----------------------------------------------------------------------------------------------
     def check(self, local: Any, data: Any) -> None:
-        """Before anything runs: raise `UndriftError` with the sentence that says what to change."""
+        """Raise `UndriftError` if the part does not fit the local work or the data. Called before training."""
 
     def check_model(self, model: Any, rounds: int) -> None:
-        """Likewise, for what depends on the model: `model.layers` lists its layers."""
+        """Raise `UndriftError` if the part does not fit the model, whose layers are in `model.layers`."""
 
     def history(self, state: Tree) -> dict[str, Any]:
-        """What the round's history gets."""
+        """Return the part's columns of the round's history."""
         return {}
 
     def __add__(self, other: Part | Method) -> Method:
@@ -218,7 +218,7 @@ def part_stream(part: Part) -> int:
 
 
 def aligned(tree: Any, params: Tree, part: Part, hook: str) -> Tree:
-    """What a hook returned, in the order and the precision of the parameters."""
+    """A hook's result in the order and the precision of the parameters."""
     if not isinstance(tree, dict) or tree.keys() != params.keys():
         raise UndriftError(
             f"{type(part).__name__}.{hook} must return a dict with the parameters' own names ({', '.join(params)})."

@@ -72,7 +72,7 @@ class Checkpoints:
         self.series = [Series() for _ in range(LAST)]
         """In the order in which they are written next."""
         self.record: dict[str, Any] = {}
-        """What each checkpoint says of the run it belongs to."""
+        """Identifies the run in every checkpoint."""
         if every is not None and folder is None:
             raise UndriftError("checkpoint_every needs a folder to write to; name one: out=….")
 
@@ -159,7 +159,7 @@ class Checkpoints:
         remove_partial(self.folder, OURS)
 
     def recorded(self) -> dict[str, Any] | None:
-        """What the newest checkpoint that can be read says of its run."""
+        """The record of the run in the newest checkpoint that can be read."""
         for number in self._found():
             assert self.folder
             try:

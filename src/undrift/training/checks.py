@@ -1,4 +1,4 @@
-"""What a run's arguments must be: each refusal is a sentence that says what to change."""
+"""Checks of a run's arguments. Each refusal says what to change."""
 
 from __future__ import annotations
 

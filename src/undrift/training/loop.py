@@ -181,7 +181,7 @@ def train_with(given: Settings) -> Result:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told of each round: the folder, checkpoints, trackers, `on_round`."""
+    """The receivers of each round's row: the folder, checkpoints, trackers, `on_round`."""
 
     folder: Folder
     checkpoints: Checkpoints
@@ -190,7 +190,7 @@ class Listeners:
 
     @property
     def impatient(self) -> bool:
-        """Whether anybody wants a round's row at once."""
+        """Whether one of them needs a round's row at once."""
         return bool(self.trackers or self.on_round)
 
     def row(self, row: dict[str, Any], state: State) -> None:
@@ -199,7 +199,7 @@ class Listeners:
             self.trackers.row(row)
             if self.on_round:
                 self.on_round(row)
-        except BaseException:  # whoever stops a run here, with Ctrl-C say, can resume it from this round
+        except BaseException:  # a run that is stopped here, say with Ctrl-C, can be resumed from this round
             self.save(state)
             raise
 
@@ -309,7 +309,7 @@ class Loop:
 
 
 def history_row(state: State, done: Round) -> dict[str, Any]:
-    """What the history says of a round as soon as it is under way."""
+    """The columns of a round that are known as soon as it has been launched."""
     work, answers = done.answers.work, done.answers
     return {
         "round": state.round,
@@ -328,7 +328,7 @@ def history_row(state: State, done: Round) -> dict[str, Any]:
 
 
 def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
-    """What must be read from the device for a round's row. Raises `NonFiniteError`."""
+    """The columns of a round that must be read from the device. Raises `NonFiniteError`."""
     settled, own = watch.settle(row), method.history(states)
     for name in own:
         require(

@@ -1,4 +1,4 @@
-"""What happens when a round leaves NaN or an infinity behind.
+"""Rounds that leave NaN or an infinity behind.
 
 Each round ends with one flag on the device: whether what clients sent and kept, the new weights and the method's state
 at the server are all finite. It is read together with the round's history row, when the device is done with the round,
@@ -75,7 +75,7 @@ class Watch:
         self.attempts.append(Attempt(before, answers, finite))
 
     def left(self, state: State) -> None:
-        """What the latest round leaves at the server."""
+        """Also check the state that the latest round leaves at the server."""
         latest = self.attempts[-1]
         finite = tree_finite((state.params, state.tracked, [state.parts[i] for i in self.watched]))
         self.attempts[-1] = replace(latest, finite=latest.finite & finite)
@@ -155,7 +155,7 @@ def survived(answers: Answers, row: Row) -> Row:
 
 
 def mute() -> None:
-    """Log no stops and skips, where whoever started the run reports them."""
+    """Do not log stops and skips, which the caller reports."""
     log.setLevel(logging.ERROR)
 
 

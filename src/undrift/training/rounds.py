@@ -17,7 +17,7 @@ from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_structure
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in a round, beside the state that it left."""
+    """A round's record, beside the state that it left."""
 
     method: Method
     """With the round's numbers bound."""

@@ -46,11 +46,11 @@ class Run:
     conditions: Conditions
     engine: Engine
     choices: dict[str, Any]
-    """What was chosen for the user, and why: `result.choices`."""
+    """The settings that were chosen automatically, and why: `result.choices`."""
 
     @property
     def measures(self) -> dict[str, Metric]:
-        """What evaluations give: the loss and every metric."""
+        """The loss and every metric, which evaluations compute."""
         return {"loss": self.loss, **self.metrics}
 
     @property

@@ -24,7 +24,7 @@ class State:
     tracked: Params
     """The buffers that training changes, such as running statistics."""
     clients: ClientStates
-    """What clients keep between rounds."""
+    """The state that clients keep between rounds."""
     round: int = 0
     """How many rounds are done."""
     total_steps: int = 0

@@ -166,7 +166,7 @@ def outliers(norms: Array, counting: Array, ratio: float) -> Array:
 
 @dataclass(frozen=True)
 class Answers:
-    """What came back from a cohort."""
+    """The answers of a cohort."""
 
     outcome: Outcome
     clients: Array
@@ -182,4 +182,4 @@ class Answers:
     survivors: Tensor | None = None
     """How many do."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """What the history says of them."""
+    """Columns of the history about them."""
