@@ -39,9 +39,10 @@ def changed(key: str, value: object) -> dict:
     return settings
 
 
-def undrift(*arguments: object) -> str:
+def undrift(*arguments: object, exit_code: int = 0) -> str:
+    """What a command prints. It must end with this status."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == exit_code, done.output
     return done.output
 
 

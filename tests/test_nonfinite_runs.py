@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -39,10 +40,7 @@ def here(tmp_path, monkeypatch, one_core):
     return tmp_path
 
 
-def fails(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert done.exit_code == 1, done.output
-    return done.output
+fails = functools.partial(undrift, exit_code=1)
 
 
 def test_a_run_that_stops_says_why_and_can_be_resumed(here):

@@ -29,7 +29,6 @@ from undrift.training.checks import (
     check_types,
     cohort_size_of,
     find_device,
-    two_samples,
 )
 from undrift.training.run import Run
 from undrift.training.settings import Settings
@@ -118,12 +117,11 @@ def check_data(
     for name in ("test", "validation", "server"):
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
-    for whose, rows in splits.items():
-        check_split(model, whose, rows, device, loss, metrics)
+    examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
     check_gradient(model, own, device, loss)
     if data.augment:
         check_augment(data.augment, own, device)
-    return model.examined(two_samples(own, device)[0])[0]
+    return examined["clients'"]
 
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int) -> Choice:

@@ -25,8 +25,11 @@ def two_samples(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def check_split(
     model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
-) -> None:
-    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels."""
+) -> Model:
+    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels.
+
+    Returns the model with what these samples show of it.
+    """
     y = rows.store["y"]
     classes = loss in (cross_entropy, squared_hinge)
     if classes:
@@ -36,7 +39,7 @@ def check_split(
         require(y.dim() == 1, several + 'where a sample has several, choose loss="binary_cross_entropy".')
     x, target = two_samples(rows, device)
     try:
-        _, output = model.examined(x)
+        examined, output = model.examined(x)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise
@@ -66,6 +69,7 @@ def check_split(
                 fine,
                 f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}.",
             )
+    return examined
 
 
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
