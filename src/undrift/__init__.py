@@ -40,6 +40,7 @@ PARTITIONS = dict.fromkeys(
     ),
     "undrift.data.partition",
 )  # fmt: skip
+OPTIMIZERS = dict.fromkeys(("SGD", "Adam", "AdamW"), "undrift.method.optimizers")
 _PUBLIC = (
     METHODS
     | PARTITIONS
@@ -56,8 +57,13 @@ _PUBLIC = (
         "Faults": "undrift.method.faults",
         "Local": "undrift.method.local",
         "batches": "undrift.method.local",
+        "Group": "undrift.method.groups",
+        "Optimizer": "undrift.method.optimizers",
+        **OPTIMIZERS,
         "decay": "undrift.schedule",
         "inverse": "undrift.schedule",
+        "warmup": "undrift.schedule",
+        "cosine": "undrift.schedule",
         "Number": "undrift.schedule",
         "Part": "undrift.method.part",
         "Method": "undrift.method.part",
@@ -98,8 +104,13 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.method.context import Server as Server
     from undrift.method.context import Totals as Totals
     from undrift.method.faults import Faults as Faults
+    from undrift.method.groups import Group as Group
     from undrift.method.local import Local as Local
     from undrift.method.local import batches as batches
+    from undrift.method.optimizers import SGD as SGD
+    from undrift.method.optimizers import Adam as Adam
+    from undrift.method.optimizers import AdamW as AdamW
+    from undrift.method.optimizers import Optimizer as Optimizer
     from undrift.method.part import Method as Method
     from undrift.method.part import Part as Part
     from undrift.methods.ccvr import CCVR as CCVR
@@ -129,8 +140,10 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.methods.temporal import TemporalEnsemble as TemporalEnsemble
     from undrift.models import register_model as register_model
     from undrift.schedule import Number as Number
+    from undrift.schedule import cosine as cosine
     from undrift.schedule import decay as decay
     from undrift.schedule import inverse as inverse
+    from undrift.schedule import warmup as warmup
     from undrift.training.early import EarlyStopping as EarlyStopping
     from undrift.training.loop import train as train
     from undrift.training.result import Result as Result

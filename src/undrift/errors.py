@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from numbers import Integral
+from math import inf
+from numbers import Integral, Real
 
 DEBUG = "UNDRIFT_DEBUG"
 """The environment variable that `undrift --debug` sets, so that a sweep's processes show tracebacks too."""
@@ -31,6 +32,11 @@ def require(fine: bool, sentence: str) -> None:
 def whole(x: object) -> bool:
     """Whether `x` is a whole number, numpy's included; True and False are not."""
     return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def nonnegative(x: object) -> bool:
+    """Whether `x` is a finite number from 0, numpy's included; True and False are not."""
+    return isinstance(x, Real) and not isinstance(x, bool) and 0 <= float(x) < inf
 
 
 def quoted(x: object, most: int = 80) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,13 @@ def parse_number(text: str) -> Any:
     raise UndriftError(f"{quoted(text)} is a string; write the number without quotes.")
 
 
+COMBINED: dict[tuple[str, type[ast.operator]], Callable[[Any, Any], Any]] = {
+    ("method", ast.Add): operator.add,
+    ("step schedule", ast.Mult): operator.mul,
+}
+"""Which kinds of expressions may consist of several calls, and how these are combined."""
+
+
 def parse(
     text: str,
     kind: str,
@@ -31,11 +39,11 @@ def parse(
     example: str,
     inner: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Build the object that `text` describes: a call of a known name with literals or, for methods, a sum of calls.
+    """Build the object that `text` describes: a call of a known name with literals.
 
-    The names in `inner` are known only inside arguments. Errors show the `example`.
+    A method may also be a sum of calls, and a step schedule a product. The names in `inner` are known only inside
+    arguments. Errors show the `example`.
     """
-    adds_up = kind == "method"
 
     def refuse(node: ast.AST) -> UndriftError:
         return UndriftError(f"Cannot read {_source(node)} in the {kind} {quoted(text)}; write it like {example}.")
@@ -73,8 +81,8 @@ def parse(
             raise refuse(node) from None
 
     def build(node: ast.expr) -> Any:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and adds_up:
-            return build(node.left) + build(node.right)
+        if isinstance(node, ast.BinOp) and (kind, type(node.op)) in COMBINED:
+            return COMBINED[kind, type(node.op)](build(node.left), build(node.right))
         if isinstance(node, ast.Call):
             return call(node, names)
         if isinstance(node, ast.Name) and node.id not in names:
@@ -87,7 +95,7 @@ def parse(
 LONGEST = 10_000
 """The most characters in an expression."""
 DEEPEST = 100
-"""The most levels of nesting; each `+` is one."""
+"""The most levels of nesting; each `+` or `*` is one."""
 
 
 def _tree(text: str, kind: str, example: str) -> ast.expr:

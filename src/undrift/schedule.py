@@ -1,4 +1,7 @@
-"""Schedules: any number may be a value, or a function of the round, counted from 0."""
+"""Schedules: any number may be a value, or a function of the round, counted from 0.
+
+Step schedules are functions of the local step within a round: they multiply the learning rate.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from undrift.errors import UndriftError, first_line, quoted
+from undrift.errors import UndriftError, first_line, nonnegative, quoted, require, whole
 
 if TYPE_CHECKING:
     # Inside a hook, a number is a tensor with that round's value; outside, it is a float or a callable.
@@ -71,6 +74,105 @@ class inverse:  # noqa: N801
 
     def __call__(self, t: int) -> float:
         return float(self.initial * self.offset / (self.offset + t))
+
+
+class StepSchedule:
+    """Common base class of step schedules: a factor of the learning rate in local step k of a round of `steps` steps.
+
+    Steps are counted from 0. Both arguments may be numbers or tensors. The product of two is the product of their
+    factors, step by step; one of them may be any other function of `(k, steps)`.
+    """
+
+    def __call__(self, k: Any, steps: Any) -> Any:
+        raise NotImplementedError
+
+    def __mul__(self, other: Any) -> StepSchedule:
+        return StepProduct((*_factors(self), *_factors(other))) if callable(other) else NotImplemented
+
+    def __rmul__(self, other: Any) -> StepSchedule:
+        return StepProduct((*_factors(other), *_factors(self))) if callable(other) else NotImplemented
+
+
+@dataclasses.dataclass(frozen=True)
+class warmup(StepSchedule):  # noqa: N801
+    """Linear warm-up within a round: step k, counted from 0, has the factor `start + (1−start)·min(1, (k+1)/n)`.
+
+    The n-th step is the first with the factor 1. From `start=0`, the first step has the factor 1/n, not 0, so that no
+    step is wasted.
+
+    Example:
+        >>> [warmup(4)(k, 100) for k in range(6)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+    Args:
+        steps: The number n of steps after which the factor is 1.
+        start: Where the line starts, one step before the first.
+
+    Raises:
+        UndriftError: If `steps` is not a whole number from 1, or `start` is negative.
+    """
+
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        fine = whole(self.steps) and self.steps >= 1
+        require(fine, f"warmup(steps) must be a whole number from 1, not {quoted(self.steps)}.")
+        require(nonnegative(self.start), f"warmup(start) must be a number from 0, not {quoted(self.start)}.")
+
+    def __call__(self, k: Any, steps: Any) -> Any:
+        done = (k + 1) / self.steps
+        done = done.clamp(max=1.0) if hasattr(done, "clamp") else min(1.0, done)
+        return self.start + (1 - self.start) * done
+
+
+@dataclasses.dataclass(frozen=True)
+class cosine(StepSchedule):  # noqa: N801
+    """Cosine decay within a round: step k of K, counted from 0, has `floor + (1−floor)·(1 + cos(π·k/K))/2`.
+
+    K is the number of local steps that the client takes in this round. The first step has the factor 1; `floor` would
+    be the factor of step K, one after the last.
+
+    Example:
+        >>> [round(cosine()(k, 4), 3) for k in range(4)]
+        [1.0, 0.854, 0.5, 0.146]
+        >>> schedule = warmup(2) * cosine()  # the product of both factors
+        >>> [round(schedule(k, 4), 3) for k in range(4)]
+        [0.5, 0.854, 0.5, 0.146]
+
+    Args:
+        floor: The factor at the end.
+
+    Raises:
+        UndriftError: If `floor` is negative.
+    """
+
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(nonnegative(self.floor), f"cosine(floor) must be a number from 0, not {quoted(self.floor)}.")
+
+    def __call__(self, k: Any, steps: Any) -> Any:
+        angle = math.pi * k / steps
+        cos = angle.cos() if hasattr(angle, "cos") else math.cos(angle)
+        return self.floor + (1 - self.floor) * (1 + cos) / 2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepProduct(StepSchedule):
+    """The product of several step schedules, such as `warmup(5) * cosine()`."""
+
+    factors: tuple[Any, ...]
+
+    def __call__(self, k: Any, steps: Any) -> Any:
+        return math.prod(factor(k, steps) for factor in self.factors)
+
+    def __repr__(self) -> str:
+        return " * ".join(map(repr, self.factors))
+
+
+def _factors(schedule: Any) -> tuple[Any, ...]:
+    return schedule.factors if isinstance(schedule, StepProduct) else (schedule,)
 
 
 def value(number: Any, t: int) -> float:

@@ -3,37 +3,79 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset
-from undrift.errors import UndriftError, quoted, whole
+from undrift.errors import UndriftError, first_line, quoted, require, whole
+from undrift.method.groups import Group, check_groups
+from undrift.method.optimizers import Optimizer, check_optimizer
 from undrift.random import derive, philox
-from undrift.schedule import Number, check_number, value, whole_steps
+from undrift.schedule import Number, StepSchedule, check_number, decay, inside, inverse, value, whole_steps
 
 Array = np.ndarray
 
 MOST_STEPS = 10_000_000
 """The most steps of a client in a round: their batches are made in memory before the first."""
+STATES = ("reset", "keep", "average")
+"""What becomes of a local optimizer's state at the end of a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """A client's work in a round: SGD, with PyTorch's momentum and weight decay.
+    """A client's work in a round: SGD with PyTorch's momentum and weight decay, or another local optimizer.
 
     Any number may be a schedule, a function of the round from 0: `ud.Local(steps=ud.decay(50, 0.98), lr=0.1)`.
+
+    In a local step, the gradient of the loss goes through `weight_decay`, the parts' `gradient` hooks, `clip_norm` and
+    the `optimizer` (or `momentum`), in this order. The result is multiplied by the learning rate and subtracted from
+    the weights.
+
+    Example:
+        >>> import undrift as ud
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.1, momentum=0.9)
+        >>> local = ud.Local(
+        ...     epochs=1,
+        ...     batch_size=32,
+        ...     lr=ud.decay(0.001, 0.99),
+        ...     optimizer=ud.AdamW(weight_decay=0.01),
+        ...     clip_norm=1.0,
+        ...     step_schedule=ud.warmup(5) * ud.cosine(),
+        ...     groups={"*.bias": ud.Group(weight_decay=0.0)},
+        ... )
 
     Args:
         steps: The number of local steps, or a list with one entry per client. Give either `steps` or `epochs`.
         epochs: Passes over the client's samples: E epochs are `E·⌈n/B⌉` steps for n samples and batches of B.
         batch_size: Samples per step; None takes all of a client's samples at each step.
         lr: The learning rate.
-        momentum: Starts at zero in every round.
-        weight_decay: λ; adds `λ·w` to the gradient.
+        momentum: The momentum of SGD, as in `ud.SGD(momentum)`. Starts at zero in every round. Short form, for use
+            without `optimizer`.
+        weight_decay: λ; adds `λ·w` to the gradient, before the `gradient` hooks and before clipping. Short form, for
+            use without `optimizer`; the weight decay of `ud.SGD` is added after them.
+        optimizer: The local optimizer: `ud.SGD`, `ud.Adam`, `ud.AdamW`, or your own subclass of `ud.Optimizer`. None
+            is SGD with the `momentum` and `weight_decay` given here.
+        optimizer_state: What becomes of the optimizer's state at the end of a round. `"reset"`: every round starts
+            with a new one. `"keep"`: every client continues with its own, from the last round it took part in.
+            `"average"`: the states are averaged over the cohort like the weights, and the next round starts with the
+            mean.
+        clip_norm: The largest norm of the gradient, over all parameters together; longer ones are scaled down to it.
+            None does not clip.
+        step_schedule: A factor of the learning rate by local step: `ud.warmup`, `ud.cosine`, their product, or a
+            function `f(k, steps)` of the local step k, counted from 0, and the client's number of steps. Both are
+            tensors, so it must use tensor operations, without an `if` on k.
+        groups: Parameter groups: a dict from patterns of parameters' names, such as `"head.*"` or `"*.bias"`, to
+            `ud.Group(rate, weight_decay)`, factors of the learning rate and of the weight decay. The first pattern
+            that matches a name decides.
+
+    Raises:
+        UndriftError: If an argument is wrong, or two contradict each other. Numbers are checked by `ud.train`, in
+            every round of the run.
     """
 
     steps: Number | Sequence[int] | None = None
@@ -42,6 +84,11 @@ class Local:
     lr: Number
     momentum: Number = 0.0
     weight_decay: Number = 0.0
+    optimizer: Optimizer | None = None
+    optimizer_state: str = "reset"
+    clip_norm: Number | None = None
+    step_schedule: StepSchedule | Callable[[Any, Any], Any] | None = None
+    groups: Mapping[str, Group] | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -51,11 +98,22 @@ class Local:
             raise UndriftError(
                 f"Local(batch_size) must be a whole number from 1, or None for all samples, not {quoted(size)}."
             )
+        if self.optimizer is not None:
+            _check_beside(self, self.optimizer)
+        _check_state(self.optimizer_state, self.optimizer)
+        if self.groups is not None:
+            object.__setattr__(self, "groups", check_groups(self.groups))
 
     def check(self, data: FederatedDataset, rounds: int) -> None:
         check_number(self.lr, rounds, "Local(lr)")
         check_number(self.momentum, rounds, "Local(momentum)", "[0, 1)")
         check_number(self.weight_decay, rounds, "Local(weight_decay)")
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, rounds)
+        if self.clip_norm is not None:
+            check_number(self.clip_norm, rounds, "Local(clip_norm)", "(0, inf]")
+        if self.step_schedule is not None:
+            _check_step_schedule(self.step_schedule)
         if self.per_client:
             given = np.array(self.steps, dtype=object)
             whole = all(isinstance(k, int | np.integer) and k < 2**63 for k in given.flat)
@@ -90,6 +148,58 @@ class Local:
     def widest(self, sizes: Array) -> int:
         """The largest batch that any client of these sizes can have."""
         return int(sizes.max()) if self.batch_size is None else min(self.batch_size, int(sizes.max()))
+
+
+def _check_beside(local: Local, optimizer: Any) -> None:
+    """Raise unless this is an optimizer and nothing beside it asks for another one."""
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        raise UndriftError(f"Local(optimizer) is a class; write {optimizer.__name__}(), with its arguments.")
+    if not isinstance(optimizer, Optimizer):
+        raise UndriftError(f"Local(optimizer) must be an optimizer such as ud.Adam(), not {quoted(optimizer)}.")
+    name = type(optimizer).__name__
+    for key in ("momentum", "weight_decay"):
+        given = getattr(local, key)
+        if callable(given) or given:
+            write = f"write optimizer={name}({key}={quoted(given)})" if hasattr(optimizer, key) else "leave it out"
+            raise UndriftError(
+                f"Local({key}) is the short form of SGD({key}) and cannot stand beside optimizer={name}(…); {write}."
+            )
+
+
+def _check_state(state: Any, optimizer: Optimizer | None) -> None:
+    ways = ", ".join(f'"{way}"' for way in STATES)
+    require(state in STATES, f"Local(optimizer_state) must be one of {ways}, not {quoted(state)}.")
+    if state == "reset":
+        return
+    if optimizer is None:
+        raise UndriftError(
+            f'Local(optimizer_state="{state}") needs an optimizer; for momentum, write optimizer=ud.SGD(momentum=…).'
+        )
+    if not optimizer.stateful:
+        name = type(optimizer).__name__
+        raise UndriftError(f'Local(optimizer_state="{state}"): this {name} has no state; leave optimizer_state out.')
+
+
+def _check_step_schedule(schedule: Any) -> None:
+    """Try a step schedule on the steps of a round, all at once as the lanes engine does."""
+    where = "Local(step_schedule)"
+    if isinstance(schedule, decay | inverse):
+        raise UndriftError(f"{where} is {schedule!r}, a function of the round; write lr={schedule!r}.")
+    given = quoted(schedule)
+    require(callable(schedule), f"{where} must be a function of (k, steps), such as ud.cosine(), not {given}.")
+    count = 10
+    k, steps = torch.arange(count, dtype=torch.float64), torch.full((count,), float(count), dtype=torch.float64)
+    try:
+        found = torch.func.vmap(lambda k, steps: torch.as_tensor(schedule(k, steps)))(k, steps)
+    except Exception as error:  # a user's function may raise anything
+        raise UndriftError(
+            f"{where} fails as a function of the tensors k and steps ({first_line(error)}); use tensor operations, "
+            "such as torch.where, and no if on k."
+        ) from error
+    require(found.shape == k.shape, f"{where} must return one number, not a tensor of shape {tuple(found.shape[1:])}.")
+    for step, factor in enumerate(found.tolist()):
+        fine = inside("[0, inf)", factor)
+        require(fine, f"{where} is {factor:g} in step {step} of {count}; it must be in [0, inf).")
 
 
 def steps_per_epoch(sizes: Array, batch_size: int | None) -> Array:

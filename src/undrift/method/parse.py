@@ -1,15 +1,17 @@
-"""A method from what users write: a part, a sum of parts, or the expression of one in a string."""
+"""Objects from what users write in strings: methods, local optimizers, and the other values of `[local]`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import undrift
 from undrift.errors import UndriftError
-from undrift.expressions import parse
+from undrift.expressions import parse, parse_number
+from undrift.method.groups import Group
+from undrift.method.optimizers import Optimizer
 from undrift.method.part import Method, Part
-from undrift.schedule import decay, inverse
+from undrift.schedule import StepSchedule, cosine, decay, inverse, warmup
 
 
 def as_method(method: Any) -> Method:
@@ -31,14 +33,45 @@ def parse_method(text: str) -> Method:
 
 def known_parts() -> dict[str, Callable[..., Any]]:
     """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
-    found: dict[str, Callable[..., Any]] = {}
-    for cls in _subclasses(Part):
-        if not cls.__module__.startswith("undrift."):  # of ours, METHODS says which are for users
-            found[cls.__name__] = cls
-    return found | {name: getattr(undrift, name) for name in undrift.METHODS}
+    return _known(Part, undrift.METHODS)
 
 
-def _subclasses(cls: type[Part]) -> Iterator[type[Part]]:
+def known_optimizers() -> dict[str, Callable[..., Any]]:
+    """Every local optimizer: the package's own, and those that users have defined or imported."""
+    return _known(Optimizer, undrift.OPTIMIZERS)
+
+
+def _known(base: type, ours: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    own = (cls for cls in _subclasses(base) if not cls.__module__.startswith("undrift."))
+    return {cls.__name__: cls for cls in own} | {name: getattr(undrift, name) for name in ours}
+
+
+def parse_optimizer(text: str) -> Optimizer:
+    """`"Adam(beta2=0.99)"` as an optimizer."""
+    found: Optimizer = parse(
+        text, "optimizer", known_optimizers(), "Adam(beta2=0.99)", {"decay": decay, "inverse": inverse}
+    )
+    return found
+
+
+def parse_step_schedule(text: str) -> StepSchedule:
+    """`"warmup(5) * cosine()"` as a step schedule."""
+    found: StepSchedule = parse(text, "step schedule", {"warmup": warmup, "cosine": cosine}, "warmup(5) * cosine()")
+    return found
+
+
+def parse_local(key: str, value: Any) -> Any:
+    """The value of a key of `[local]` as `ud.Local` takes it; most strings are schedules of the round."""
+    if key == "groups" and value is not None:
+        return {pattern: Group(**factors) for pattern, factors in value.items()}
+    if not isinstance(value, str) or key == "optimizer_state":
+        return value
+    if key == "optimizer":
+        return parse_optimizer(value)
+    return parse_step_schedule(value) if key == "step_schedule" else parse_number(value)
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """All classes below `cls`, in the order in which they were defined among their siblings."""
     for below in cls.__subclasses__():
         yield below

@@ -16,7 +16,7 @@ from undrift.data.dataset import FederatedDataset
 from undrift.expressions import parse_number
 from undrift.functional.model import Model
 from undrift.method.local import Local
-from undrift.method.parse import as_method, parse_method
+from undrift.method.parse import as_method, parse_local, parse_method
 from undrift.method.part import Part
 from undrift.models import get, parse_model
 from undrift.training.loop import train
@@ -26,8 +26,8 @@ Curve = dict[str, list[Any]]
 
 
 def local_work(section: dict[str, Any]) -> Local:
-    """An experiment file's section `local`; strings in it are schedules."""
-    return Local(**{key: parse_number(x) if isinstance(x, str) else x for key, x in section.items()})
+    """The section `local` of an experiment file as an object."""
+    return Local(**{key: parse_local(key, value) for key, value in section.items()})
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,13 @@ class Data(Section):
     data_dir: StrictStr | None = None
 
 
+class Factors(Section):
+    """An entry of `[local.groups]`: the arguments of `ud.Group`."""
+
+    rate: StrictInt | StrictFloat = 1.0
+    weight_decay: StrictInt | StrictFloat = 1.0
+
+
 class Work(Section):
     """`[local]`: the arguments of `ud.Local`."""
 
@@ -62,6 +69,11 @@ class Work(Section):
     lr: Number
     momentum: Number = 0.0
     weight_decay: Number = 0.0
+    optimizer: StrictStr | None = None
+    optimizer_state: StrictStr = "reset"
+    clip_norm: Number | None = None
+    step_schedule: StrictStr | None = None
+    groups: dict[StrictStr, Factors] | None = None
 
 
 class Failures(Section):
@@ -191,8 +203,10 @@ def checked(settings: Document, where: str) -> Experiment:
 
 def _key(error: Any) -> str:
     """The key as it stands in the file; pydantic's path also says which kind of a union it tried."""
-    path = [str(part) for part in error["loc"][:2]]
-    return ".".join(path if path[0] in SECTIONS else path[:1])
+    path = [str(part) for part in error["loc"][:4]]
+    if path[:2] == ["local", "groups"]:
+        return ".".join([*path[:2], *(f'"{pattern}"' for pattern in path[2:3]), *path[3:]])
+    return ".".join(path[:2] if path[0] in SECTIONS else path[:1])
 
 
 def _sentence(key: str, errors: list[Any]) -> str:
@@ -220,6 +234,7 @@ def _wanted(error: Any) -> str:
         "less_than": f"below {context.get('lt')}",
         "less_than_equal": f"{context.get('le')} or less",
         "list_type": "a list",
+        "dict_type": 'a table such as { "*.bias" = { weight_decay = 0.0 } }',
     }.get(error["type"], error["msg"])
 
 
@@ -233,6 +248,8 @@ def _keys(section: str) -> list[str]:
 
 def _place(section: str, name: str) -> str:
     """Where a key of that name, or one like it, belongs."""
+    if section.startswith("local.groups."):
+        return _hint(name, list(Factors.model_fields))
     wanted = SYNONYMS.get(name.lower(), name)
     here = _keys(section)
     if wanted not in here:

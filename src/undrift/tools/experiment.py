@@ -21,7 +21,7 @@ from undrift.errors import UndriftError, first_line, quoted
 from undrift.expressions import parse_number
 from undrift.method.faults import Faults
 from undrift.method.local import Local
-from undrift.method.parse import parse_method
+from undrift.method.parse import parse_local, parse_method
 from undrift.method.part import Method
 from undrift.models import parse_model
 from undrift.tools.config import Document, Experiment, Section, read
@@ -79,16 +79,20 @@ def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
         as_rule(experiment.stop_when)
     with about("track"):
         find(experiment.track)
-    local = filled(Local, "local", experiment.local)
-    return method, local, filled(Faults, "faults", experiment.faults) if experiment.faults else None
+    local = filled(Local, "local", experiment.local, parse_local)
+    return method, local, filled(Faults, "faults", experiment.faults, parse_fault) if experiment.faults else None
 
 
-def filled(kind: Callable[..., T], name: str, section: Section) -> T:
-    """The object that a section is for; its numbers in strings are schedules."""
+def parse_fault(key: str, value: Any) -> Any:
+    return parse_number(value) if isinstance(value, str) else value
+
+
+def filled(kind: Callable[..., T], name: str, section: Section, parsed: Callable[[str, Any], Any]) -> T:
+    """The object that a section is for; `parsed` turns a key's value into an argument."""
     found: dict[str, Any] = {}
-    for key, value in section:
+    for key, value in section.model_dump().items():
         with about(f"{name}.{key}"):
-            found[key] = parse_number(value) if isinstance(value, str) else value
+            found[key] = parsed(key, value)
     with about(name):
         return kind(**found)
 

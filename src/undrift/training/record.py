@@ -12,8 +12,10 @@ import torch
 
 from undrift import __version__
 from undrift.losses import LOSSES, METRICS
+from undrift.method.groups import Group
+from undrift.method.optimizers import Optimizer
 from undrift.method.part import Method, Part
-from undrift.schedule import decay, inverse
+from undrift.schedule import StepSchedule, decay, inverse
 from undrift.training.early import EarlyStopping
 from undrift.training.identity import plainly
 from undrift.training.run import Run
@@ -72,16 +74,21 @@ def line(name: str, value: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """A TOML value. Schedules and methods are strings that `undrift run` parses."""
+    """A TOML value. Schedules, methods and optimizers are strings that `undrift run` parses."""
     if isinstance(value, bool | str | int):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
         return str(value) if not math.isnan(value) else "nan"
     if isinstance(value, list | tuple):
         return f"[{', '.join(literal(item) for item in value)}]"
+    if isinstance(value, Group):
+        return literal(vars(value))
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        bare = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else literal(key) for key in value}
+        return f"{{ {', '.join(f'{bare[key]} = {literal(item)}' for key, item in value.items())} }}"
     if hasattr(value, "tolist"):
         return literal(value.tolist())
-    if isinstance(value, decay | inverse | Method | Part | EarlyStopping):
+    if isinstance(value, decay | inverse | StepSchedule | Method | Part | Optimizer | EarlyStopping):
         text = re.sub(r"np\.\w+\(([^()]*)\)", r"\1", plainly(value))  # numpy's numbers say what they are
         if "<" not in text:  # what a function or an object of Python looks like
             return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,245 @@
+"""Local optimizers: how a client turns the gradient of a local step into the direction of that step.
+
+An optimizer is the last link of a local step: it sees the gradient after all parts' `gradient` hooks and after
+clipping. The engine multiplies the direction that it returns by the learning rate and subtracts it from the weights.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from undrift.errors import UndriftError, quoted, require
+from undrift.method.context import Client
+from undrift.method.numbers import check_numbers
+from undrift.schedule import Number, number_fields
+from undrift.tree import Tree, tree_zeros
+
+
+class Optimizer:
+    """A local optimizer. Subclass it as a frozen dataclass and override `step`, and `carry` if it has state.
+
+    Fields annotated `Number` may be values or schedules; inside `carry` and `step` they are that round's tensor. Both
+    must be pure tensor functions that hold under `torch.func.vmap`, without an `if` on the value of a tensor.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> import undrift as ud
+        >>> @dataclass(frozen=True)
+        ... class SignSGD(ud.Optimizer):
+        ...     def step(self, g, carry, params, client):
+        ...         return ud.tree_map(torch.sign, g), carry
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.001, optimizer=SignSGD())
+    """
+
+    ranges: ClassVar[dict[str, str]] = {}
+    """The interval of each number, written "[0, 1)". A number that is not named here is in "[0, inf)"."""
+    _off: ClassVar[frozenset[str]] = frozenset()
+    """The numbers that are a plain 0. Inside the hooks they are tensors, so this is settled when they are given."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether there is state that a client could keep from one round to the next."""
+        return type(self).carry is not Optimizer.carry
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        """Return the state before the first local step: a tree of tensors.
+
+        Args:
+            params: The weights that the client starts from.
+            client: The client.
+        """
+        return ()
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        """Return the direction of a local step and the state after it; the step is `w ← w − rate · direction`.
+
+        Args:
+            g: The gradient, after the `gradient` hooks and clipping.
+            carry: The state before the step. The one that is returned must have the same structure, shapes and dtypes.
+            params: The weights before the step. The direction must have their names, shapes and dtypes.
+            client: The client. `client.decay` has the factor of the weight decay of each parameter in a group, by
+                name; a parameter that is not there has the factor 1.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, as `torch.optim.SGD` without dampening.
+
+    With `g ← g + λ·w`, the velocity is `v ← μ·v + g`, from `v = 0`. The direction is v, or `g + μ·v` with Nesterov's
+    momentum. Weight decay comes after the `gradient` hooks and clipping, while that of `Local(weight_decay)` comes
+    before them.
+
+    Example:
+        >>> import undrift as ud
+        >>> optimizer = ud.SGD(momentum=0.9, nesterov=True, weight_decay=1e-4)
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.1, optimizer=optimizer)
+
+    Args:
+        momentum: The momentum μ.
+        nesterov: Whether to use Nesterov's momentum.
+        weight_decay: The weight decay λ.
+    """
+
+    momentum: Number = 0.0
+    nesterov: bool = False
+    weight_decay: Number = 0.0
+
+    ranges: ClassVar[dict[str, str]] = {"momentum": "[0, 1)"}
+
+    def __post_init__(self) -> None:
+        _find_zeros(self)
+        fine = isinstance(self.nesterov, bool)
+        require(fine, f"SGD(nesterov) must be True or False, not {quoted(self.nesterov)}.")
+        require(self.stateful or not self.nesterov, "SGD(nesterov=True) needs momentum; set SGD(momentum=0.9), say.")
+
+    @property
+    def stateful(self) -> bool:
+        return "momentum" not in self._off
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return tree_zeros(params) if self.stateful else ()
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        g = _add_decay(self, g, params, client)
+        if not self.stateful:
+            return g, carry
+        v = {n: (self.momentum * carry[n] + g[n]).to(w.dtype) for n, w in params.items()}
+        if self.nesterov:
+            return {n: (g[n] + self.momentum * v[n]).to(w.dtype) for n, w in params.items()}, v
+        return v, v
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam, as `torch.optim.Adam`: weight decay is added to the gradient.
+
+    Kingma and Ba, *Adam: A Method for Stochastic Optimization* (2015). With `g ← g + λ·w`: `m ← β₁·m + (1−β₁)·g`,
+    `v ← β₂·v + (1−β₂)·g²`, both from 0. The direction of step t, counted from 1, is
+    `m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + ε)`. t is part of the state: if that is kept, t goes on counting in the next round.
+
+    Example:
+        >>> import undrift as ud
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.001, optimizer=ud.Adam(beta2=0.99))
+
+    Args:
+        beta1: The decay rate β₁ of the first moment.
+        beta2: The decay rate β₂ of the second moment.
+        eps: The constant ε in the denominator.
+        weight_decay: The weight decay λ.
+    """
+
+    beta1: Number = 0.9
+    beta2: Number = 0.999
+    eps: Number = 1e-8
+    weight_decay: Number = 0.0
+
+    ranges: ClassVar[dict[str, str]] = {"beta1": "[0, 1)", "beta2": "[0, 1)"}
+
+    def __post_init__(self) -> None:
+        _find_zeros(self)
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return _moments(params)
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        return _adam(self, _add_decay(self, g, params, client), carry, params)
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`.
+
+    Loshchilov and Hutter, *Decoupled Weight Decay Regularization* (2019). The direction is that of `ud.Adam` without
+    weight decay, plus `λ·w`.
+
+    Example:
+        >>> import undrift as ud
+        >>> groups = {"*.bias": ud.Group(weight_decay=0.0)}
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.001, optimizer=ud.AdamW(), groups=groups)
+
+    Args:
+        beta1: The decay rate β₁ of the first moment.
+        beta2: The decay rate β₂ of the second moment.
+        eps: The constant ε in the denominator.
+        weight_decay: The weight decay λ.
+    """
+
+    beta1: Number = 0.9
+    beta2: Number = 0.999
+    eps: Number = 1e-8
+    weight_decay: Number = 0.01
+
+    ranges: ClassVar[dict[str, str]] = {"beta1": "[0, 1)", "beta2": "[0, 1)"}
+
+    def __post_init__(self) -> None:
+        _find_zeros(self)
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return _moments(params)
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        direction, after = _adam(self, g, carry, params)
+        return _add_decay(self, direction, params, client), after
+
+
+def _moments(params: Tree) -> Tree:
+    """Adam's state. The step count is float64, so that `β₂ᵗ` keeps its digits and counts can be averaged."""
+    device = next(iter(params.values())).device
+    steps = torch.zeros((), dtype=torch.float64, device=device)
+    return {"m": tree_zeros(params), "v": tree_zeros(params), "t": steps}
+
+
+def _adam(optimizer: Adam | AdamW, g: Tree, carry: Tree, params: Tree) -> tuple[Tree, Tree]:
+    beta1, beta2, t = optimizer.beta1, optimizer.beta2, carry["t"] + 1
+    # Scalars are float64. They do not raise the precision of other tensors, except of parameters that are scalars too.
+    m = {n: (beta1 * carry["m"][n] + (1 - beta1) * g[n]).to(w.dtype) for n, w in params.items()}
+    v = {n: (beta2 * carry["v"][n] + (1 - beta2) * g[n] * g[n]).to(w.dtype) for n, w in params.items()}
+    first, second = 1 - beta1**t, torch.sqrt(1 - beta2**t)
+    direction = {n: (m[n] / first / (torch.sqrt(v[n]) / second + optimizer.eps)).to(w.dtype) for n, w in params.items()}
+    return direction, {"m": m, "v": v, "t": t}
+
+
+def _add_decay(optimizer: SGD | Adam | AdamW, g: Tree, params: Tree, client: Client) -> Tree:
+    """`g + λ·w`, with λ as it is for each parameter's group."""
+    if "weight_decay" in optimizer._off:
+        return g
+    factors: Mapping[str, float] = getattr(client, "decay", {})
+
+    def decayed(g: Tensor, w: Tensor, factor: float) -> Tensor:
+        if factor == 0:
+            return g
+        rate = optimizer.weight_decay if factor == 1 else optimizer.weight_decay * factor
+        return (g + rate * w).to(w.dtype)
+
+    return {n: decayed(g[n], w, factors.get(n, 1.0)) for n, w in params.items()}
+
+
+def _find_zeros(optimizer: Optimizer) -> None:
+    values = {name: getattr(optimizer, name) for name in number_fields(optimizer)}
+    off = frozenset(name for name, x in values.items() if isinstance(x, numbers.Real) and x == 0)
+    object.__setattr__(optimizer, "_off", off)
+
+
+def clip_by_norm(g: Tree, max_norm: Tensor | float) -> Tree:
+    """The gradient scaled to a norm of at most `max_norm` over all parameters, as `torch.nn.utils.clip_grad_norm_`."""
+    norm = torch.stack([torch.linalg.vector_norm(leaf) for leaf in g.values()]).norm()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return {n: (leaf * factor).to(leaf.dtype) for n, leaf in g.items()}
+
+
+def check_optimizer(optimizer: Any, rounds: int) -> None:
+    """Raise `UndriftError` if a number is out of range in some round of the run, or the class is incomplete."""
+    name = type(optimizer).__name__
+    require(is_dataclass(optimizer), f"{name} must be a dataclass: put @dataclass(frozen=True) above it.")
+    if type(optimizer).step is Optimizer.step:
+        raise UndriftError(f"{name} must define step(self, g, carry, params, client), which returns a direction.")
+    check_numbers(optimizer, rounds, name)
