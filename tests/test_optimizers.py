@@ -158,6 +158,7 @@ def test_sgd_without_momentum_and_decay_costs_nothing():
     scheduled = bound(ud.SGD(momentum=lambda t: 0.9 * t))  # 0 in the first round only
     assert scheduled.stateful and list(scheduled.carry(w, CLIENT)) == list(w)
     assert bound(ud.SGD(weight_decay=0.1)).carry(w, CLIENT) == ()
+    assert ud.SGD(torch.tensor(0.0)).stateful, "whether it has state must not depend on the value of a tensor"
 
 
 def test_numbers_may_be_schedules_of_the_round():
