@@ -211,7 +211,8 @@ def test_clipping_is_that_of_torch(norm):
     for (n, x), p in zip(found.items(), weights, strict=True):
         torch.testing.assert_close(x, p.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(in_lanes[n][0], p.grad, rtol=1e-12, atol=1e-12)
-    assert all(x.dtype is torch.float32 for x in clip_by_norm(normal(3, torch.float32), 0.1).values())
+    clipped = clip_by_norm(normal(3, torch.float32), torch.tensor(0.1, dtype=torch.float64))
+    assert all(x.dtype is torch.float32 for x in clipped.values())
 
 
 # ---- step schedules -------------------------------------------------------------------------------------------------
@@ -517,6 +518,9 @@ def test_all_of_it_belongs_to_a_runs_identity(tmp_path):
     found = [identity(*prepared(local))["local"] for local in (base, *(replace(base, **c) for c in changes))]
     assert len(set(found)) == len(found)
     assert identity(*prepared(replace(base)))["local"] == found[0]
+    assert identity(*prepared(ud.Local(steps=1, lr=0.1)))["local"] == (
+        "Local(steps=1, epochs=None, batch_size=None, lr=0.1, momentum=0.0, weight_decay=0.0)"
+    ), "that of a run of before, which can be resumed"
 
     data = make_clients([4, 6])
     first = ud.Local(steps=1, lr=0.1, optimizer=ud.Adam())
