@@ -199,13 +199,17 @@ def test_wrong_sweeps_are_refused_before_anything_runs(here, capsys, monkeypatch
     assert [path.name for path in here.iterdir()] == ["e.toml"]
 
 
-@pytest.mark.parametrize("kind", ["methods", "partitions", "data", "models", "losses", "metrics"])
+@pytest.mark.parametrize("kind", ["methods", "optimizers", "partitions", "data", "models", "losses", "metrics"])
 def test_lists(kind):
     lines = undrift("list", kind).splitlines()
     assert len(lines) > 1
-    assert {"methods": "FedNLR", "partitions": "Shards", "data": "cifar10", "models": "resnet20"}.get(
-        kind, ""
-    ) in "\n".join(lines)
+    assert {
+        "methods": "FedNLR",
+        "optimizers": "AdamW",
+        "partitions": "Shards",
+        "data": "cifar10",
+        "models": "resnet20",
+    }.get(kind, "") in "\n".join(lines)
 
 
 def test_resume_of_what_is_no_run(here, capsys, monkeypatch):

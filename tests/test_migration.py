@@ -19,6 +19,7 @@ def test_a_finished_run_is_compared_and_reported():
     runs, problems = read_runs([BEFORE / "finished"])
     assert not problems and len(runs) == 1 and len(runs[0].rows) == 4
     assert runs[0].settings["method"] == "Scaffold()"
+    assert runs[0].settings["local.optimizer_state"] == "reset", "as in the files of now, so both are one group"
     payload = gather([BEFORE / "finished"])
     assert not payload["left_out"] and "accuracy" in str(payload)
 

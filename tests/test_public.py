@@ -24,6 +24,12 @@ ARGUMENTS = sorted(name for name in ud._PUBLIC if name not in WITH_ATTRIBUTES an
 OTHERS = [
     "decay",
     "inverse",
+    "warmup",
+    "cosine",
+    "Local",
+    "Group",
+    "Optimizer",
+    *ud.OPTIMIZERS,
     "Number",
     "tree_map",
     "bound_neurons",
@@ -35,7 +41,7 @@ OTHERS = [
 EXAMPLES = sorted(name for name in ud._PUBLIC if ud._PUBLIC[name].startswith(("undrift.data", "undrift.training")))
 
 
-@pytest.mark.parametrize("name", [*ARGUMENTS, "Local"])
+@pytest.mark.parametrize("name", [*ARGUMENTS, "Local", "Group", *ud.OPTIMIZERS])
 def test_help_has_every_argument(name):
     text, names = inspect.getdoc(getattr(ud, name)), inspect.signature(getattr(ud, name)).parameters
     assert not [name for name in names if not re.search(rf"^ +\**{name}: ", text, re.M)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ Array = np.ndarray
 
 MOST_STEPS = 10_000_000
 """The most steps of a client in a round: their batches are made in memory before the first."""
+ADDED = {"added": True}
+"""Marks fields that earlier versions did not have: at their defaults they are left out of a run's identity."""
 STATES = ("reset", "keep", "average")
 """What becomes of a local optimizer's state at the end of a round."""
 
@@ -84,11 +86,11 @@ class Local:
     lr: Number
     momentum: Number = 0.0
     weight_decay: Number = 0.0
-    optimizer: Optimizer | None = None
-    optimizer_state: str = "reset"
-    clip_norm: Number | None = None
-    step_schedule: StepSchedule | Callable[[Any, Any], Any] | None = None
-    groups: Mapping[str, Group] | None = None
+    optimizer: Optimizer | None = field(default=None, metadata=ADDED)
+    optimizer_state: str = field(default="reset", metadata=ADDED)
+    clip_norm: Number | None = field(default=None, metadata=ADDED)
+    step_schedule: StepSchedule | Callable[[Any, Any], Any] | None = field(default=None, metadata=ADDED)
+    groups: Mapping[str, Group] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):

@@ -37,7 +37,7 @@ def known_parts() -> dict[str, Callable[..., Any]]:
 
 
 def known_optimizers() -> dict[str, Callable[..., Any]]:
-    """Every local optimizer: the package's own, and those that users have defined or imported."""
+    """Every local optimizer, as `known_parts`."""
     return _known(Optimizer, undrift.OPTIMIZERS)
 
 

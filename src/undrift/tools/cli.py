@@ -222,6 +222,7 @@ def report(
 
 class Kind(StrEnum):
     methods = "methods"
+    optimizers = "optimizers"
     partitions = "partitions"
     data = "data"
     models = "models"

@@ -9,7 +9,7 @@ import undrift
 from undrift import losses as known_losses
 from undrift import models as known_models
 from undrift.data import sources
-from undrift.method.parse import known_parts
+from undrift.method.parse import known_optimizers, known_parts
 
 Lines = dict[str, str]
 
@@ -22,6 +22,10 @@ def _line(thing: Any) -> str:
 
 def methods() -> Lines:
     return {name: _line(part) for name, part in known_parts().items()}
+
+
+def optimizers() -> Lines:
+    return {name: _line(optimizer) for name, optimizer in known_optimizers().items()}
 
 
 def partitions() -> Lines:

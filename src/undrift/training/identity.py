@@ -135,11 +135,17 @@ def describe(x: Any, within: tuple[int, ...] = ()) -> str:
     if hasattr(x, "parts") and isinstance(x.parts, tuple):  # a sum of parts
         return " + ".join(map(inner, x.parts))
     if dataclasses.is_dataclass(x):
-        fields = ", ".join(f"{f.name}={inner(getattr(x, f.name))}" for f in dataclasses.fields(x))
+        fields = ", ".join(f"{f.name}={inner(getattr(x, f.name))}" for f in dataclasses.fields(x) if not _unused(f, x))
         return f"{inner(type(x))}({fields})"
     if callable(x) and hasattr(x, "__dict__"):
         return f"{inner(type(x))}({inner(vars(x))})"
     return plainly(x)
+
+
+def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
+    """Whether a field that earlier versions did not have is at its default, so that runs of theirs can be resumed."""
+    value = getattr(owner, field.name)
+    return "added" in field.metadata and type(value) is type(field.default) and value == field.default
 
 
 def _known(x: Any) -> bool:
