@@ -93,7 +93,7 @@ class Watch(ud.Part):
     weights: list[Any] = field(default_factory=list)
     """One entry per round; None for rounds that are not watched."""
 
-    def after(self, params: Any, previous: Any, state: Any) -> Any:
+    def observe(self, params: Any, state: Any, server: Any) -> Any:
         watched = len(self.weights) in self.rounds
         self.weights.append({name: w.clone() for name, w in params.items()} if watched else None)
         return state

@@ -70,7 +70,7 @@ class Record(ud.Part):
     def start(self, params: dict) -> torch.Tensor:
         return params["x"]
 
-    def after(self, params: dict, previous: dict, state: torch.Tensor) -> torch.Tensor:
+    def observe(self, params: dict, state: torch.Tensor, server: ud.Server) -> torch.Tensor:
         return params["x"]
 
     def history(self, state: torch.Tensor) -> dict:

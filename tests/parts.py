@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,10 +21,8 @@ class Everything(ud.Part):
     def start(self, params):
         return {"rounds": torch.zeros(()), "total": torch.zeros((), dtype=torch.float64)}
 
-    def plan(self, plan, state):
-        from dataclasses import replace
-
-        return plan if self.skip == "plan" else replace(plan, steps=plan.steps + plan.round % 2)
+    def plan(self, plan, state, server):
+        return plan if self.skip == "plan" else replace(plan, steps=plan.steps + plan.round % 2), state
 
     def broadcast(self, params, state, server):
         assert server.data[0].shape[1] == 6
@@ -81,22 +79,24 @@ class Everything(ud.Part):
             "times": client.kept["times"] + 1,
         }
 
-    def transform(self, update, totals, state):
+    def transform(self, update, state, server):
         if self.skip == "transform":
             return update, state
-        extra = totals.sums["w"] / totals.weight
-        state = {"rounds": state["rounds"] + 1, "total": state["total"] + totals.sums["w"]}
-        return ud.tree_map(lambda u, d: u * extra + 0.01 * d / totals.population, update, totals.sums["d"]), state
+        extra = server.totals.sums["w"] / server.totals.weight
+        state = {"rounds": state["rounds"] + 1, "total": state["total"] + server.totals.sums["w"]}
+        return ud.tree_map(
+            lambda u, d: u * extra + 0.01 * d / server.population, update, server.totals.sums["d"]
+        ), state
 
-    def refine(self, params, server):
-        return params if self.skip == "refine" else ud.tree_map(lambda w: w * (1 - 0.001 * server.round), params)
+    def refine(self, params, state, server):
+        if self.skip == "refine":
+            return params, state
+        return ud.tree_map(lambda w: w * (1 - 0.001 * server.round), params), state
 
-    def after(self, params, previous, state):
-        return (
-            state
-            if self.skip == "after"
-            else {**state, "total": state["total"] + (params["3.bias"] - previous["3.bias"]).sum()}
-        )
+    def observe(self, params, state, server):
+        if self.skip == "observe":
+            return state
+        return {**state, "total": state["total"] + (params["3.bias"] - server.params["3.bias"]).sum()}
 
     def history(self, state):
         return {"total": float(state["total"])}
@@ -115,8 +115,8 @@ class After(ud.Part):
     def upload(self, delta, client):
         return client.measured, client.kept
 
-    def transform(self, update, totals, state):
-        return {**update, "3.bias": update["3.bias"] + 1e-3 * totals.sums}, state
+    def transform(self, update, state, server):
+        return {**update, "3.bias": update["3.bias"] + 1e-3 * server.totals.sums}, state
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class Finish(ud.Part):
     def measure(self, params, batch, client):
         return {"sum": (batch.x * batch.mask[:, None]).sum(0), "n": batch.mask.sum() * 1.0}
 
-    def finish(self, params, totals, server):
+    def finish(self, params, state, server):
         if self.skip == "finish":
             return params
-        assert totals.sums["n"] == 97 and totals.size == totals.population == 6
-        return {**params, "0.weight": params["0.weight"] + totals.sums["sum"] / totals.sums["n"]}
+        assert server.totals.sums["n"] == 97 and server.totals.size == server.population == 6
+        return {**params, "0.weight": params["0.weight"] + server.totals.sums["sum"] / server.totals.sums["n"]}
 
 
 METHOD = Everything(scale=ud.decay(0.5, 0.9)) + After() + Finish() + ud.ServerSGD(momentum=0.5)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import undrift as ud
 from tests.problems import distance, same_bits
-from undrift.engine.client import AUGMENT
+from undrift.engine.gradients import AUGMENT
 from undrift.random import Key, bits, derive
 
 

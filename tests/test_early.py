@@ -98,7 +98,7 @@ class Doubled(ud.Part):
     def measure(self, params, batch, client):
         return batch.mask.sum()
 
-    def finish(self, params, totals, server):
+    def finish(self, params, state, server):
         return ud.tree_map(lambda w: 2 * w, params)
 
 

@@ -428,8 +428,8 @@ def test_a_newcomer_that_drops_out_stays_new():
         def start(self, params):
             return {"moved": torch.zeros((), dtype=torch.float64)}
 
-        def transform(self, update, totals, state):
-            return update, totals.sums
+        def transform(self, update, state, server):
+            return update, server.totals.sums
 
         def history(self, state):
             return {"moved": float(state["moved"])}

@@ -33,8 +33,8 @@ class Steps(ud.Part):
 
     table: Table
 
-    def plan(self, plan, state):
-        return replace(plan, steps=np.array(self.table[plan.round])[plan.clients])
+    def plan(self, plan, state, server):
+        return replace(plan, steps=np.array(self.table[plan.round])[plan.clients]), state
 
 
 Sizes = tuple[int, ...]

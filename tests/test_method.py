@@ -180,7 +180,9 @@ def test_a_part_that_is_no_dataclass_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: {"clients": plan.clients[:0], "steps": plan.steps[:0]}, "leaves no client in round 1"),
+        (lambda plan: {"clients": plan.clients + 1000}, "has client .1000., which does not exist or has no data"),
+        (lambda plan: {"clients": 0 * plan.clients}, "names a client twice"),
+        (lambda plan: {"clients": plan.clients + 0.5}, "must name its clients by whole numbers"),
         (lambda plan: {"steps": 0 * plan.steps}, "must leave each client a whole number of steps"),
         (lambda plan: {"steps": plan.steps[:1]}, "must leave each client a whole number of steps"),
         (lambda plan: {"momentum": 0.9}, "sets momentum, which Local leaves at 0"),
@@ -189,8 +191,8 @@ def test_a_part_that_is_no_dataclass_is_refused():
 def test_a_plan_that_no_engine_could_carry_out_is_refused(change, message, uneven):
     @dataclass(frozen=True)
     class Planner(ud.Part):
-        def plan(self, plan, state):
-            return replace(plan, **change(plan))
+        def plan(self, plan, state, server):
+            return replace(plan, **change(plan)), state
 
     with pytest.raises(ud.UndriftError, match=message):
         ud.train(net(), uneven, Planner(), rounds=1, local=ud.Local(steps=2, lr=0.1))

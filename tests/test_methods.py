@@ -185,8 +185,8 @@ def test_five_times_a_fifth_is_one():
         .parts[0]
     )
     plan = ud.Plan(round=0, clients=np.array([0, 1]), steps=np.array([5, 7]), lr=0.1, momentum=0.0, weight_decay=0.0)
-    assert part.plan(plan, {"decays": torch.tensor(4)}).steps.tolist() == [5, 7]
-    assert part.plan(plan, {"decays": torch.tensor(5)}).steps.tolist() == [1, 1]
+    assert part.plan(plan, {"decays": torch.tensor(4)}, None)[0].steps.tolist() == [5, 7]
+    assert part.plan(plan, {"decays": torch.tensor(5)}, None)[0].steps.tolist() == [1, 1]
 
 
 def test_work_is_counted():

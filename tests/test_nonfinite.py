@@ -138,7 +138,7 @@ class Counts(ud.Part):
     def start(self, params):
         return () if self.late else {"rounds": torch.zeros(())}
 
-    def transform(self, update, totals, state):
+    def transform(self, update, state, server):
         return update, {"rounds": state["rounds"] + 1 if state else torch.ones(())}
 
     def history(self, state):
@@ -205,7 +205,7 @@ def test_what_clients_keep_goes_back_too(tmp_path, monkeypatch, late):
 
 @dataclass(frozen=True)
 class Explode(ud.Part):
-    def transform(self, update, totals, state):
+    def transform(self, update, state, server):
         return ud.tree_map(lambda u: u * math.inf, update), state
 
 
@@ -234,7 +234,7 @@ def test_a_servers_state_that_overflows_is_seen(on_nonfinite):
 
     @dataclass(frozen=True)
     class Large(ud.Part):
-        def transform(self, update, totals, state):
+        def transform(self, update, state, server):
             return ud.tree_map(lambda u: u + 1e25, update), state
 
     data = make_clients([9, 12], torch.float32)
@@ -272,11 +272,11 @@ def test_what_fails_because_of_nan_is_not_what_is_reported(monkeypatch, late):
         def start(self, params):
             return {"n": torch.zeros(())}
 
-        def plan(self, plan, state):
+        def plan(self, plan, state, server):
             int(state["n"])
-            return plan
+            return plan, state
 
-        def transform(self, update, totals, state):
+        def transform(self, update, state, server):
             return update, {"n": sum(u.sum() for u in update.values())}
 
     assert train(Whole() + Poison("gradient"), ROUND + 2).stopped.startswith(wanted)
@@ -285,10 +285,10 @@ def test_what_fails_because_of_nan_is_not_what_is_reported(monkeypatch, late):
 def test_what_fails_for_another_reason_is_raised():
     @dataclass(frozen=True)
     class Fails(ud.Part):
-        def after(self, params, previous, state):
+        def observe(self, params, state, server):
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ud.UndriftError, match=r"Fails.observe failed \(.*test_nonfinite.py:\d+\): ZeroDivisionError"):
         train(Fails(), 2)
 
 

@@ -512,7 +512,6 @@ def test_all_of_it_belongs_to_a_runs_identity(tmp_path):
         {"step_schedule": ud.warmup(5)},
         {"step_schedule": lambda k, steps: 0.5},
         {"step_schedule": lambda k, steps: 0.6},
-        {"groups": dict(reversed(base.groups.items()))},
         {"groups": {**base.groups, "*": ud.Group(3.0, 0.5)}},
     ]
     found = [identity(*prepared(local))["local"] for local in (base, *(replace(base, **c) for c in changes))]

@@ -55,20 +55,21 @@ def test_one_full_step_of_everyone_is_a_step_of_central_training(uneven):
 
 
 HOOKS = """start plan broadcast keep measure prepare logits gradient rate project update upload transform
-refine after""".split()  # noqa: SIM905
+refine observe""".split()  # noqa: SIM905
 RATES = ("TwoDLRD", "AllDecreasing", "AdditiveTuning", "FirstStepOnly", "FedNLR")
-FOR_HISTORY = {(name, hook) for name in RATES for hook in ("upload", "transform")} | {("FirstStepOnly", "start")}
+NOT_IN_WEIGHTS = {(name, hook) for name in RATES for hook in ("upload", "transform")} | {("FirstStepOnly", "start")}
+NOT_IN_WEIGHTS |= {("Scaffold", "project")}  # which is for correction="after"
 
 
 def overridden():
     """Every hook of every method that the weights depend on."""
     for name, (method, _) in (METHODS | {"FedNLR": WITH_NLR["FedNLR"]}).items():
         kind = type(method)
-        idle = ("start", "after", *(["broadcast"] if kind is ud.FedProx else []))  # without a target of one's own
+        idle = ("start", "observe", *(["broadcast"] if kind is ud.FedProx else []))  # without a target of one's own
         idle = idle if getattr(method, "target", "") is None else ()
         for hook in HOOKS:
             overrides = getattr(kind, hook) is not getattr(ud.Part, hook)
-            if overrides and hook not in idle and (kind.__name__, hook) not in FOR_HISTORY:
+            if overrides and hook not in idle and (kind.__name__, hook) not in NOT_IN_WEIGHTS:
                 yield pytest.param(name, hook, id=f"{name}.{hook}")
 
 

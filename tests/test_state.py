@@ -80,7 +80,7 @@ class Recalibrate(ud.Part):
     def measure(self, params, batch, client):
         return batch.mask.sum()
 
-    def finish(self, params, totals, server):
+    def finish(self, params, state, server):
         server.model.track({name: torch.full_like(b, 3) for name, b in server.model.tracked.items()})
         return params
 
@@ -105,8 +105,8 @@ def test_a_skipped_round_leaves_running_statistics_too():
 class Fewer(ud.Part):
     """Only some of the sampled clients train."""
 
-    def plan(self, plan, state):
-        return replace(plan, clients=plan.clients[:3], steps=plan.steps[:3])
+    def plan(self, plan, state, server):
+        return replace(plan, clients=plan.clients[:3], steps=plan.steps[:3]), state
 
 
 @pytest.mark.parametrize("engine", ["plain", "lanes"])

@@ -21,15 +21,16 @@ from torch.func import grad, vmap
 import undrift as ud
 from tests.problems import Point, make_clients, net, quadratics
 from undrift import random
-from undrift.engine import choose, client, compiler
+from undrift.engine import choose, compiler
 from undrift.engine import threads as threaded
+from undrift.engine.gradients import AUGMENT
 from undrift.engine.graph import captures
 from undrift.engine.threads import at_once
 from undrift.functional.convolution import lanes as convolution
 from undrift.functional.convolution.lanes import LaneConvolutions
 from undrift.method.context import Server
 from undrift.method.parse import as_method
-from undrift.method.part import BROADCAST, FINISH, REFINE, part_stream
+from undrift.method.part import AGGREGATE, BROADCAST, FINISH, OBSERVE, PLAN, REFINE, TRANSFORM, part_stream
 from undrift.methods import curvature
 from undrift.random import MASK, Key, bits, derive, philox, uniform
 from undrift.schedule import CHECKED, sampled_rounds
@@ -83,9 +84,9 @@ def test_defaults_are_the_documented_ones(part, text):
 
 def test_no_two_hooks_and_no_two_parts_share_their_draws():
     """Local steps count from 0, so hooks outside of them have steps far above; all are words of 32 bits."""
-    steps = [BROADCAST, REFINE, FINISH]
-    assert len(set(steps)) == 3 and all(2**31 <= step < 2**32 for step in steps)
-    assert client.AUGMENT < 2**16, "the model's own streams"
+    steps = [BROADCAST, REFINE, FINISH, PLAN, TRANSFORM, AGGREGATE, OBSERVE]
+    assert len(set(steps)) == 7 and all(2**31 <= step < 2**32 for step in steps)
+    assert AUGMENT < 2**16, "the model's own streams"
     for name in ud.METHODS:
         part = getattr(ud, name)
         first = part_stream(part.__new__(part))
@@ -146,7 +147,7 @@ def test_any_negative_diagnostic_is_a_stall(total, decays):
     part = ud.AllDecreasing(window=torch.tensor(0.0))
     w = {"w": torch.tensor([1.0], dtype=torch.float64)}
     state = part.start(w) | {"S": torch.tensor(total, dtype=torch.float64)}
-    after = part.after(w, w, state)  # no update, so S stays
+    after = part.observe(w, state, Server(None, None, None, 0, KEY, w, 1))  # no update, so S stays
     assert int(after["decays"]) == decays and float(after["S"]) == (0.0 if decays else total)
 
 
@@ -187,8 +188,8 @@ def test_ccvr_sums_over_each_class_of_all_clients(engine, uneven):
 
     @dataclasses.dataclass(frozen=True)
     class Spy(ud.CCVR):
-        def finish(self, params, totals, server):
-            seen.update(params=params, sums=totals.sums)
+        def finish(self, params, state, server):
+            seen.update(params=params, sums=server.totals.sums)
             return params
 
     ud.train(net(), uneven, Spy(), rounds=1, local=ud.Local(steps=2, batch_size=4, lr=0.1), engine=engine)
@@ -212,7 +213,7 @@ def test_a_class_of_one_sample_has_no_spread(uneven):
     class Double:
         dtype = torch.float64
 
-    drawn, classes = ud.CCVR(samples_per_class=3).virtual(sums, Server(Double(), None, None, 0, KEY))
+    drawn, classes = ud.CCVR(samples_per_class=3).virtual(sums, Server(Double(), None, None, 0, KEY, {}, 1))
     assert torch.allclose(drawn[classes == 0], features[0].expand(3, 2)) and drawn.isfinite().all()
 
 

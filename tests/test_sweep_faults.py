@@ -119,7 +119,7 @@ def test_an_exception_in_one_run_does_not_end_the_sweep(here):
     said = sweep(
         "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--workers", 1, "--out", "s", status=1
     )  # fmt: skip
-    assert "error: method=Fails_bug,seed=0: ZeroDivisionError: of this test" in said
+    assert "error: method=Fails_bug,seed=0: Fails." in said and "fails.py:17): ZeroDivisionError: of this test." in said
     assert "error: method=Fails_memory,seed=0: Out of memory (of this test); use a smaller model" in said
     assert "error: method=Fails_disk,seed=0: 's/method=Fails_disk,seed=0': No space left on device." in said
     assert "error: method=Fails_exit,seed=0: SystemExit: of this test" in said
@@ -142,7 +142,7 @@ def test_a_worker_that_is_killed_costs_its_run_alone(here):
         "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--workers", 2, "--out", "s", status=1
     )  # fmt: skip
     assert "error: method=Fails_killed,seed=0: its process was killed by SIGKILL, perhaps for lack of memory" in said
-    assert "error: method=Fails_bug,seed=0: ZeroDivisionError: of this test" in said
+    assert "error: method=Fails_bug,seed=0: Fails." in said and "fails.py:17): ZeroDivisionError: of this test." in said
     found = json.loads(Path("s/sweep.json").read_text())
     assert {row["name"] for row in found["settings"]} == {"FedAvg()", "FedProx(mu=0.1)"} and len(found["failed"]) == 2
     undrift(

@@ -26,25 +26,37 @@ class RoundInputs:
     The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either: the starting
     weights are shared in every method of today, and could be one per client. `inputs.py` fills in
 
-    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`, `kept` (per part);
+    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`, `kept` (per part); and `real`, where
+      a part may choose the clients;
     - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `lr`,
       `momentum`, `weight_decay`.
 
-    Engines add `measured` and `prepared`, per part.
+    Engines add `begun` where a part has `begin`, and `measured` and `prepared`, per part.
+
+    Where a part may choose the clients, a small cohort is filled up to the engine's width with copies of a client that
+    count for nothing (`real` is False), so that every round has the same shapes. They come last.
     """
 
     plan: Plan
+    """The cohort that was asked for."""
+    filled: Plan
+    """The same, with the clients that fill it up."""
     shared: dict[str, Tree]
     """Common to all clients."""
     clients: dict[str, Tree]
-    """Per client, along a first axis in the order of `plan.clients`."""
+    """Per client, along a first axis in the order of `filled.clients`."""
     batches: Batches
     """Which samples each local step takes."""
+
+    @property
+    def cohort(self) -> int:
+        """How many clients there really are."""
+        return len(self.plan.clients)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a cohort's training: means and sums, never one client's update."""
+    """The outcome of a cohort's training: means and sums; single updates only where a part aggregates them."""
 
     update: Params
     sums: list[Tree]
@@ -59,15 +71,20 @@ class Outcome:
     """Per part and client: what the client keeps."""
     finite: Tensor | None = None
     """Per client: whether it counts; None unless clients may be skipped."""
+    updates: Tree = ()
+    """Every client's own update along a first axis, in the order of the cohort, where a part aggregates them."""
 
 
 class Engine(Protocol):
     """Trains cohorts. All engines give the same outcome for the same inputs, up to rounding.
 
-    For each client, an engine calls the program's functions in this order: `measure` "before", `prepare`, `begin`, then
-    for every step the gradient of `objective` and `advance`, then `visit`, `measure` "after", `latest`, `conclude`. It
-    adds up what clients send in `Sums`. `plain.py` is this in its simplest form.
+    For each client, an engine calls the program's functions in this order: `given`, `begin`, `measure` "before",
+    `prepare`, `initial`, `step` for every step, then `visit`, `measure` "after", `latest`, `conclude`. It adds up what
+    clients send in `Sums`. `plain.py` is this in its simplest form.
     """
+
+    width: int
+    """How many clients train side by side: smaller cohorts are filled up to it, where a part chooses the clients."""
 
     @property
     def program(self) -> Program:
@@ -82,5 +99,5 @@ class Engine(Protocol):
             skip: Leave out clients that send or keep anything that is not finite.
         """
 
-    def measure_all(self, inputs: RoundInputs) -> list[Tree]:
-        """Per part: its "finish" measurements at the starting weights, summed over the clients of `inputs`."""
+    def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
+        """Per part: its "finish" or "cohort" measurements at the weights sent, summed over the clients of `inputs`."""

@@ -1,56 +1,97 @@
 """What one client does in a round, written once for all engines.
 
-A local step is, in this order: the gradient of the loss (with the `logits` hooks), plus weight decay, then the
-`gradient` hooks in the order of `+`, then momentum, then the rate, the step, and the `project` hooks. The lanes
-engine maps these functions over a lane axis, the plain engine calls them as they are.
+A local step is, in this order: the gradient of the loss (with the `logits` and `objective` hooks), plus weight decay,
+then the `gradient` and `step` hooks in the order of `+`, of which clipping and the local optimizer are the last, then
+the rate, the step, and the `project` hooks. The lanes engine maps these functions over a lane axis, the plain engine
+calls them as they are.
 
-`given` is what the client is given: one client's entries of `RoundInputs`, both trees merged. `state` is what training
-changes: `params`; `velocity` with momentum; `rate_sum`, `work` and `momentum_sum` where a part reads the rates.
+`given` is what the client is given: one client's entries of `RoundInputs`, both trees merged by `Program.given`.
+`state` is what training changes: `params`; `carry`, per part; `rate_sum`, `work` and `momentum_sum` where a part reads
+the rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from undrift.engine.gradients import Differentiate, StepGradients
+from undrift.errors import UndriftError
+from undrift.functional.draws import Row
 from undrift.functional.model import Model, Params
 from undrift.losses import Loss
+from undrift.method.calls import aligned, call, pair, unchanged_form
 from undrift.method.context import Batch, Client
-from undrift.method.part import Method, Part, aligned, part_stream
+from undrift.method.part import Method, Part, part_stream
+from undrift.method.work import momentum_of
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
 # The step that stands in the key of hooks outside a local step. Hooks of the same step have the same key.
-PREPARE, CONCLUDE = 2**31, 2**31 + 1
-AUGMENT = 2**16 - 1
-"""The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
-MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", "finish"), start=1)}
+PREPARE, CONCLUDE, BEGIN, OWN = (2**31 + i for i in range(4))
+MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", "finish", "cohort"), start=1)}
+
+Clients = list[tuple[Part, Client]]
+"""Every part, with this round's numbers in it, beside the client as that part sees it."""
+
+
+class Sent(NamedTuple):
+    """What a client that has trained sends and keeps."""
+
+    sums: Tree
+    """Its share of the sums: the weighted update, each part's sums, the weighted statistics."""
+    kept: list[Tree]
+    """Per part: the client's new state."""
+    finite: Tree
+    """Whether all of these are finite; () where that is not asked for."""
+    update: Tree
+    """Its own update, unweighted; () unless a part aggregates."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The functions of one client's round, fixed for the whole run: pure, but for `objective` writing `statistics`."""
+    """The functions of one client's round, fixed for the whole run: pure, but for `step` writing `statistics`."""
 
     model: Model
     method: Method
+    """With the parts that stand for local work (`method/work.py`)."""
     loss: Loss
-    momentum: bool
-    """Whether any round has momentum: without it there is no velocity to carry."""
     weight_decay: bool
+    """Whether any round has the weight decay of `Local`, which comes before the parts' hooks."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
     """Changes a batch before a step."""
+    personal: frozenset[str] = frozenset()
+    """The names of the parameters and buffers that are each client's own."""
+    decay: Mapping[str, float] = field(default_factory=dict)
+    """By parameter: the factor of its group for the weight decay."""
 
-    @property
+    @cached_property
     def reads_rates(self) -> bool:
         """Whether a part reads `rate_sum` or `work`, in `update` or `upload`; otherwise they are not computed."""
-        return any(part.reads_rates for hook in ("update", "upload") for _, part in self.method.overriding(hook))
+        return any(part.reads_rates for _, part in self.method.overriding("update", "upload"))
 
-    def clients(self, given: Tree, step: Tensor | int) -> list[tuple[Part, Client]]:
-        """Every part, with this round's numbers in it, beside the client as that part sees it."""
+    @cached_property
+    def using(self) -> dict[str, list[int]]:
+        """By hook: the positions of the parts that override it."""
+        hooks = "begin prepare carry step logits objective gradient rate project update upload own aggregate"
+        return {hook: [i for i, _ in self.method.overriding(hook)] for hook in hooks.split()}
+
+    def given(self, shared: Tree, own: Tree) -> dict[str, Tree]:
+        """What a client is given: what all share and its own, with its own values where parameters are personal."""
+        given = {**shared, **own}
+        if self.personal and "kept" in given:
+            mine = given["kept"][-1]
+            for name in ("start", "tracked"):
+                given[name] = {n: mine.get(n, t) for n, t in given[name].items()}
+        return given
+
+    def clients(self, given: Tree, step: Tensor | int) -> Clients:
+        inside = not isinstance(step, int)
         step = torch.full_like(given["id"], step) if isinstance(step, int) else step
         base = Client(
             id=given["id"],
@@ -61,121 +102,223 @@ class Program:
             steps=given["steps"],
             lr=given["lr"],
             start=given["start"],
+            begun=self.starting(given),
             key=Key(given["key"], step),
             model=self.model.at(given["tracked"]),
             loss=self.loss,
+            step=step if inside else None,
+            personal=self.personal,
+            decay=self.decay,
         )
-        own = {name: given[name] for name in ("kept", "measured", "prepared") if name in given}
+        own = {name: given[name] for name in ("received", "kept", "measured", "prepared") if name in given}
         views = []
         for i, part in enumerate(self.method.bind(given["numbers"]).parts):
             mine: dict[str, Any] = {name: trees[i] for name, trees in own.items()}
-            key = base.key.stream_at(part_stream(part))
-            views.append((part, replace(base, key=key, received=given["received"][i], **mine)))
+            views.append((part, replace(base, key=base.key.stream_at(part_stream(part)), **mine)))
         return views
+
+    # ---- before the first step -------------------------------------------------------------------------------
+    def begin(self, given: Tree) -> Params:
+        """The weights that local training starts from."""
+        params, clients = given["start"], self.clients(given, BEGIN)
+        for part, client in (clients[i] for i in self.using["begin"]):
+            params = aligned(call(part, "begin", params, client), params, part, "begin")
+        return params
+
+    def starting(self, given: Tree) -> Params:
+        """The weights that local training starts from, once `begin` has been called where a part has it."""
+        found: Params = given.get("begun", given["start"])
+        return found
 
     def measure(self, params: Params, given: Tree, batch: Batch, when: str, number: Tensor) -> Tree:
         """Each measuring part's sums over batch `number` of a pass over the client's data."""
         return [
-            tree_map(_summable, part.measure(params, batch, client)) if part.measures == when else ()
+            tree_map(_summable, call(part, "measure", params, batch, client)) if part.measures == when else ()
             for part, client in self.clients(given, MEASURE[when] + number)
         ]
 
     def prepare(self, given: Tree) -> Tree:
-        return [part.prepare(client) for part, client in self.clients(given, PREPARE)]
+        found: list[Tree] = [() for _ in self.method.parts]
+        clients = self.clients(given, PREPARE) if self.using["prepare"] else []
+        for i in self.using["prepare"]:
+            part, client = clients[i]
+            found[i] = call(part, "prepare", client)
+        return found
 
-    def begin(self, given: Tree) -> Tree:
+    def initial(self, given: Tree) -> Tree:
         """Training state before the first step."""
-        state: dict[str, Any] = {"params": tree_map(torch.clone, given["start"])}
-        if self.momentum:
-            state["velocity"] = tree_zeros(given["start"])
+        params = self.starting(given)
+        state: dict[str, Any] = {"params": tree_map(torch.clone, params)}
+        if self.using["step"]:
+            clients = self.clients(given, PREPARE)
+            carries: list[Tree] = [() for _ in clients]
+            for i in self.using["carry"]:
+                part, client = clients[i]
+                carries[i] = call(part, "carry", params, client)
+            state["carry"] = tree_map(lambda t: torch.as_tensor(t, device=given["id"].device).clone(), carries)
         if self.reads_rates:
             k = torch.zeros_like(given["id"])
-            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k), given["start"]))
+            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k), params))
             state |= {"rate_sum": zeros, "work": zeros, "momentum_sum": torch.zeros_like(given["lr"])}
         return state
 
-    def objective(
-        self, params: Params, given: Tree, batch: Batch, k: Tensor, statistics: Params | None = None
-    ) -> Tensor:
-        """The mean loss of a batch over its real rows."""
-        clients = self.clients(given, k)
-        key = Key(given["key"], k)
-        x = self.augment(batch.x, key.stream_at(AUGMENT)) if self.augment else batch.x
-        z = self.model.train(params, x, key, statistics)
-        for part, client in clients:
-            z = part.logits(z, client)
-        losses = self.loss(z, batch.y)
-        mask = batch.mask.to(losses.dtype)
-        return (losses * mask).sum() / mask.sum()
+    # ---- a local step ----------------------------------------------------------------------------------------
+    def step(
+        self,
+        state: Tree,
+        given: Tree,
+        batches: list[Batch],
+        k: Tensor,
+        differentiate: Differentiate,
+        statistics: Params | None = None,
+    ) -> Tree:
+        """One local step on the first of its batches.
 
-    def advance(self, state: Tree, g: Params, given: Tree, k: Tensor) -> Tree:
-        """One local step, given the gradient of the loss."""
-        clients, params, after = self.clients(given, k), state["params"], dict(state)
+        Args:
+            state: The training state.
+            given: What the client is given.
+            batches: The batches of this step: one, unless a part asks for more.
+            k: The step's index.
+            differentiate: The engine's gradient of a function of the weights.
+            statistics: Gets the buffers that the forward pass changes.
+        """
+        params, after, clients = state["params"], dict(state), self.clients(given, k)
+        gradients = StepGradients(self, given, batches, k, differentiate, clients)
+        g = gradients.first(params, statistics)
         if self.weight_decay:
-            g = tree_map(lambda g, w: g + given["weight_decay"] * w, g, params)
-        for part, client in clients:
-            g = aligned(part.gradient(g, params, client), params, part, "gradient")
-        if self.momentum:
-            velocity = tree_map(lambda v, g: given["momentum"] * v + g, state["velocity"], g)
-            g = after["velocity"] = {n: v.to(params[n].dtype) for n, v in velocity.items()}
+            g = {n: t if self.decay.get(n) == 0 else t + self._decay(n, given) * params[n] for n, t in g.items()}
+        carries = list(state.get("carry", ()))
+        for i, (part, outside) in enumerate(clients):
+            client = replace(outside, gradients_of=gradients)
+            if i in self.using["step"]:
+                found = call(part, "step", g, carries[i], params, client)
+                changed, carry = pair(found, part, "step", "g", "carry")
+                g = aligned(changed, params, part, "step")
+                carries[i] = unchanged_form(carry, carries[i], part, "step", "carry")
+            elif i in self.using["gradient"]:
+                g = aligned(call(part, "gradient", g, params, client), params, part, "gradient")
+        if carries:
+            after["carry"] = carries
+        clients = [(p, replace(c, carry=carries[i] if carries else None)) for i, (p, c) in enumerate(clients)]
         multiplier = self.multiplier(k, clients, params)
         rate = tree_map(lambda m: m * given["lr"], multiplier)
         rates: Tree = rate if isinstance(rate, dict) else dict.fromkeys(params, rate)
         params = {n: torch.addcmul(w, rates[n].to(w.dtype), g[n], value=-1) for n, w in params.items()}
-        for part, client in clients:
-            params = aligned(part.project(params, client), params, part, "project")
+        for part, client in (clients[i] for i in self.using["project"]):
+            found = call(part, "project", params, replace(client, rates=rates))
+            params = aligned(found, params, part, "project")
         after["params"] = params
         if self.reads_rates:
-            after["momentum_sum"] = given["momentum"] * state["momentum_sum"] + 1
+            rho = momentum_of([part for part, _ in clients], given["momentum"])
+            after["momentum_sum"] = rho * state["momentum_sum"] + 1
             after["rate_sum"] = tree_map(torch.add, state["rate_sum"], rate)
             after["work"] = tree_map(lambda a, m: a + m * after["momentum_sum"], state["work"], multiplier)
         return after
 
-    def multiplier(self, k: Tensor, clients: list[tuple[Part, Client]], params: Params) -> Tree:
+    def _decay(self, name: str, given: Tree) -> Tensor:
+        factor = self.decay.get(name, 1.0)
+        return given["weight_decay"] if factor == 1 else given["weight_decay"] * factor
+
+    def objective(
+        self,
+        params: Params,
+        batch: Batch,
+        key: Key,
+        clients: Clients,
+        statistics: Params | None = None,
+        row: Row | None = None,
+    ) -> Tensor:
+        """The loss of each sample of a batch, through the parts' `logits` and `objective` hooks.
+
+        With `row`, the batch is that row of a larger one, whose draws it has.
+        """
+        terms = self.using["objective"]
+        z, features = self.model.train_features(params, batch.x, key, statistics, bool(terms), row)
+        for part, client in (clients[i] for i in self.using["logits"]):
+            z = call(part, "logits", z, client)
+        losses = self.loss(z, batch.y)
+        for part, client in (clients[i] for i in terms):
+            found = call(part, "objective", losses, z, replace(batch, find_features=features), params, client)
+            if getattr(found, "shape", None) != losses.shape:
+                raise UndriftError(
+                    f"{type(part).__name__}.objective must return one loss per sample, of shape {tuple(losses.shape)}, "
+                    f"not {tuple(getattr(found, 'shape', ()))}."
+                )
+            losses = found
+        return losses
+
+    def multiplier(self, k: Tensor, clients: Clients, params: Params) -> Tree:
         """The product of the parts' rates in step k: a float64 number, or a tree where one of them is."""
         product: Tree = torch.ones((), dtype=torch.float64, device=k.device)
-        rating = {i for i, _ in self.method.overriding("rate")}
-        for part, client in (pair for i, pair in enumerate(clients) if i in rating):
-            rate = part.rate(k.to(self.model.accum_dtype), client)
+        for part, client in (clients[i] for i in self.using["rate"]):
+            rate = call(part, "rate", k.to(self.model.accum_dtype), client)
             if isinstance(rate, dict):
-                rate = aligned(rate, params, part, "rate")
+                rate = aligned(rate, params, part, "rate", spread=True)
                 product = product if isinstance(product, dict) else dict.fromkeys(params, product)
                 product = {n: r * product[n] for n, r in rate.items()}
             else:
                 product = tree_map(lambda p, rate=rate: p * rate, product)
         return product
 
+    # ---- after the last step ---------------------------------------------------------------------------------
     def latest(self, before: list[Tree], after: list[Tree]) -> list[Tree]:
         """Each part's measurements by the end of training."""
         return [
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
-    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> tuple[Tree, Tree, Tree]:
-        """The client's share of the sums (weighted update, each part's sums, weighted statistics) and its new state.
-
-        With `skip`, a client with anything in these that is not finite sends zeros and keeps what it had; the third
-        result then says whether all is finite.
-        """
-        delta = tree_sub(state["params"], given["start"])
-        update, sums, kept = delta, [], []
-        rates: dict[str, Any] = {}
+    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> Sent:
+        """What a client sends and keeps; see `Sent`. With `skip`, one whose numbers are not finite sends zeros."""
+        final, start, begun = state["params"], given["start"], self.starting(given)
+        trained = tree_sub(final, begun)
+        update = trained if begun is start else tree_sub(final, start)
+        delta, statistics = update, statistics or {}
+        sums: list[Tree] = [() for _ in self.method.parts]
+        kept: list[Tree] = list(given["kept"])
+        after: dict[str, Any] = {"final": final, "buffers": statistics}
         for name in ("rate_sum", "work") if self.reads_rates else ():
-            rates[name] = state[name] if isinstance(state[name], dict) else dict.fromkeys(delta, state[name])
-        for part, client in [(p, replace(c, **rates)) for p, c in self.clients(given, CONCLUDE)]:
-            update = aligned(part.update(update, client), delta, part, "update")
-            own_sums, own_kept = part.upload(delta, client)
-            sums.append(tree_map(_summable, own_sums))
-            kept.append(own_kept)
+            after[name] = state[name] if isinstance(state[name], dict) else dict.fromkeys(delta, state[name])
+        carries = state.get("carry", [None] * len(sums))
+        for i, (part, before) in enumerate(self.clients(given, CONCLUDE)):
+            client = replace(before, carry=carries[i], **after)
+            if i in self.using["update"]:
+                update = aligned(call(part, "update", update, client), delta, part, "update")
+            if i in self.using["upload"]:
+                own, kept[i] = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
+                sums[i] = tree_map(_summable, self.without_personal(own, delta))
+        update = self.without_personal(update, delta)
         # In at least float32: a half-precision update times a client's samples would overflow.
         dtype = self.model.accum_dtype
-        weighted = [tree_map(lambda t: t.to(dtype) * given["weight"], tree) for tree in (update, statistics or {})]
+        shared = {n: t for n, t in statistics.items() if n not in self.personal}
+        weighted = [tree_map(lambda t: t.to(dtype) * given["weight"], tree) for tree in (update, shared)]
         sent = (weighted[0], sums, weighted[1])
+        gathered = update if self.using["aggregate"] else ()
+        if "real" in given:  # an empty lane sends nothing
+            sent = tree_where(given["real"], sent, tree_zeros(sent))
         if not skip:
-            return sent, kept, ()
+            return Sent(sent, kept, (), gathered)
         numbers = [t for t in tree_leaves((sent, kept)) if t.is_floating_point()]
         finite = torch.stack([t.isfinite().all() for t in numbers]).all()
-        return tree_where(finite, sent, tree_zeros(sent)), tree_where(finite, kept, given["kept"]), finite
+        sent = tree_where(finite, sent, tree_zeros(sent))
+        return Sent(sent, tree_where(finite, kept, given["kept"]), finite, gathered)
+
+    def without_personal(self, tree: Tree, params: Tree) -> Tree:
+        """The tree with zeros for personal parameters, wherever it has a dict by parameter."""
+        if not self.personal:
+            return tree
+        if isinstance(tree, dict):
+            names = self.personal if tree.keys() == params.keys() else frozenset()
+            return {n: tree_zeros(t) if n in names else self.without_personal(t, params) for n, t in tree.items()}
+        if isinstance(tree, list | tuple):
+            return type(tree)(self.without_personal(t, params) for t in tree)
+        return tree
+
+    def own(self, given: Tree) -> Params:
+        """The weights that this client would use."""
+        params, clients = given["start"], self.clients(given, OWN)
+        for part, client in (clients[i] for i in self.using["own"]):
+            params = aligned(call(part, "own", params, client), params, part, "own")
+        return params
 
 
 def _summable(leaf: Any) -> Tensor:

@@ -14,24 +14,27 @@ from undrift.functional.model import Model, Params
 from undrift.method.context import Plan
 from undrift.method.local import Batches
 from undrift.method.part import Method
+from undrift.method.work import Momentum
 from undrift.random import derive
 from undrift.tree import Tree, to_device, tree_leaves, tree_map, tree_structure, tree_to, tree_unflatten
 
 
 def build_inputs(
     plan: Plan,
+    filled: Plan,
     batches: Batches,
     method: Method,
     model: Model,
     data: DeviceData,
     params: Params,
-    received: list[Tree],
+    received: list[Tree] | None,
     states: ClientStates | None,
     seed: int,
 ) -> RoundInputs:
     """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds."""
+    real, plan, asked = np.arange(len(filled.clients)) < len(plan.clients), filled, plan
     sizes, device = data.data.sizes[plan.clients], data.device
-    weight = sizes if method.weighting == "samples" else np.ones(len(sizes))
+    weight = np.where(real, sizes if method.weighting == "samples" else 1.0, 0.0)
     clients = {
         "id": torch.as_tensor(plan.clients),
         "n": torch.as_tensor(sizes, dtype=data.dtype),
@@ -40,21 +43,27 @@ def build_inputs(
         "steps": torch.as_tensor(plan.steps, dtype=data.dtype),
         "key": torch.as_tensor(np.stack(derive(seed, "client", plan.round, plan.clients), 1)),
     }
+    if method.overriding("plan"):
+        clients["real"] = torch.as_tensor(real)
     rates = {name: getattr(plan, name) for name in ("lr", "momentum", "weight_decay")}
-    numbers = on_device({"rates": rates, "parts": method.numbers(plan.round)}, device)
+    parts = method.numbers(plan.round)
+    for part, own in zip(method.parts, parts, strict=True):
+        if isinstance(part, Momentum):  # a `plan` hook may have changed it
+            own["momentum"] = plan.momentum
+    numbers = on_device({"rates": rates, "parts": parts}, device)
     start = tree_map(torch.Tensor.contiguous, params)
     clients = tree_map(lambda t: to_device(t, device), clients)
     bound = method.bind(numbers["parts"])
-    clients["kept"] = states.stacked(bound, plan.clients, start) if states else [() for _ in received]
+    clients["kept"] = states.stacked(bound, plan.clients, start) if states else [() for _ in method.parts]
     shared = {
         "start": start,
         "tracked": model.tracked,
-        "received": tree_to(received, device),
+        **({} if received is None else {"received": tree_to(received, device)}),
         "round": to_device(torch.tensor(plan.round), device),
         "numbers": numbers["parts"],
         **numbers["rates"],
     }
-    return RoundInputs(plan, shared, clients, batches)
+    return RoundInputs(asked, plan, shared, clients, batches)
 
 
 def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> Tensor:

@@ -17,7 +17,7 @@ from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import MEASURE
 from undrift.engine.packing import Segment, pack, segments
 from undrift.engine.steps import Stepper
-from undrift.engine.sums import Sums
+from undrift.engine.sums import Sums, only_real
 from undrift.engine.trace import CALLING, Traced
 from undrift.engine.vectorized import Vectorized, contiguous
 from undrift.functional.model import Params
@@ -45,21 +45,21 @@ class LanesEngine:
         compiled: torch.dtype | None = None,
     ) -> None:
         self.program, self.data = functions.program, functions.data
-        self.stepper, self.lanes = stepper, lanes
-        prepares = self.program.method.overriding("prepare")
-        self.start = Traced(functions.start, compiled if prepares else None)
+        self.stepper, self.lanes, self.width = stepper, lanes, lanes
+        self.start = Traced(functions.start, compiled if self.program.using["prepare"] else None)
+        self.starting_weights = Traced(functions.begin)
         self.conclude = {skip: Traced(partial(functions.conclude, skip), compiled) for skip in (False, True)}
         passes = {when: partial(functions.measure, when) for when in MEASURE}
         self.passes = {when: Traced(one, compiled) if trace_passes else one for when, one in passes.items()}
 
     def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
-        steps = inputs.plan.steps
-        return self.train(pack(steps, min(self.lanes, len(steps))), inputs, visit, skip).outcome(inputs)
+        steps = inputs.filled.steps
+        return self.train(pack(steps, min(self.lanes, len(steps))), inputs, visit, skip).outcome()
 
     def train(self, queues: list[list[int]], inputs: RoundInputs, visit: Visit | None, skip: bool) -> Sums:
         """Train the clients in each lane's queue, one after another."""
-        sums, lanes, state = Sums(self.program), None, None
-        for segment in segments(inputs.plan.steps, queues):
+        sums, lanes, state = Sums(self.program, inputs), None, None
+        for segment in segments(inputs.filled.steps, queues):
             for where, clients in groups(segment.begins, len(queues)):
                 fresh, begun = self.begin(inputs, clients)
                 lanes, state = self.put(lanes, fresh, where, len(queues)), self.put(state, begun, where, len(queues))
@@ -68,14 +68,22 @@ class LanesEngine:
                 whole = len(where) == len(queues)
                 done, own = (state, lanes) if whole else self.take((state, lanes), where)
                 if visit:
-                    with CALLING:
-                        visit(done["params"], inputs.plan.clients[clients])
+                    self.visit(visit, done["params"], inputs, clients)
                 self.end(inputs, done, own, clients, sums, skip)
         return sums
+
+    def visit(self, visit: Visit, params: Params, inputs: RoundInputs, clients: list[int]) -> None:
+        """Show the weights of clients that have trained, but for those that only fill up the cohort."""
+        real = [j for j, c in enumerate(clients) if c < inputs.cohort]
+        if real:
+            with CALLING:
+                visit(self.take(params, real), inputs.plan.clients[[clients[j] for j in real]])
 
     def begin(self, inputs: RoundInputs, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
         lanes = self.take(inputs.clients, clients)
+        if self.program.using["begin"]:
+            lanes["begun"] = self.starting_weights(lanes, inputs.shared)
         lanes["measured"] = self.measure({}, lanes, inputs, clients, "before")
         lanes["prepared"], state = self.start(lanes, inputs.shared)
         return lanes, state
@@ -84,17 +92,16 @@ class LanesEngine:
         """Add up what clients that have finished send, and keep what they keep."""
         after = self.measure(state["params"], lanes, inputs, clients, "after")
         lanes = {**lanes, "measured": self.program.latest(lanes["measured"], after)}
-        sent, keeps, finite = self.conclude[skip](state, lanes, inputs.shared)
-        sums.add(sent)
-        sums.keep(keeps, inputs.plan.clients[clients].tolist())
-        if skip:
-            sums.note(finite, clients)
+        sent = self.conclude[skip](state, lanes, inputs.shared)
+        sums.add(sent.sums)
+        sums.collect(sent, clients)
 
-    def measure_all(self, inputs: RoundInputs) -> list[Tree]:
-        sums, cohort = Sums(self.program), len(inputs.plan.clients)
+    def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
+        sums, cohort = Sums(self.program, inputs), len(inputs.filled.clients)
         for begin in range(0, cohort, self.lanes):
             clients = list(range(begin, min(begin + self.lanes, cohort)))
-            found = self.measure({}, self.take(inputs.clients, clients), inputs, clients, "finish")
+            lanes = self.take(inputs.clients, clients)
+            found = only_real(self.measure({}, lanes, inputs, clients, when), lanes)
             sums.add(tree_map(lambda t: t.sum(0), found))
         return sums.total
 
@@ -102,7 +109,7 @@ class LanesEngine:
         """A pass over all data of these clients without training, side by side. See `Vectorized.measure`."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
-        ids = inputs.plan.clients[clients]
+        ids = inputs.filled.clients[clients]
         sizes, width = self.data.data.sizes[ids], self.data.measure_width
         found = None
         for number, begin in enumerate(range(0, int(sizes.max()), width)):
@@ -115,11 +122,12 @@ class LanesEngine:
         return contiguous(found)
 
     def batches(self, inputs: RoundInputs, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
-        """Per step and lane of a segment: indices of samples, how many of them are real, and the local step."""
-        steps = inputs.batches.first[segment.clients][None] + segment.steps
-        positions = inputs.batches.positions[steps].swapaxes(0, 1)
-        indices = self.data.indices(inputs.plan.clients[segment.clients], positions).swapaxes(0, 1)
-        arrays = (np.ascontiguousarray(indices), inputs.batches.counts[steps], segment.steps)
+        """Per step and lane of a segment: indices of each batch's samples, how many are real, and the local step."""
+        per_step = inputs.batches.per_step
+        rows = (inputs.batches.first[segment.clients][None] + segment.steps * per_step)[..., None] + np.arange(per_step)
+        positions = inputs.batches.positions[rows].swapaxes(0, 1)
+        indices = self.data.indices(inputs.filled.clients[segment.clients], positions).swapaxes(0, 1)
+        arrays = (np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps)
         one, two, three = (to_device(torch.from_numpy(array), self.data.device) for array in arrays)
         return one, two, three
 

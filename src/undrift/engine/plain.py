@@ -8,58 +8,56 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
-from undrift.engine.sums import Sums
+from undrift.engine.sums import Sums, only_real
 from undrift.functional.model import Params, ordinary_gradient
 from undrift.method.context import Batch
 from undrift.tree import Tree, tree_add, tree_map
 
 
 class PlainEngine:
+    width = 1
+
     def __init__(self, program: Program, data: DeviceData) -> None:
         self.program, self.data = program, data
 
     def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
-        program, sums = self.program, Sums(self.program)
-        for c, client in enumerate(inputs.plan.clients.tolist()):
+        program, sums = self.program, Sums(self.program, inputs)
+        for c, client in enumerate(inputs.filled.clients.tolist()):
             given = self.given(inputs, c)
-            given["measured"] = self.measure(given["start"], given, client, "before")
+            if program.using["begin"]:
+                given["begun"] = program.begin(given)
+            given["measured"] = self.measure(program.starting(given), given, client, "before")
             given["prepared"] = program.prepare(given)
-            state = program.begin(given)
+            state = program.initial(given)
             statistics = tree_map(torch.clone, given["tracked"])
-            first = inputs.batches.first[c]
-            for k in range(int(inputs.plan.steps[c])):
-                count = inputs.batches.counts[first + k]
-                batch = self.batch(client, inputs.batches.positions[first + k, :count])
-                state = self.step(state, given, batch, torch.tensor(k, device=self.data.device), statistics)
-            if visit:
+            first, per_step = inputs.batches.first[c], inputs.batches.per_step
+            for k in range(int(inputs.filled.steps[c])):
+                batches = [self.batch_at(inputs, client, first + k * per_step + j) for j in range(per_step)]
+                step = torch.tensor(k, device=self.data.device)
+                state = program.step(state, given, batches, step, ordinary_gradient, statistics)
+            if visit and c < inputs.cohort:
                 visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
             after = self.measure(state["params"], given, client, "after")
             given["measured"] = program.latest(given["measured"], after)
-            sent, keeps, finite = program.conclude(state, given, statistics, skip)
-            sums.add(sent)
-            sums.keep(tree_map(lambda t: t[None], keeps), [client])
-            if skip:
-                sums.note(finite[None], [c])
-        return sums.outcome(inputs)
+            sent = program.conclude(state, given, statistics, skip)
+            sums.add(sent.sums)
+            sums.collect(tree_map(lambda t: t[None], sent), [c])
+        return sums.outcome()
 
     def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
         """The inputs of the client at position `c` of the cohort."""
-        return {**inputs.shared, **tree_map(lambda t: t[c], inputs.clients)}
+        return self.program.given(inputs.shared, tree_map(lambda t: t[c], inputs.clients))
 
-    def step(self, state: Tree, given: Tree, batch: Batch, k: Tensor, statistics: Params) -> Tree:
-        g = ordinary_gradient(lambda w: self.program.objective(w, given, batch, k, statistics), state["params"])
-        return self.program.advance(state, g, given, k)
-
-    def measure_all(self, inputs: RoundInputs) -> list[Tree]:
-        sums = Sums(self.program)
-        for c, client in enumerate(inputs.plan.clients.tolist()):
+    def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
+        sums = Sums(self.program, inputs)
+        for c, client in enumerate(inputs.filled.clients.tolist()):
             given = self.given(inputs, c)
-            sums.add(self.measure(given["start"], given, client, "finish"))
+            found = tree_map(lambda t: t[None], self.measure(given["start"], given, client, when))
+            sums.add(tree_map(lambda t: t[0], only_real(found, given)))
         return sums.total
 
     def measure(self, params: Params, given: Tree, client: int, when: str) -> list[Tree]:
@@ -72,6 +70,10 @@ class PlainEngine:
             sums = self.program.measure(params, given, batch, when, torch.tensor(number, device=self.data.device))
             found = sums if found is None else tree_add(found, sums)
         return found  # type: ignore[return-value]
+
+    def batch_at(self, inputs: RoundInputs, client: int, i: int) -> Batch:
+        """The i-th batch of the round, without its padding."""
+        return self.batch(client, inputs.batches.positions[i, : inputs.batches.counts[i]])
 
     def batch(self, client: int, positions: np.ndarray) -> Batch:
         indices = torch.from_numpy(self.data.indices(np.array([client]), positions[None])[0]).to(self.data.device)

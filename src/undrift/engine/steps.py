@@ -13,7 +13,7 @@ from undrift.engine.trace import Traced
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 Batches = tuple[Tensor, Tensor, Tensor]
-"""Per step and lane: indices of samples, how many of them are real, and the number of the local step."""
+"""Per step and lane: indices of each batch's samples, how many of them are real, and the number of the local step."""
 
 
 class Stepper(Protocol):

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from undrift.engine.base import Outcome, RoundInputs
-from undrift.engine.client import Program
-from undrift.tree import Tree, to_device, tree_add, tree_map
+from undrift.engine.client import Program, Sent
+from undrift.tree import Tree, to_device, tree_add, tree_map, tree_stack
 
 
 class Sums:
     """The sum of what clients send, in the order in which it is added, and what each of them keeps."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, inputs: RoundInputs) -> None:
+        self.program, self.inputs = program, inputs
         self.total: Any = None
         self.kept: dict[int, dict[int, Tree]] = {}
         self.noted: list[tuple[Tensor, list[int]]] = []
+        self.updates: dict[int, Tree] = {}
 
     def add(self, sent: Tree) -> None:
         """Add what one client, or the sum of several lanes, sends."""
@@ -32,34 +33,49 @@ class Sums:
         for i, states in other.kept.items():
             self.kept.setdefault(i, {}).update(states)
         self.noted += other.noted
+        self.updates |= other.updates
 
-    def note(self, finite: Tensor, clients: list[int]) -> None:
-        """Note whether what these clients sent and kept is finite; `clients` are positions in the cohort."""
-        self.noted.append((finite, clients))
+    def collect(self, sent: Sent, clients: list[int]) -> None:
+        """Take what clients that have trained send and keep, along a first axis, but for their sums.
+
+        `clients` are positions in the cohort; those that only fill it up are left out.
+        """
+        real = [(j, c) for j, c in enumerate(clients) if c < self.inputs.cohort]
+        for i, _ in self.program.method.overriding("keep"):
+            own = self.kept.setdefault(i, {})
+            for j, c in real:
+                own[int(self.inputs.plan.clients[c])] = tree_map(lambda t, j=j: t[j].clone(), sent.kept[i])
+        if sent.update:
+            self.updates |= {c: tree_map(lambda t, j=j: t[j].clone(), sent.update) for j, c in real}
+        if isinstance(sent.finite, Tensor):
+            self.noted.append((sent.finite, clients))
 
     def finite(self) -> Tensor:
-        """The flags of `note`, in the order of the cohort."""
-        order = np.argsort([client for _, clients in self.noted for client in clients])
+        """Whether what each client sent and kept is finite, in the order of the cohort."""
+        order = np.argsort([client for _, clients in self.noted for client in clients])[: self.inputs.cohort]
         flags = torch.cat([finite for finite, _ in self.noted])
         return flags[to_device(torch.from_numpy(order), flags.device)]
 
-    def keep(self, kept: list[Tree], clients: list[int]) -> None:
-        """Keep the states of `clients` (ids), which lie along the trees' first axis."""
-        for i, _ in self.program.method.overriding("keep"):
-            own = self.kept.setdefault(i, {})
-            for j, client in enumerate(clients):
-                own[client] = tree_map(lambda t, j=j: t[j].clone(), kept[i])
-
-    def outcome(self, inputs: RoundInputs) -> Outcome:
+    def outcome(self) -> Outcome:
         """The means over the clients that count; if there are none, the update is zero."""
-        weights, finite = inputs.clients["weight"], self.finite() if self.noted else None
+        cohort = self.inputs.cohort
+        weights, finite = self.inputs.clients["weight"][:cohort], self.finite() if self.noted else None
         if finite is None:
-            size = torch.full((), len(weights), dtype=torch.float64, device=weights.device)
+            size = torch.full((), cohort, dtype=torch.float64, device=weights.device)
         else:
             weights, size = torch.where(finite, weights, 0), finite.sum(dtype=torch.float64)
         weight = weights.sum()
-        whole = weight if finite is None else torch.where(weight > 0, weight, 1)
+        whole = weight if finite is None and cohort else torch.where(weight > 0, weight, 1)
         updates, own, statistics = self.total
         update = tree_map(lambda total, w: (total / whole).to(w.dtype), updates, self.program.model.start)
-        statistics = tree_map(lambda total: total / whole, statistics)
-        return Outcome(update, own, weight, size, statistics, self.kept, finite)
+        statistics = tree_map(lambda total: total / whole, statistics) if cohort else {}
+        each = tree_stack([self.updates[c] for c in range(cohort)]) if self.updates else ()
+        return Outcome(update, own, weight, size, statistics, self.kept, finite, each)
+
+
+def only_real(found: Tree, clients: Tree) -> Tree:
+    """Sums per client along a first axis, with zeros for clients that only fill up the cohort."""
+    if "real" not in clients:
+        return found
+    real: Tensor = clients["real"]
+    return tree_map(lambda t: torch.where(real.reshape(-1, *[1] * (t.dim() - 1)), t, 0).to(t.dtype), found)

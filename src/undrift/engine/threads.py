@@ -27,24 +27,24 @@ class ThreadedEngine:
     """A lanes engine of one lane on several threads. Sums are added in the order that the packing fixes."""
 
     def __init__(self, engine: LanesEngine, threads: int) -> None:
-        self.engine, self.threads = engine, threads
+        self.engine, self.threads, self.width = engine, threads, engine.width
 
     @property
     def program(self) -> Program:
         return self.engine.program
 
     def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
-        steps = inputs.plan.steps
+        steps = inputs.filled.steps
         queues = pack(steps, min(self.threads, len(steps)))
         if busy(steps, queues) < THREADS_BUSY:
             return self.engine.run(inputs, visit, skip)
-        total = Sums(self.program)
+        total = Sums(self.program, inputs)
         for sums in at_once(lambda queue: self.engine.train([queue], inputs, visit, skip), queues):
             total.join(sums)
-        return total.outcome(inputs)
+        return total.outcome()
 
-    def measure_all(self, inputs: RoundInputs) -> list[Tree]:
-        return self.engine.measure_all(inputs)
+    def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
+        return self.engine.measure_all(inputs, when)
 
 
 def at_once(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
+from undrift.method.calls import place, reason
 
 CALLING = RLock()
 """Held by the threads of `ThreadedEngine` while they trace or call `visit`: both call the module, whose weights are
@@ -67,10 +68,7 @@ class Traced:
         except UndriftError:
             raise
         except Exception as error:  # whatever a user's model or hook may raise
-            raise UndriftError(
-                f"The lanes engine cannot run the model or one of the method's hooks: {error} (A hook must be tensor "
-                'operations alone, with no `if` on their values; engine="plain" runs it as it is, for debugging.)'
-            ) from error
+            raise UndriftError(f"The model failed in lanes{place(error)}: {reason(error)}") from error
         program = _without_idle_views(program)
         return (Tried(program, self.compiled) if self.compiled else program), shape[-1]
 

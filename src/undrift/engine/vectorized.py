@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from undrift.engine.client import Program
+from undrift.engine.client import Program, Sent
 from undrift.engine.device_data import DeviceData
 from undrift.functional.model import Params
 from undrift.method.context import Batch
@@ -22,40 +23,47 @@ class Vectorized:
     def __init__(self, program: Program, data: DeviceData) -> None:
         self.program, self.data = program, data
 
+    def begin(self, lanes: Tree, shared: Tree) -> Params:
+        """The weights that each lane's client starts from."""
+        return contiguous(vmap(lambda own: self.program.begin(self.program.given(shared, own)))(lanes))
+
     def start(self, lanes: Tree, shared: Tree) -> tuple[Tree, Tree]:
         """The parts' `prepared`, and the training state before the first step."""
 
         def one(own: Tree) -> tuple[Tree, Tree]:
-            given = {**shared, **own}
+            given = self.program.given(shared, own)
             prepared = self.program.prepare(given)
-            return prepared, self.program.begin({**given, "prepared": prepared})
+            return prepared, self.program.initial({**given, "prepared": prepared})
 
         prepared, state = vmap(one)(lanes)
         return contiguous(prepared), state
 
     def step(self, state: Tree, lanes: Tree, shared: Tree, indices: Tensor, counts: Tensor, k: Tensor) -> Tree:
-        """One local step, on the samples at `indices`, of which each lane's first `counts` are real."""
-        mask = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
-        batch = self.data.batch(indices, mask)
+        """One local step, on the samples at `indices` (lanes × batches × samples).
 
-        def one(state: Tree, own: Tree, x: Tensor, y: Tensor, mask: Tensor, k: Tensor) -> Tree:
-            given = {**shared, **own}
-            g = grad(self.program.objective)(state["params"], given, Batch(x, y, mask), k)
-            return self.program.advance(state, g, given, k)
+        Of each batch the first `counts` (lanes × batches) are real.
+        """
+        mask = torch.arange(indices.shape[2], device=indices.device) < counts[:, :, None]
+        batches = [self.data.batch(indices[:, j], mask[:, j]) for j in range(indices.shape[1])]
 
-        everything = (state, lanes, batch.x, batch.y, batch.mask, k)
+        def one(state: Tree, own: Tree, batches: list[tuple[Tensor, Tensor, Tensor]], k: Tensor) -> Tree:
+            given = self.program.given(shared, own)
+            return self.program.step(state, given, [Batch(*batch) for batch in batches], k, functional_gradient)
+
+        everything = (state, lanes, [(batch.x, batch.y, batch.mask) for batch in batches], k)
         if len(indices) == 1:  # one lane needs no vmap, whose rule for convolutions costs a CPU a tenth more
             return contiguous(tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything))))
         return contiguous(vmap(one)(*everything))
 
-    def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> tuple[Tree, Tree, Tree]:
-        """The sum of what all lanes send; each lane's new state; and with `skip`, whether both are finite, per lane."""
+    def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> Sent:
+        """What each lane's client sends and keeps, along a first axis; the sums are of all lanes."""
 
-        def one(state: Tree, own: Tree) -> tuple[Tree, Tree, Tree]:
-            return self.program.conclude(state, {**shared, **own}, skip=skip)
+        def one(state: Tree, own: Tree) -> Sent:
+            return self.program.conclude(state, self.program.given(shared, own), skip=skip)
 
-        sent, keeps, finite = vmap(one)(state, lanes)
-        return tree_map(lambda t: t.sum(0), sent), contiguous(keeps), finite
+        sent = vmap(one)(state, lanes)
+        sums = tree_map(lambda t: t.sum(0), sent.sums)
+        return Sent(sums, contiguous(sent.kept), sent.finite, contiguous(sent.update))
 
     def measure(
         self, when: str, params: Params, lanes: Tree, shared: Tree, indices: Tensor, mask: Tensor, number: Tensor
@@ -64,10 +72,15 @@ class Vectorized:
         batch = self.data.batch(indices, mask)
 
         def one(params: Params, own: Tree, x: Tensor, y: Tensor, mask: Tensor) -> Tree:
-            given = {**shared, **own}
-            return self.program.measure(params or given["start"], given, Batch(x, y, mask), when, number)
+            given = self.program.given(shared, own)
+            return self.program.measure(params or self.program.starting(given), given, Batch(x, y, mask), when, number)
 
         return vmap(one, (0 if params else None, 0, 0, 0, 0))(params, lanes, batch.x, batch.y, batch.mask)
+
+
+def functional_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
+    """The gradient of `loss` by `torch.func`, which holds under vmap."""
+    return grad(loss)(params)
 
 
 def contiguous(tree: Tree) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,71 +40,77 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return chance == 0 or named.get("train") is False or named.get("training") is False
 
 
+Row = tuple[Tensor, int]
+"""The position of a sample in a batch, and the size of that batch."""
+
+
 class KeyedDraws(TorchFunctionMode):
     """Inside it, torch's random functions draw from a key, the i-th call from the key's i-th stream.
 
     An element's counter is its index in the flattened tensor. So if the batch is the first axis, a sample's mask does
-    not depend on how much padding follows it.
+    not depend on how much padding follows it. With `row`, a batch of one sample has the draws of that row of a larger
+    batch.
     """
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, row: Row | None = None) -> None:
         super().__init__()
-        self.key, self.calls = key, 0
+        self.key, self.row, self.calls = key, row, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DRAWS:
-            return DRAWS[func](self._next, *args, **kwargs)
+            return DRAWS[func](self._draw, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _next(self) -> Key:
+    def _draw(self, draw: Callable[..., Tensor], shape: Sequence[int], *args: Any) -> Tensor:
+        """`draw(key, shape, …)` with the key of this call."""
+        key = self.key.stream_at(self.calls)
         self.calls += 1
-        return self.key.stream_at(self.calls - 1)
+        if self.row is None or not shape or shape[0] != 1:
+            return draw(key, shape, *args)
+        row, rows = self.row
+        return draw(key, (rows, *shape[1:]), *args).index_select(0, row.reshape(1))
 
 
-NextKey = Callable[[], Key]
+Draw = Callable[..., Tensor]
 
 
-def _drop(key: NextKey, x: Tensor, shape: torch.Size, p: float, training: bool) -> Tensor:
+def _drop(draw: Draw, x: Tensor, shape: torch.Size, p: float, training: bool) -> Tensor:
     if not training or p == 0:
         return x
     if p >= 1:
         return torch.zeros_like(x)
-    return torch.where(keep_mask(key(), shape, p), x / (1 - p), 0.0)
+    return torch.where(draw(keep_mask, shape, p), x / (1 - p), 0.0)
 
 
-def _dropout(key: NextKey, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _drop(key, input, input.shape, p, training)
+def _dropout(draw: Draw, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _drop(draw, input, input.shape, p, training)
 
 
-def _channel_dropout(
-    key: NextKey, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _channel_dropout(draw: Draw, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Drops whole channels: the mask spans the first two axes, or of two axes the first."""
     first = 1 if input.dim() == 2 else 2
-    return _drop(key, input, torch.Size([*input.shape[:first], *[1] * (input.dim() - first)]), p, training)
+    return _drop(draw, input, torch.Size([*input.shape[:first], *[1] * (input.dim() - first)]), p, training)
 
 
-def _alpha_dropout(
-    key: NextKey, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
+def _alpha_dropout(draw: Draw, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
     """Sets dropped entries to SELU's lower limit, then restores mean and variance (Klambauer et al., 2017)."""
     if not training or p == 0:
         return input
     low = -1.0507009873554805 * 1.6732632423543772
     a = ((1 - p) * (1 + p * low * low)) ** -0.5
-    return torch.where(keep_mask(key(), input.shape, p), input, low) * a - a * p * low
+    return torch.where(draw(keep_mask, input.shape, p), input, low) * a - a * p * low
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
-def _draw(draw: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
-    def drawn(key: NextKey, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+def _draw(kind: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
+    def drawn(draw: Draw, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
         if like:
-            return draw(key(), args[0].shape, dtype or args[0].dtype)
-        return draw(key(), _shape(args or (kwargs["size"],)), dtype or torch.get_default_dtype())
+            return draw(kind, args[0].shape, dtype or args[0].dtype)
+        return draw(kind, _shape(args or (kwargs["size"],)), dtype or torch.get_default_dtype())
 
     return drawn
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from undrift.errors import UndriftError
+
 CONV_OUTPUT_AXIS = {f"conv{kind}{d}d": axis for d in (1, 2, 3) for kind, axis in (("", 0), ("_transpose", 1))}
 """The axis of the output channels in the weight of each convolution."""
 RECURRENT_GATES = {"gru": 3, "lstm": 4, "rnn_tanh": 1, "rnn_relu": 1}
@@ -169,6 +171,28 @@ class Watch(TorchFunctionMode):
         for call in self.calls:
             by_layer.setdefault(call.layer.name, []).append(call.raw if call is self.calls[-1] else call.values)
         return {name: torch.stack(values).mean(0) for name, values in by_layer.items()}
+
+
+class LastInput(TorchFunctionMode):
+    """Records what the last linear or convolution layer of a forward pass is given, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self.input: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").rstrip("_")
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if (name == "linear" or name in CONV_OUTPUT_AXIS) and id(weight) in self.names:
+            self.input = args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+    def features(self) -> Tensor:
+        if self.input is None:
+            raise UndriftError("The model has no linear or convolution layer whose input could be its features.")
+        return self.input
 
 
 def _layer_name(weight: str) -> str:

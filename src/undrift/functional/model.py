@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
-from undrift.functional.draws import KeyedDraws
+from undrift.functional.draws import KeyedDraws, Row
 from undrift.functional.examine import NORMS, examine, find_obstacle
-from undrift.functional.layers import Layer, Watch
+from undrift.functional.layers import LastInput, Layer, Watch
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
 from undrift.random import Key
@@ -129,10 +129,27 @@ class Model:
 
     def train(self, params: Params, x: Tensor, key: Key, statistics: Params | None = None) -> Tensor:
         """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`, if given."""
+        return self.train_features(params, x, key, statistics, watch=False)[0]
+
+    def train_features(
+        self,
+        params: Params,
+        x: Tensor,
+        key: Key,
+        statistics: Params | None = None,
+        watch: bool = True,
+        row: Row | None = None,
+    ) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """`train`, and a function that returns the input of the last layer in that pass; None without `watch`.
+
+        With `row`, `x` is one sample that has the draws of that row of a larger batch.
+        """
         if statistics is None:
             statistics = {name: value.clone() for name, value in self.tracked.items()}
-        with KeyedDraws(key):
-            return self._call(params, x, statistics, training=True)
+        seen = LastInput() if watch else None
+        with KeyedDraws(key, row):
+            output = self._call(params, x, statistics, training=True, watch=seen)
+        return output, (lambda: seen.features().to(self.dtype)) if seen else None
 
     def squared(self, params: Params, x: Tensor) -> Tensor:
         """Outputs in evaluation mode whose gradient is, per parameter, the sum over samples of squared gradients.
@@ -156,7 +173,12 @@ class Model:
         return seen
 
     def _call(
-        self, params: Params, x: Tensor, statistics: Params, training: bool, watch: Watch | Uses | Squares | None = None
+        self,
+        params: Params,
+        x: Tensor,
+        statistics: Params,
+        training: bool,
+        watch: Watch | LastInput | Uses | Squares | None = None,
     ) -> Tensor:
         if self.module.training != training:
             self.module.train(training)
@@ -166,7 +188,7 @@ class Model:
             rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | self.tracked | params
             whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
             tensors = {n: t.to(self.compute_dtype) for n, t in rest.items() if n not in whole} | whole
-        if isinstance(watch, Watch | Uses):
+        if isinstance(watch, Watch | LastInput | Uses):
             own = dict(self.module.named_parameters())
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
         mode = convolutions(params, x, self.compute_dtype)

@@ -136,15 +136,15 @@ class Local:
     def per_client(self) -> bool:
         return self.steps is not None and not callable(self.steps) and np.ndim(self.steps) > 0
 
-    def step_counts(self, t: int, clients: Array, sizes: Array) -> Array:
-        """How many steps each of these clients takes in round `t`."""
+    def step_counts(self, t: int, clients: Array, sizes: Array, per_step: int = 1) -> Array:
+        """How many steps, of `per_step` batches each, these clients take in round `t`."""
         if self.per_client:
             return np.asarray(self.steps)[clients]
         if self.steps is not None:
             return np.full(len(clients), whole_steps(value(self.steps, t)))
         epochs = value(self.epochs, t)
         return np.array(
-            [whole_steps(epochs * per) for per in steps_per_epoch(sizes, self.batch_size).tolist()], np.int64
+            [whole_steps(epochs * per / per_step) for per in steps_per_epoch(sizes, self.batch_size).tolist()], np.int64
         )
 
     def widest(self, sizes: Array) -> int:
@@ -210,26 +210,37 @@ def steps_per_epoch(sizes: Array, batch_size: int | None) -> Array:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a cohort's whole round: one row per step, client after client."""
+    """The batches of a cohort's whole round: one row per batch, client after client."""
 
     positions: Array
-    """Positions within the client's data, steps × the widest batch; a short one is padded with its last sample."""
+    """Positions within the client's data, batches × the widest one; a short one is padded with its last sample."""
     counts: Array
-    """Per step: how many of them are real."""
+    """Per batch: how many of them are real."""
     first: Array
-    """Where each client's steps begin."""
+    """Where each client's batches begin."""
+    per_step: int = 1
+    """How many batches a step takes."""
 
 
 def cohort_batches(
-    seed: int, t: int, clients: Array, sizes: Array, steps: Array, batch_size: int | None, width: int
+    seed: int,
+    t: int,
+    clients: Array,
+    sizes: Array,
+    steps: Array,
+    batch_size: int | None,
+    width: int,
+    per_step: int = 1,
 ) -> Batches:
-    """Batches are successive fresh permutations of a client's samples, the last of a permutation short.
+    """The batches of each client's steps: step k takes those from `k·per_step` on.
+
+    Batches are successive fresh permutations of a client's samples, the last of a permutation short.
 
     Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
     else: not on the cohort, the lanes or the engine. All clients' permutations are sorted in one call.
     """
-    per = steps_per_epoch(sizes, batch_size)
-    epochs = -(-steps // per)
+    per, count = steps_per_epoch(sizes, batch_size), steps * per_step
+    epochs = -(-count // per)
     # One segment per client and epoch: its length, and where it begins in the sequence of all of them.
     client_of = np.repeat(np.arange(len(clients)), epochs)
     lengths = sizes[client_of]
@@ -241,16 +252,16 @@ def cohort_batches(
         epoch_of = np.arange(len(client_of)) - first_segment[client_of]
         order = _permutations(derive(seed, "batches", t, clients), client_of, epoch_of, lengths, begins)
 
-    # Step j of client c is the (j mod per)-th slice of its (j div per)-th segment.
-    owner = np.repeat(np.arange(len(clients)), steps)
-    first = np.cumsum(steps) - steps
+    # Batch j of client c is the (j mod per)-th slice of its (j div per)-th segment.
+    owner = np.repeat(np.arange(len(clients)), count)
+    first = np.cumsum(count) - count
     j = np.arange(len(owner)) - first[owner]
     size = sizes[owner] if batch_size is None else np.full(len(owner), batch_size)
     inside = j % per[owner] * size
     counts = np.minimum(size, sizes[owner] - inside)
     starts = begins[first_segment[owner] + j // per[owner]] + inside
     column = np.minimum(np.arange(width)[None], counts[:, None] - 1)
-    return Batches(order[starts[:, None] + column], counts, first)
+    return Batches(order[starts[:, None] + column], counts, first, per_step)
 
 
 def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, lengths: Array, begins: Array) -> Array:
@@ -264,17 +275,23 @@ def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, l
     return np.argsort(tagged, kind="stable") - np.repeat(begins, lengths)
 
 
-def batches(data: FederatedDataset, local: Local, *, client: int, round: int, seed: int) -> list[Tensor]:
-    """The sample indices of each local step of `client` in `round` (from 0): a list of tensors into `data[client]`."""
+def batches(
+    data: FederatedDataset, local: Local, *, client: int, round: int, seed: int, method: Any = None
+) -> list[Tensor]:
+    """The sample indices of each batch of `client` in `round` (from 0): a list of tensors into `data[client]`.
+
+    A local step takes one batch. With a method that takes several per step (`batches = 2`), which must be given here
+    too, step k takes those from `2k` on.
+    """
     client, round = operator.index(client), operator.index(round)
     if not 0 <= client < len(data) or round < 0:
         raise UndriftError(
             f"There are clients 0 to {len(data) - 1} and rounds from 0: no client {client}, round {round}."
         )
     local.check(data, round + 1)
-    ids, sizes = np.array([client]), data.sizes[client : client + 1]
+    ids, sizes, per_step = np.array([client]), data.sizes[client : client + 1], getattr(method, "batches", 1)
     if not sizes[0]:
         return []
-    steps = local.step_counts(round, ids, sizes)
-    made = cohort_batches(seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes))
+    steps = local.step_counts(round, ids, sizes, per_step)
+    made = cohort_batches(seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes), per_step)
     return [torch.from_numpy(row[:count]) for row, count in zip(made.positions, made.counts, strict=True)]

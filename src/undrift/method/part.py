@@ -1,26 +1,29 @@
 """A method is a sum of parts: the hooks a part may override, and `+`.
 
-Everything is FedAvg plus changes. Within each hook parts apply in the order of `+`.
-Client hooks are pure tensor functions that hold under `torch.func.vmap`; state is plain trees of tensors,
-so nothing may hide on `self`.
+Everything is FedAvg plus changes. Within each hook parts apply in the order of `+`. Client hooks are pure tensor
+functions that hold under `torch.func.vmap`; state is plain trees of tensors, so nothing may hide on `self`.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError, nearest
-from undrift.method.context import Batch, Client, Plan, Server, Totals
+from undrift.errors import UndriftError
+from undrift.method.calls import aligned, call, pair
+from undrift.method.context import Batch, Client, Plan, Server
 from undrift.method.numbers import bind, check_numbers, numbers_at
-from undrift.tree import Tree
+from undrift.method.rules import check_definition, overrides, refuse_contradictions, weighting
+from undrift.tree import Tree, tree_map
 
-BROADCAST, REFINE, FINISH = 2**31, 2**31 + 1, 2**31 + 2
+# The step that stands in the key of each server hook, far above local steps.
+BROADCAST, REFINE, FINISH, PLAN, TRANSFORM, AGGREGATE, OBSERVE = (2**31 + i for i in range(7))
 
 
 class Part:
@@ -30,9 +33,20 @@ class Part:
     """
 
     measures: ClassVar[str | None] = None
-    """When `measure` passes over the client's data: "before" training, "after" it, or once at the "finish"."""
+    """When `measure` passes over the client's data: for the whole "cohort" before `broadcast`, "before" a client
+    trains, "after" it, or once at the "finish"."""
+    batches: ClassVar[int] = 1
+    """How many batches a local step takes; `client.gradient(weights, batch=1)` is on the second."""
+    personal: tuple[str, ...] = ()
+    """Patterns such as "head.*": parameters and buffers with these names are each client's own and never sent."""
+    replaces_gradient: ClassVar[bool] = False
+    """Whether `gradient` or `step` ignores the gradient it is given, so that parts before it would have no effect."""
     reads_rates: ClassVar[bool] = True
     """Whether `update` or `upload` reads `client.rate_sum` or `client.work`. False spares every step their sums."""
+    harmless_sums: ClassVar[bool] = False
+    """Whether what `upload` sums may stand beside a part that aggregates: an update that is rejected stays in them."""
+    starts_at_sent: ClassVar[bool] = False
+    """Whether the part's mathematics assumes that clients start from the weights sent: no `begin` beside it."""
     implies_weighting: ClassVar[str | None] = None
     """The weighting this part's mathematics assumes ("uniform"), if it assumes one."""
     contradicts: ClassVar[tuple[str, ...]] = ()
@@ -45,9 +59,9 @@ class Part:
         """Return the part's initial state at the server. Called once."""
         return ()
 
-    def plan(self, plan: Plan, state: Tree) -> Plan:
-        """Return the round's plan, with its step counts and rates."""
-        return plan
+    def plan(self, plan: Plan, state: Tree, server: Server) -> tuple[Plan, Tree]:
+        """Return the round's plan, with its clients, step counts and rates, and the part's new state."""
+        return plan, state
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         """Return a tree that clients receive beside the weights, as `client.received`."""
@@ -58,6 +72,10 @@ class Part:
         """Return a client's state before its first round; `upload` returns the next one."""
         return ()
 
+    def begin(self, params: Tree, client: Client) -> Tree:
+        """Return the weights that local training starts from."""
+        return params
+
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
         """Return sums over one batch of a pass without training; they are added up over the client's data."""
         return ()
@@ -66,13 +84,28 @@ class Part:
         """Return a tree computed before the first step, say from `client.measured`; it becomes `client.prepared`."""
         return ()
 
+    def carry(self, params: Tree, client: Client) -> Tree:
+        """Return what `step` carries from one local step to the next, as it is before the first."""
+        return ()
+
     def logits(self, z: Tensor, client: Client) -> Tensor:
         """Return the model's output as the loss sees it."""
         return z
 
+    def objective(self, losses: Tensor, z: Tensor, batch: Batch, params: Tree, client: Client) -> Tensor:
+        """Return the loss of each sample of a step's batch; their mean over real samples is minimized.
+
+        `z` is the output that the loss saw.
+        """
+        return losses
+
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
         """Return the gradient of a local step."""
         return g
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        """Return the gradient of a local step and the new carry: `gradient` with state over steps."""
+        return g, carry
 
     def rate(self, k: Tensor, client: Client) -> Tree:
         """Return a factor of the learning rate in local step `k`: a number, or a tree like the parameters."""
@@ -83,27 +116,41 @@ class Part:
         return params
 
     def update(self, delta: Tree, client: Client) -> Tree:
-        """Return the client's update, which is then weighted and summed."""
+        """Return the client's update, final minus sent weights at first, which is then weighted and summed."""
         return delta
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        """Return a tree to sum over the cohort, and the client's new state. `delta` is final minus initial weights."""
+        """Return a tree to sum over the cohort, and the client's new state. `delta` is what training did:
+        the final weights minus those it began with.
+        """
         return (), client.kept
 
+    def own(self, params: Tree, client: Client) -> Tree:
+        """Return the weights that this client would use, for evaluation on its own data."""
+        return params
+
     # ---- server, after the clients ---------------------------------------------------------------------------
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+    def aggregate(self, updates: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        """Return the update, and the part's new state, from each client's own along a first axis.
+
+        The order is that of `server.cohort`. At most one part of a method aggregates; without one, the update is the
+        weighted mean. Not called where no client counts: the update is zero then.
+        """
+        raise NotImplementedError
+
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         """Return the aggregated update, which is then added to the weights, and the part's new state."""
         return update, state
 
-    def refine(self, params: Tree, server: Server) -> Tree:
-        """Return the new weights, given those after all parts' `transform`."""
-        return params
+    def refine(self, params: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        """Return the new weights, given those after all parts' `transform`, and the part's new state."""
+        return params, state
 
-    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
-        """Return the part's new state, given the weights after and before this round."""
+    def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
+        """Return the part's new state, given the weights after this round; `server.params` are those before it."""
         return state
 
-    def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
+    def finish(self, params: Tree, state: Tree, server: Server) -> Tree:
         """Return the final weights. Called once, after the last round."""
         return params
 
@@ -113,6 +160,10 @@ class Part:
 
     def check_model(self, model: Any, rounds: int) -> None:
         """Raise `UndriftError` if the part does not fit the model, whose layers are in `model.layers`."""
+
+    def update_bytes(self, size: int, params: Tree) -> int:
+        """Return how many bytes a client sends for its update, which takes `size` bytes as tensors."""
+        return size
 
     def history(self, state: Tree) -> dict[str, Any]:
         """Return the part's columns of the round's history."""
@@ -131,8 +182,10 @@ class Method:
 
     def __init__(self, *parts: Part) -> None:
         self.parts = parts
-        _refuse_contradictions(parts)
-        self.weighting = _weighting(parts)
+        refuse_contradictions(parts)
+        self.weighting = weighting(parts)
+        self.batches = max((part.batches for part in parts), default=1)
+        """How many batches a local step takes."""
 
     def __add__(self, other: Part | Method) -> Method:
         if not isinstance(other, Part | Method):
@@ -142,12 +195,24 @@ class Method:
     def __repr__(self) -> str:
         return " + ".join(repr(part) for part in self.parts)
 
-    def overriding(self, hook: str) -> list[tuple[int, Part]]:
-        """The parts, with their positions, that change this hook; the others cost nothing."""
-        return [(i, p) for i, p in enumerate(self.parts) if getattr(type(p), hook) is not getattr(Part, hook)]
+    def overriding(self, *hooks: str) -> list[tuple[int, Part]]:
+        """The parts, with their positions, that change one of these hooks; the others cost nothing."""
+        return [(i, p) for i, p in enumerate(self.parts) if any(overrides(p, hook) for hook in hooks)]
 
     def measuring(self, when: str) -> list[tuple[int, Part]]:
         return [(i, p) for i, p in enumerate(self.parts) if p.measures == when]
+
+    def personal(self, names: list[str]) -> frozenset[str]:
+        """Which of these parameters and buffers are the clients' own."""
+        found: set[str] = set()
+        for part in self.parts:
+            for pattern in part.personal:
+                matching = {n for n in names if fnmatchcase(n, pattern)}
+                if not matching:
+                    own = f"{type(part).__name__}(personal)"
+                    raise UndriftError(f"{own} has {pattern!r}, but the model has no parameter of such a name.")
+                found |= matching
+        return frozenset(found)
 
     # ---- numbers ---------------------------------------------------------------------------------------------
     def numbers(self, t: int) -> list[dict[str, Any]]:
@@ -163,50 +228,71 @@ class Method:
     def check(self, local: Any, data: Any, rounds: int) -> None:
         for part in self.parts:
             check_numbers(part, rounds, type(part).__name__)
-            _check_definition(part)
+            check_definition(part)
             part.check(local, data)
 
     # ---- the hooks of the sum: server ------------------------------------------------------------------------
     def start(self, params: Tree) -> list[Tree]:
-        return [part.start(params) for part in self.parts]
+        return [call(part, "start", params) for part in self.parts]
 
-    def plan(self, plan: Plan, states: list[Tree]) -> Plan:
-        for part, state in zip(self.parts, states, strict=True):
-            plan = part.plan(plan, state)
-        return plan
+    def plan(self, plan: Plan, states: list[Tree], server: Server) -> tuple[Plan, list[Tree]]:
+        return self._chain("plan", PLAN, plan, states, server)
 
     def broadcast(self, params: Tree, states: list[Tree], server: Server) -> list[Tree]:
-        return [p.broadcast(params, s, _own(server, p, BROADCAST)) for p, s in zip(self.parts, states, strict=True)]
+        """What each part's clients receive. Only parts that measure the cohort have totals by then."""
+        found: list[Tree] = [() for _ in self.parts]
+        for i, part in self.overriding("broadcast"):
+            own = _own(server, part, BROADCAST, i)
+            own = own if part.measures == "cohort" else replace(own, totals=None)  # type: ignore[arg-type]
+            found[i] = call(part, "broadcast", params, states[i], own)
+        return found
 
-    def transform(self, totals: Totals, states: list[Tree]) -> tuple[Tree, list[Tree]]:
-        update, after = totals.update, list(states)
-        for i, part in enumerate(self.parts):
-            update, after[i] = part.transform(update, replace(totals, sums=totals.sums[i]), states[i])
-            update = aligned(update, totals.update, part, "transform")
-        return update, after
+    def aggregate(self, updates: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
+        """The update, from those of all clients along a first axis."""
+        ((i, part),) = self.overriding("aggregate")
+        found = call(part, "aggregate", updates, states[i], _own(server, part, AGGREGATE, i))
+        update, state = pair(found, part, "aggregate", "update")
+        like = tree_map(lambda u: u[0], updates)
+        return aligned(update, like, part, "aggregate"), [*states[:i], state, *states[i + 1 :]]
 
-    def refine(self, params: Tree, server: Server) -> Tree:
-        for _, part in self.overriding("refine"):
-            params = aligned(part.refine(params, _own(server, part, REFINE)), params, part, "refine")
-        return params
+    def transform(self, update: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
+        return self._chain("transform", TRANSFORM, update, states, server)
 
-    def after(self, params: Tree, previous: Tree, states: list[Tree]) -> list[Tree]:
+    def refine(self, params: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
+        return self._chain("refine", REFINE, params, states, server)
+
+    def observe(self, params: Tree, states: list[Tree], server: Server) -> list[Tree]:
         new = list(states)
-        for i, part in self.overriding("after"):
-            new[i] = part.after(params, previous, states[i])
+        for i, part in self.overriding("observe"):
+            new[i] = call(part, "observe", params, states[i], _own(server, part, OBSERVE, i))
         return new
 
-    def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
+    def finish(self, params: Tree, states: list[Tree], server: Server) -> Tree:
         for i, part in self.overriding("finish"):
-            own = replace(totals, sums=totals.sums[i])
-            params = aligned(part.finish(params, own, _own(server, part, FINISH)), params, part, "finish")
+            found = call(part, "finish", params, states[i], _own(server, part, FINISH, i))
+            params = aligned(found, params, part, "finish")
         return params
+
+    def update_bytes(self, update: Tree, size: int) -> int:
+        """The bytes of one client's update, as the parts say it is sent."""
+        for _, part in self.overriding("update_bytes"):
+            size = int(call(part, "update_bytes", size, update))
+        return size
 
     def history(self, states: list[Tree]) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for part, state in zip(self.parts, states, strict=True):
-            row |= part.history(state)
+            row |= call(part, "history", state)
         return row
+
+    def _chain(self, hook: str, step: int, thing: Any, states: list[Tree], server: Server) -> tuple[Any, list[Tree]]:
+        """Pass `thing` through the parts' hooks, each of which may change its state."""
+        new = list(states)
+        for i, part in self.overriding(hook):
+            found = call(part, hook, thing, states[i], _own(server, part, step, i))
+            after, new[i] = pair(found, part, hook, {"plan": "plan", "transform": "update"}.get(hook, "params"))
+            thing = after if hook == "plan" else aligned(after, thing, part, hook)
+        return thing, new
 
 
 def part_stream(part: Part) -> int:
@@ -217,63 +303,8 @@ def part_stream(part: Part) -> int:
     return (1 + zlib.crc32(type(part).__name__.encode()) % 0xFFFE) << 16
 
 
-def aligned(tree: Any, params: Tree, part: Part, hook: str) -> Tree:
-    """A hook's result in the order and the precision of the parameters."""
-    if not isinstance(tree, dict) or tree.keys() != params.keys():
-        raise UndriftError(
-            f"{type(part).__name__}.{hook} must return a dict with the parameters' own names ({', '.join(params)})."
-        )
-    return {name: tree[name].to(w.dtype) for name, w in params.items()}
-
-
-def _own(server: Server, part: Part, hook: int) -> Server:
-    """The server as this part's hook sees it; each hook draws from a step of its own, far above local steps."""
+def _own(server: Server, part: Part, hook: int, i: int) -> Server:
+    """The server as this part's hook sees it: with its own sums, and a key whose draws are its own."""
     key = replace(server.key, step=torch.full_like(server.key.step, hook), stream=part_stream(part))
-    return replace(server, key=key)
-
-
-def _refuse_contradictions(parts: tuple[Part, ...]) -> None:
-    for j, later in enumerate(parts):
-        if not is_dataclass(later):
-            raise UndriftError(f"{type(later).__name__} must be a dataclass: put @dataclass(frozen=True) above it.")
-        if later.measures not in (None, "before", "after", "finish"):
-            raise UndriftError(f'{type(later).__name__}.measures must be "before", "after" or "finish".')
-        if later.measures is None and type(later).measure is not Part.measure:
-            raise UndriftError(f'{type(later).__name__} has a measure hook; say when: measures = "before", say.')
-        for earlier in parts[:j]:
-            first, second = type(earlier).__name__, type(later).__name__
-            if first == second:
-                raise UndriftError(f"{first} stands twice in the method; keep one.")
-            if _named(later, earlier.contradicts) or _named(earlier, later.contradicts):
-                raise UndriftError(f"{first} and {second} contradict each other; keep one of them.")
-
-
-def _check_definition(part: Part) -> None:
-    """Refuse a user's part that would change nothing, and methods that are probably meant to be hooks."""
-    if type(part).__module__.startswith("undrift."):  # tests show that ours have their effect; FedAvg has no hook
-        return
-    name = type(part).__name__
-    own = {key: value for base in type(part).__mro__ if base not in Part.__mro__ for key, value in vars(base).items()}
-    for key, value in own.items():
-        if callable(value) and not key.startswith("_") and key not in vars(Part):
-            meant = nearest(key, HOOKS, cutoff=0.8)
-            if meant:
-                raise UndriftError(
-                    f"{name}.{key} is not a hook; did you mean {meant}? (If it is a helper, begin its name with _.)"
-                )
-    if not part.implies_weighting and not own.keys() & HOOKS:
-        raise UndriftError(f"{name} overrides no hook, so it would change nothing; docs/hooks.md lists the hooks.")
-
-
-def _named(part: Part, names: tuple[str, ...]) -> bool:
-    return any(base.__name__ in names for base in type(part).__mro__)
-
-
-def _weighting(parts: tuple[Part, ...]) -> str:
-    """By samples, unless parts imply something else; they must agree."""
-    implying = [part for part in parts if part.implies_weighting]
-    for part in implying[1:]:
-        if part.implies_weighting != implying[0].implies_weighting:
-            needs = [f"{type(p).__name__} needs the {p.implies_weighting} mean" for p in (implying[0], part)]
-            raise UndriftError(f"{' and '.join(needs)}; they contradict each other.")
-    return str(implying[0].implies_weighting) if implying else "samples"
+    totals = server.totals and replace(server.totals, sums=server.totals.sums[i])
+    return replace(server, key=key, totals=totals)

@@ -12,7 +12,7 @@ from torch.func import grad
 from undrift.errors import UndriftError
 from undrift.functional.model import Model
 from undrift.losses import cross_entropy
-from undrift.method.context import Batch, Client, Server, Totals
+from undrift.method.context import Batch, Client, Server
 from undrift.method.part import Part
 from undrift.random import bits, normal
 from undrift.schedule import Number
@@ -66,8 +66,8 @@ class CCVR(Part):
         outer = torch.einsum("bc,bd,be->cde", member, features, features)
         return {"n": member.sum(0), "sum": member.T @ features, "outer": outer}
 
-    def finish(self, params: Tree, totals: Totals, server: Server) -> Tree:
-        x, y = self.virtual(totals.sums, server)
+    def finish(self, params: Tree, state: Tree, server: Server) -> Tree:
+        x, y = self.virtual(server.totals.sums, server)
         layer = server.model.layers[-1]
         head = {"weight": params[layer.weight]}
         _, bias = classifier(server.model)

@@ -16,7 +16,7 @@ from torch.func import grad, vmap
 
 from undrift.errors import UndriftError
 from undrift.functional.model import Model, ordinary_gradient
-from undrift.method.context import Batch, Client, Server, Totals
+from undrift.method.context import Batch, Client, Server
 from undrift.method.part import Part
 from undrift.methods.temporal import Targeted, TemporalEnsemble
 from undrift.schedule import Number
@@ -110,8 +110,8 @@ class FedCurv(Part):
         sums = {"F": fisher, "Fw": tree_map(lambda f, w, d: f * (w + d), fisher, client.start, delta)}
         return sums, {**sums, "round": client.round}
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return update, totals.sums
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        return update, server.totals.sums
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ differ in how the local rates depend on d.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.method.context import Client, Plan, Server, Totals
+from undrift.method.context import Client, Plan, Server
 from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
@@ -31,6 +31,7 @@ class StepRates(Part):
     """
 
     reads_rates: ClassVar[bool] = False
+    harmless_sums: ClassVar[bool] = True
 
     def start(self, params: Tree) -> Tree:
         return {"rates": torch.zeros(4, dtype=torch.float64)}
@@ -41,8 +42,9 @@ class StepRates(Part):
         taken = steps < client.steps
         return {"rates": torch.where(taken, rates, 0.0), "taken": taken}, client.kept
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return update, {**state, "rates": totals.sums["rates"] / totals.sums["taken"].clamp(min=1)}
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        sums = server.totals.sums
+        return update, {**state, "rates": sums["rates"] / sums["taken"].clamp(min=1)}
 
     def history(self, state: Tree) -> dict[str, Any]:
         return {"rates": state["rates"].tolist()}
@@ -65,8 +67,8 @@ class Pflug(StepRates):
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         return state["decays"]
 
-    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
-        g, r = tree_sub(params, previous), state["round"] + 1
+    def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
+        g, r = tree_sub(params, server.params), state["round"] + 1
         product = sum((a * b).sum().double() for a, b in zip(tree_leaves(g), tree_leaves(state["g"]), strict=True))
         total = state["S"] + product
         stalled = (r > self.window + state["last"]) & (total < 0)
@@ -97,8 +99,9 @@ class TwoDLRD(Pflug):
 
     C: Number = 0.2
 
-    def plan(self, plan: Plan, state: Tree) -> Plan:
-        return replace(plan, steps=np.ones_like(plan.steps)) if bool(self._spent(state["decays"])) else plan
+    def plan(self, plan: Plan, state: Tree, server: Server) -> tuple[Plan, Tree]:
+        spent = bool(self._spent(state["decays"]))
+        return replace(plan, steps=np.ones_like(plan.steps)) if spent else plan, state
 
     def rate(self, k: Tensor, client: Client) -> Tree:
         alpha = torch.where(self._spent(client.received), 1.0, 1 - self.C * client.received)
@@ -154,7 +157,7 @@ class FirstStepOnly(StepRates):
         after: The first round, counted from 0, with this rule.
     """
 
-    after: Number = field()  # without `field()`, the inherited hook `after` would be the default
+    after: Number
 
     def rate(self, k: Tensor, client: Client) -> Tree:
         return torch.where((client.round >= self.after) & (k > 0), 0.0, 1.0)

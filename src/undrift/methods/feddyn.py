@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from undrift.method.context import Client, Totals
+from torch import Tensor
+
+from undrift.method.context import Client, Server
 from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map, tree_zeros
@@ -18,6 +20,8 @@ class FedDyn(Part):
     Acar, Zhao, Matas Navarro, Mattina, Whatmough and Saligrama, *Federated Learning Based on Dynamic Regularization*
     (2021). The client's gradient is `g − hᵢ + α(wᵢ − w)`, and then `hᵢ ← hᵢ − α·Δᵢ`. On the server
     `h ← h − (α/N)·ΣΔᵢ` and `w ← mean wᵢ − h/α`, with the uniform mean and N the number of all clients.
+
+    Personal parameters are left as they are: what clients do not share needs no correction.
 
     Args:
         alpha: The strength α, above 0.
@@ -37,13 +41,17 @@ class FedDyn(Part):
         return tree_zeros(params)
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
-        return tree_map(lambda g, h, w, w0: g - h + self.alpha * (w - w0), g, client.kept, params, client.start)
+        def corrected(g: Tensor, h: Tensor, w: Tensor, w0: Tensor) -> Tensor:
+            return g - h + self.alpha * (w - w0)
+
+        found = tree_map(corrected, g, client.kept, params, client.start)
+        return {n: g[n] if n in client.personal else t for n, t in found.items()}
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        return (), tree_map(lambda h, d: h - self.alpha * d, client.kept, delta)
+        return (), client.shared(tree_map(lambda h, d: h - self.alpha * d, client.kept, delta))
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         # The mean is uniform, so ΣΔᵢ is the mean times the size of the cohort and needs no separate upload.
-        share = self.alpha * totals.size / totals.population
-        h = tree_map(lambda h, d: h - share * d, state, totals.update)
+        share = self.alpha * server.totals.size / server.population
+        h = tree_map(lambda h, d: h - share * d, state, server.totals.update)
         return tree_map(lambda d, h: d - h / self.alpha, update, h), h

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from undrift.errors import UndriftError, unknown
 from undrift.functional.layers import Layer
 from undrift.functional.model import Model
-from undrift.method.context import Batch, Client, Totals
+from undrift.method.context import Batch, Client, Server
 from undrift.method.part import Part
 from undrift.schedule import Number, sampled_rounds, value
 from undrift.tree import Tree, tree_map
@@ -49,6 +49,7 @@ class FedNLR(Part):
 
     measures: ClassVar[str | None] = "before"
     reads_rates: ClassVar[bool] = False
+    harmless_sums: ClassVar[bool] = True
     ranges: ClassVar[dict[str, str]] = {"ratio": "[1, inf)"} | dict.fromkeys(("base", "depth", "width"), "(-inf, inf)")
 
     def ratios(self, layers: list[Layer]) -> dict[str, Any]:
@@ -101,8 +102,9 @@ class FedNLR(Part):
         ratios = {name: torch.as_tensor(mu) + 0.0 for name, mu in self.ratios(client.model.layers).items()}
         return {"temperature": client.prepared["temperatures"], "ratio": ratios}, client.kept
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return update, tree_map(lambda total: total / totals.size, totals.sums)
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        size = server.totals.size.clamp(min=1)
+        return update, tree_map(lambda total: total / size, server.totals.sums)
 
     def history(self, state: Tree) -> dict[str, Any]:
         return {name: {layer: float(x) for layer, x in by.items()} for name, by in state.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from undrift.method.context import Client, Totals
+from undrift.method.context import Client, Server
 from undrift.method.part import Part
+from undrift.methods.account import refuse_unaccountable
 from undrift.tree import Tree, tree_map
 
 
@@ -22,6 +23,10 @@ class FedNova(Part):
     """
 
     contradicts: ClassVar[tuple[str, ...]] = ("FedDyn",)
+    starts_at_sent: ClassVar[bool] = True
+
+    def check(self, local: Any, data: Any) -> None:
+        refuse_unaccountable("FedNova", local)
 
     def update(self, delta: Tree, client: Client) -> Tree:
         return tree_map(lambda d, a: d / torch.where(a > 0, a, 1.0), delta, client.work)  # without steps Δ is 0
@@ -29,5 +34,6 @@ class FedNova(Part):
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         return tree_map(lambda a: client.weight * a, client.work), client.kept
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return tree_map(lambda d, a: a / totals.weight * d, update, totals.sums), state
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        weight = torch.where(server.totals.weight > 0, server.totals.weight, 1.0)  # of an empty cohort, all is 0
+        return tree_map(lambda d, a: a / weight * d, update, server.totals.sums), state

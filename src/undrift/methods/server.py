@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undrift.method.context import Totals
+from undrift.method.context import Server
 from undrift.method.part import Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map, tree_zeros
@@ -43,7 +43,7 @@ class ServerSGD(ServerOptimizer):
     def start(self, params: Tree) -> Tree:
         return tree_zeros(params)
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         velocity = tree_map(lambda v, d: self.momentum * v + d, state, update)
         return tree_map(lambda v: self.lr * v, velocity), velocity
 
@@ -62,7 +62,7 @@ class Adaptive(ServerOptimizer):
     def start(self, params: Tree) -> Tree:
         return {"m": tree_zeros(params), "v": tree_zeros(params), "tau": torch.zeros(())}
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         tau = state["tau"] + 1
         m = tree_map(lambda m, d: self.beta1 * m - (1 - self.beta1) * d, state["m"], update)
         v = tree_map(lambda v, d: self.second_moment(v, d * d), state["v"], update)

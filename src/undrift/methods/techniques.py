@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undrift.errors import UndriftError
 from undrift.functional.model import ordinary_gradient
-from undrift.method.context import Client, Server, Totals
+from undrift.method.context import Client, Server
 from undrift.method.part import Part
 from undrift.random import Key, bits, normal
 from undrift.schedule import Number
@@ -39,8 +39,9 @@ class SignAgreement(Part):
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         return tree_map(torch.sign, delta), client.kept
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return tree_map(lambda d, votes: torch.where(votes.abs() >= self.threshold, d, 0.0), update, totals.sums), state
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        votes = server.totals.sums
+        return tree_map(lambda d, v: torch.where(v.abs() >= self.threshold, d, 0.0), update, votes), state
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class ServerTraining(Part):
         if data.server_rows is None:
             raise UndriftError("ServerTraining needs data at the server; load with server_fraction=0.05, for example.")
 
-    def refine(self, params: Tree, server: Server) -> Tree:
+    def refine(self, params: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         assert server.data is not None
         x, y = server.data
         statistics = tree_map(torch.clone, server.model.tracked)
@@ -136,4 +137,4 @@ class ServerTraining(Part):
                 g = ordinary_gradient(loss, params)
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)
         server.model.track(statistics)
-        return params
+        return params, state

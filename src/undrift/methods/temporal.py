@@ -33,7 +33,7 @@ class TemporalEnsemble:
     def start(self, params: Tree) -> Tree:
         return {"sum": tree_zeros(params), "left": torch.ones((), dtype=torch.float64)}
 
-    def after(self, params: Tree, state: Tree) -> Tree:
+    def observe(self, params: Tree, state: Tree) -> Tree:
         total = tree_map(lambda t, w: (1 - self.beta) * w + self.beta * t, state["sum"], params)
         return {"sum": total, "left": state["left"] * self.beta}
 
@@ -52,7 +52,7 @@ class Targeted(Part):
     target: TemporalEnsemble | None
 
     def __post_init__(self) -> None:
-        if self.target is not None and not all(hasattr(self.target, name) for name in ("start", "after", "target")):
+        if self.target is not None and not all(hasattr(self.target, name) for name in ("start", "observe", "target")):
             raise UndriftError(
                 f"{type(self).__name__}(target) must be a TemporalEnsemble(beta), or None, not {quoted(self.target)}."
             )
@@ -63,8 +63,8 @@ class Targeted(Part):
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         return {"target": self.target.target(params, state)} if self.target else {}
 
-    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
-        return self.target.after(params, state) if self.target else state
+    def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
+        return self.target.observe(params, state) if self.target else state
 
     def anchor(self, client: Client) -> Tree:
         return client.received["target"] if self.target else client.start

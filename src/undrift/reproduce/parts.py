@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from undrift.method.context import Batch, Client, Totals
+from undrift.method.context import Batch, Client, Server
 from undrift.method.part import Part
 from undrift.tree import Tree, tree_map
 
@@ -30,8 +30,8 @@ class TrainingLoss(Part):
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         return client.measured, client.kept
 
-    def transform(self, update: Tree, totals: Totals, state: Tree) -> tuple[Tree, Tree]:
-        return update, totals.sums
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        return update, server.totals.sums
 
     def history(self, state: Tree) -> dict[str, Any]:
         return {"training_loss": float(state["loss"] / state["samples"])}
@@ -53,8 +53,8 @@ class Coordinates(Part):
             "opposite": torch.zeros((), dtype=torch.float64),
         }
 
-    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
-        update = {name: params[name] - previous[name] for name in params}
+    def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
+        update = {name: params[name] - server.params[name] for name in params}
         first = next(iter(update.values())).flatten()
         chosen = (state["places"] == 0).all()
         places = torch.where(chosen, torch.topk(first.abs(), 2).indices, state["places"])
@@ -74,7 +74,7 @@ class Weights(Part):
     def start(self, params: Tree) -> Tree:
         return next(iter(params.values()))
 
-    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
+    def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
         return next(iter(params.values()))
 
     def history(self, state: Tree) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from undrift.data.dataset import FederatedDataset
 from undrift.expressions import parse_number
 from undrift.functional.model import Model
+from undrift.method.context import Server
 from undrift.method.local import Local
 from undrift.method.parse import as_method, parse_local, parse_method
 from undrift.method.part import Part
@@ -39,7 +40,7 @@ class Follow(Part):
     def start(self, params: Tree) -> Tree:
         return params
 
-    def after(self, params: Tree, previous: Tree, state: Tree) -> Tree:
+    def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
         return params
 
     def history(self, state: Tree) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from undrift.engine.graph import captures
 from undrift.errors import require
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
+from undrift.method.groups import group_factors
 from undrift.method.parse import as_method
+from undrift.method.work import with_local_work
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training.checks import (
@@ -61,11 +63,20 @@ def prepare(given: Settings) -> Run:
         in_lanes = function.in_lanes()
         choice = chosen(given, in_lanes, device_data, cohort_size)
     function = in_lanes if choice.engine == "lanes" else function
-    moves, decays = (callable(number) or bool(number) for number in (local.momentum, local.weight_decay))
-    program = Program(function, method, chosen_loss, moves, decays, data.augment)
+    composed = with_local_work(method, local, function.start, function.tracked)
+    program = Program(
+        model=function,
+        method=composed,
+        loss=chosen_loss,
+        weight_decay=callable(local.weight_decay) or bool(local.weight_decay),
+        augment=data.augment,
+        personal=method.personal([*function.start, *function.tracked]),
+        decay=group_factors(local.groups, list(function.start))[1] if local.groups else {},
+    )
     program = conditions.program(program, cohort_size)
     return Run(
         method=method,
+        composed=composed,
         model=function,
         data=data,
         device_data=device_data,

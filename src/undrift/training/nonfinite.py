@@ -96,7 +96,8 @@ class Watch:
 
     def _skipped(self, answers: Answers, row: Row) -> Row:
         """Who was left out for NaN or an infinity."""
-        assert answers.outcome.finite is not None
+        if answers.outcome.finite is None:  # an empty cohort
+            return {"skipped": []}
         skipped = answers.clients[~(answers.outcome.finite.cpu().numpy() | answers.excused)].tolist()
         if skipped:
             log.warning("round %d: skipped %s (non-finite update or state)", row["round"], named(skipped))
@@ -118,7 +119,7 @@ class Watch:
 
     def _reason(self, before: State) -> str:
         """Who is to blame, found by going through the round once more, and what to try."""
-        inputs = inputs_of(self.run, self.run.bound(before.round), before)
+        inputs, _, _ = inputs_of(self.run, self.run.bound(before.round), before)
         finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None
         clients, fates, failed = inputs.plan.clients, inputs.plan.fates, ~finite.cpu().numpy()

@@ -19,9 +19,10 @@ from undrift.method.local import steps_per_epoch
 from undrift.method.part import Method
 from undrift.random import choose, derive
 from undrift.training.evaluate import BATCH, parts_of
+from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.tree import tree_map
+from undrift.tree import Tree, tree_map
 
 MOST = 1000
 """The most clients to evaluate; of more, this many are drawn from the seed, the same ones in every round."""
@@ -45,11 +46,18 @@ class Personal:
         self.store, self.take = run.device_data.place(Rows(own.store, own.index[:0])).store, own.take
 
     def shared(self, state: State, last: bool) -> dict[str, Any]:
-        """The global model on every client's own data; in the last round also per client."""
+        """The global model on every client's own data; in the last round also per client.
+
+        Where parts have personal parameters or an `own` hook, each client's own model in its place.
+        """
         if not len(self.clients):
             return {}
-        model = self.run.model.at(state.tracked)
-        found = self._measured(model, state.params, torch.cat(self.indices), self.whose, len(self.clients))
+        program = self.run.engine.program
+        if program.personal or program.using["own"]:
+            found = self._owned(state)
+        else:
+            model = self.run.model.at(state.tracked)
+            found = self._measured(model, state.params, torch.cat(self.indices), self.whose, len(self.clients))
         row: dict[str, Any] = summary("client", found)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
@@ -58,13 +66,29 @@ class Personal:
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
+    def _owned(self, state: State) -> dict[str, Tensor]:
+        """The loss and each metric of every client's own model on its own data."""
+        run, program, found = self.run, self.run.engine.program, []
+        method, t = run.bound(state.round - 1), state.round - 1
+        for begin in range(0, len(self.clients), run.cohort_size):
+            clients = self.clients[begin : begin + run.cohort_size]
+            server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
+            plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
+            inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
+            for c in range(len(clients)):
+                given = program.given(inputs.shared, tree_map(lambda x, c=c: x[c], inputs.clients))
+                indices = self.indices[begin + c]
+                whose = torch.zeros(len(indices), dtype=torch.int64)
+                found.append(self._measured(run.model.at(given["tracked"]), program.own(given), indices, whose, 1))
+        return {name: torch.cat([one[name] for one in found]) for name in run.measures}
+
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
         """Each client's own model: the global one after one more epoch of local training with the method."""
         run, found = self.run, {}
         if not len(self.clients):
             return {}
-        received = method.broadcast(state.params, state.parts, run.server(t, state))
-        plan = method.plan(run.plan(t), state.parts)
+        server = run.server(t, state)
+        plan, _ = method.plan(run.plan(t), state.parts, server)
 
         def visit(trained: Params, clients: np.ndarray) -> None:
             for i, client in enumerate(clients.tolist()):
@@ -73,13 +97,16 @@ class Personal:
                 whose = torch.zeros(len(indices), dtype=torch.int64)
                 found[client] = self._measured(run.model, own, indices, whose, 1)
 
+        received: list[Tree] | None = None
         # One cohort at a time, since the states of all clients may not fit into memory at once.
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
-            epoch = steps_per_epoch(run.data.sizes[clients], run.local.batch_size)
-            run.engine.run(
-                run.inputs(replace(plan, clients=clients, steps=epoch), state, received, state.clients), visit
-            )
+            epoch = -(-steps_per_epoch(run.data.sizes[clients], run.local.batch_size) // run.composed.batches)
+            here = replace(plan, clients=clients, steps=epoch)
+            server = replace(server, cohort=clients, client_weights=run.weights(clients))
+            if received is None or method.measuring("cohort"):
+                received = broadcast(run, method, here, state, server)
+            run.engine.run(run.inputs(here, state, received, state.clients), visit)
         return summary("tuned", {name: torch.cat([found[int(c)][name] for c in self.clients]) for name in run.measures})
 
     def _measured(

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from undrift.engine.base import Outcome, RoundInputs
-from undrift.method.context import Totals
+from undrift.engine.client import Program
+from undrift.method.context import Plan, Server, Totals
 from undrift.method.part import Method
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.training.survivors import Answers
-from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_structure, tree_to, tree_where
+from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_map, tree_structure, tree_to, tree_where
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,18 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     `skip` leaves out clients that send or keep anything that is not finite.
     """
     t = state.round
-    method, server = run.bound(t), run.server(t, state)
+    method = run.bound(t)
 
-    inputs = inputs_of(run, method, state)
+    inputs, server, planned = inputs_of(run, method, state)
     answers = run.conditions.collect(run.engine, inputs, skip)  # run.engine trains; who must not count is left out
     outcome = answers.outcome
 
-    totals = Totals(outcome.sums, outcome.size, outcome.weight, run.population, outcome.update)
-    update, parts = method.transform(totals, state.parts)
-    server.model.track(unless_nobody(outcome, outcome.statistics, state.tracked))
-    params = method.refine(tree_add(state.params, update), server)
-    parts = method.after(params, state.params, parts)
+    update, parts = aggregated(method, planned, outcome, server)
+    server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update))
+    update, parts = method.transform(update, parts, server)
+    server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
+    params, parts = method.refine(tree_add(state.params, update), parts, server)
+    parts = method.observe(params, parts, server)
 
     down, up = traffic(run, inputs, answers)
     after = replace(
@@ -59,20 +61,70 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     return after, Round(method, answers, down, up)
 
 
-def inputs_of(run: Run, method: Method, state: State) -> RoundInputs:
-    """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights."""
-    plan = run.checked(method.plan(run.plan(state.round), state.parts))
+def inputs_of(run: Run, method: Method, state: State) -> tuple[RoundInputs, Server, list[Tree]]:
+    """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
+
+    Also returns the server as it stands before training, and the parts' states after `plan`.
+    """
+    server, plan, parts = run.server(state.round, state), run.plan(state.round), state.parts
+    if method.overriding("plan"):
+        plan, parts = method.plan(plan, parts, server)
+        plan = run.checked(plan)
     plan = run.conditions.with_fates(plan, run.seed)
-    received = method.broadcast(state.params, state.parts, run.server(state.round, state))
-    return run.inputs(plan, state, received, state.clients)
+    server = replace(server, cohort=plan.clients, client_weights=run.weights(plan.clients))
+    received = broadcast(run, method, plan, replace(state, parts=parts), server)
+    return run.inputs(plan, state, received, state.clients), server, parts
+
+
+def broadcast(run: Run, method: Method, plan: Plan, state: State, server: Server) -> list[Tree]:
+    """What clients receive beside the weights; parts that measure the cohort do so first, at the weights sent."""
+    if method.measuring("cohort"):
+        sums = run.engine.measure_all(run.inputs(plan, state, None, state.clients), "cohort")
+        size = torch.full((), len(plan.clients), dtype=torch.float64, device=run.device)
+        server = replace(server, totals=Totals(sums, size, server.client_weights.sum(), None))
+    return method.broadcast(state.params, state.parts, server)
+
+
+def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
+    """The update and the parts' states: the mean, or what the part that aggregates makes of the single updates."""
+    updates = outcome.updates
+    if not updates:
+        return outcome.update, parts
+    if outcome.finite is not None:  # the host has to know who counts
+        counts = outcome.finite.nonzero().flatten()
+        if not len(counts):
+            return outcome.update, parts
+        updates = tree_map(lambda u: u[counts], updates)
+        cohort = server.cohort[counts.cpu().numpy()]
+        server = replace(server, cohort=cohort, client_weights=server.client_weights[counts])
+    return method.aggregate(updates, parts, server)
+
+
+def shared_buffers(run: Run, state: State) -> Tree:
+    """The buffers that clients send: those that training changes and that are not personal."""
+    return {name: t for name, t in state.tracked.items() if name not in run.engine.program.personal}
 
 
 def traffic(run: Run, inputs: RoundInputs, answers: Answers) -> tuple[int, int]:
-    """Bytes to the clients that were sampled, and from those that answered."""
-    outcome = answers.outcome
-    down = tree_bytes([inputs.shared["start"], inputs.shared["received"], inputs.shared["tracked"]])
-    up = tree_bytes([outcome.update, outcome.sums, outcome.statistics, outcome.weight])
+    """Bytes to the clients that were sampled, and from those that answered. Personal parameters are not sent."""
+    program, outcome = run.engine.program, answers.outcome
+    start, received, tracked = (inputs.shared[name] for name in ("start", "received", "tracked"))
+    down = tree_bytes(sent(program, [start, received, tracked], start))
+    update = sent(program, outcome.update, start)
+    up = run.composed.update_bytes(update, tree_bytes(update))
+    up += tree_bytes(sent(program, [outcome.sums, outcome.statistics, outcome.weight], start))
     return len(answers.clients) * down, len(answers.work.clients) * up
+
+
+def sent(program: Program, tree: Tree, params: Tree) -> Tree:
+    """The tree without personal parameters, wherever it has a dict by parameter or buffer."""
+    if not program.personal:
+        return tree
+    if isinstance(tree, dict):
+        buffers = tree.keys() == program.model.tracked.keys()
+        names = program.personal if tree.keys() == params.keys() or buffers else frozenset()
+        return {n: sent(program, t, params) for n, t in tree.items() if n not in names}
+    return [sent(program, t, params) for t in tree] if isinstance(tree, list | tuple) else tree
 
 
 def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
@@ -81,12 +133,13 @@ def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
         return state, done
     t = state.round - 1
     everyone = run.everyone(t, state)
-    sums = run.engine.measure_all(everyone)
+    sums = run.engine.measure_all(everyone, "finish")
     size = torch.full((), run.population, dtype=torch.float64, device=run.device)
-    totals = Totals(sums, size, everyone.clients["weight"].sum(), run.population, None)
-    server = run.server(t, state)
-    params = done.method.finish(state.params, totals, server)
-    down, up = run.population * tree_bytes(params), run.population * tree_bytes(sums)
+    totals = Totals(sums, size, everyone.clients["weight"].sum(), None)
+    server = replace(run.server(t, state), totals=totals)
+    params = done.method.finish(state.params, state.parts, server)
+    program = run.engine.program
+    down, up = (run.population * tree_bytes(sent(program, tree, params)) for tree in (params, sums))
     done = replace(done, bytes_down=done.bytes_down + down, bytes_up=done.bytes_up + up)
     total = state.total_bytes + down + up
     return replace(state, params=params, tracked=server.model.tracked, total_bytes=total), done

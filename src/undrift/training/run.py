@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.base import Engine, RoundInputs
@@ -19,6 +20,7 @@ from undrift.losses import Loss, Metric
 from undrift.method.context import Plan, Server
 from undrift.method.local import Local, cohort_batches
 from undrift.method.part import Method
+from undrift.method.work import Momentum
 from undrift.random import Key, choose, derive
 from undrift.schedule import value
 from undrift.training.state import State
@@ -31,6 +33,9 @@ class Run:
     """A method, a model and data, checked and on their device, and the engine that trains them."""
 
     method: Method
+    """As the user wrote it."""
+    composed: Method
+    """With the parts that stand for local work, which the engine runs."""
     model: Model
     data: FederatedDataset
     device_data: DeviceData
@@ -65,12 +70,12 @@ class Run:
     def start(self) -> State:
         """The state before the first round."""
         parts = tree_to(self.bound(0).start(self.model.start), self.device)
-        clients = ClientStates.none(self.method, self.device, self.population)
+        clients = ClientStates.none(self.composed, self.device, self.population)
         return State(self.model.start, parts, self.model.tracked, clients)
 
     def bound(self, t: int) -> Method:
         """The method with the numbers of round `t`."""
-        return self.method.bind(on_device(self.method.numbers(t), self.device))
+        return self.composed.bind(on_device(self.composed.numbers(t), self.device))
 
     def plan(self, t: int) -> Plan:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
@@ -83,29 +88,68 @@ class Run:
 
     def checked(self, plan: Plan) -> Plan:
         """The plan after the parts' own hooks, refused where no engine could carry it out."""
-        steps = np.asarray(plan.steps)
-        require(len(plan.clients) > 0, f"A part's plan leaves no client in round {plan.round + 1}; keep at least one.")
-        whole = steps.dtype.kind in "iu" and steps.shape == plan.clients.shape
-        require(whole and steps.min() >= 1, "A part's plan must leave each client a whole number of steps from 1.")
-        most = len(plan.clients) <= self.cohort_size or self.conditions.max_norm_ratio is None
+        clients, steps = np.asarray(plan.clients), np.asarray(plan.steps)
+        known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
+        require(known, "A part's plan must name its clients by whole numbers, as a flat array of ids.")
+        clients = clients.astype(np.int64)
+        strange = clients[~np.isin(clients, self.data.nonempty)]
+        require(not len(strange), f"A part's plan has client {strange[:1]}, which does not exist or has no data.")
+        require(len(np.unique(clients)) == len(clients), "A part's plan names a client twice.")
+        whole = (steps.dtype.kind in "iu" or not len(steps)) and steps.shape == clients.shape
+        fine = whole and (not len(steps) or steps.min() >= 1)
+        require(fine, "A part's plan must leave each client a whole number of steps from 1.")
+        most = len(clients) <= self.cohort_size or self.conditions.max_norm_ratio is None
         require(most, "A part's plan has more clients than are sampled, which max_norm_ratio does not allow.")
-        for name in ("momentum", "weight_decay"):
-            fine = not getattr(plan, name) or getattr(self.engine.program, name)
-            require(fine, f"A part's plan sets {name}, which Local leaves at 0 in every round; set it there.")
-        return replace(plan, steps=steps)
+        require(not plan.momentum or self.moves, MUST_BE_SET.format("momentum"))
+        require(not plan.weight_decay or self.engine.program.weight_decay, MUST_BE_SET.format("weight_decay"))
+        order = np.argsort(clients, kind="stable")
+        return replace(plan, clients=clients[order], steps=steps.astype(np.int64)[order])
+
+    @property
+    def moves(self) -> bool:
+        """Whether `Local` has momentum in some round."""
+        return any(isinstance(part, Momentum) for part in self.composed.parts)
 
     def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
-        return self.local.step_counts(t, clients, self.data.sizes[clients])
+        return self.local.step_counts(t, clients, self.data.sizes[clients], self.composed.batches)
+
+    def weights(self, clients: np.ndarray) -> Tensor:
+        """The clients' weights in the mean, before normalisation: their samples, or 1 each."""
+        sizes = self.data.sizes[clients] if self.composed.weighting == "samples" else np.ones(len(clients))
+        return to_device(torch.as_tensor(sizes, dtype=self.device_data.dtype), self.device)
+
+    def filled(self, plan: Plan) -> Plan:
+        """The plan filled up to the engine's width, where a part may choose the clients: see `RoundInputs`.
+
+        The client that fills it up takes as many steps as the longest, so that all lanes end together if they would
+        with a full cohort.
+        """
+        missing = self.engine.width - len(plan.clients)
+        if missing <= 0 or not self.composed.overriding("plan"):
+            return plan
+        clients = np.concatenate([plan.clients, np.full(missing, self.data.nonempty[0])])
+        steps = np.concatenate([plan.steps, np.full(missing, plan.steps.max(initial=1))])
+        return replace(plan, clients=clients, steps=steps)
 
     def inputs(
-        self, plan: Plan, state: State, received: list[Tree], clients: ClientStates | None = None
+        self, plan: Plan, state: State, received: list[Tree] | None = None, clients: ClientStates | None = None
     ) -> RoundInputs:
         """The plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
-        sizes, width = self.data.sizes[plan.clients], self.local.widest(self.data.sizes)
-        batches = cohort_batches(self.seed, plan.round, plan.clients, sizes, plan.steps, self.local.batch_size, width)
+        filled = self.filled(plan)
+        sizes, width = self.data.sizes[filled.clients], self.local.widest(self.data.sizes)
+        batches = cohort_batches(
+            self.seed,
+            plan.round,
+            filled.clients,
+            sizes,
+            filled.steps,
+            self.local.batch_size,
+            width,
+            self.composed.batches,
+        )
         model = self.model.at(state.tracked)
         inputs = build_inputs(
-            plan, batches, self.method, model, self.device_data, state.params, received, clients, self.seed
+            plan, filled, batches, self.composed, model, self.device_data, state.params, received, clients, self.seed
         )
         return self.conditions.with_factors(inputs)
 
@@ -113,10 +157,21 @@ class Run:
         """All clients that have data, for measurements without training."""
         nobody_trains = np.zeros(self.population, np.int64)
         plan = replace(self.plan(t), clients=self.data.nonempty, steps=nobody_trains)
-        return self.inputs(plan, state, [() for _ in self.method.parts])
+        return self.inputs(plan, state, None, state.clients if self.engine.program.personal else None)
 
     def server(self, t: int, state: State) -> Server:
         """The server in round `t`, with the model as it stands."""
         words = to_device(torch.tensor(derive(self.seed, "server", t)), self.device)
-        key = Key(words, torch.zeros_like(words[0]))
-        return Server(self.model.at(state.tracked), self.loss, self.server_data, t, key, self.data.augment)
+        return Server(
+            model=self.model.at(state.tracked),
+            loss=self.loss,
+            data=self.server_data,
+            round=t,
+            key=Key(words, torch.zeros_like(words[0])),
+            params=state.params,
+            population=self.population,
+            augment=self.data.augment,
+        )
+
+
+MUST_BE_SET = "A part's plan sets {0}, which Local leaves at 0 in every round; set it there."

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undrift.engine.base import Engine, Outcome, RoundInputs
-from undrift.engine.client import Program
+from undrift.engine.client import Program, Sent
 from undrift.errors import require, whole
 from undrift.method.context import Plan
 from undrift.method.faults import Faults, unharmed
@@ -84,40 +84,49 @@ class Conditions:
 
     def collect(self, engine: Engine, inputs: RoundInputs, skip: bool) -> Answers:
         """Train the round's cohort, and leave out what must not count."""
-        plan, counts = inputs.plan, inputs.batches.counts
+        plan = inputs.plan
+        counts = inputs.batches.counts[: plan.steps.sum() * inputs.batches.per_step]  # without clients that fill it up
         if self.ordinary:
             nobody = np.zeros(len(plan.clients), bool)
-            outcome = engine.run(inputs, skip=skip)
+            outcome = _hooks_go_on(engine.run(inputs, skip=skip), plan)
             return Answers(outcome, plan.clients, plan, int(counts.sum()), nobody)
         fates, ratio = plan.fates, self.max_norm_ratio
         assert fates is not None
         outcome = engine.run(inputs, skip=True)
+        if self.min_clients is None:
+            outcome = _hooks_go_on(outcome, plan)
         columns: dict[str, Any] = {}
         if self.faults:
             columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
         excused = fates.dropped
-        if ratio is not None:
-            assert outcome.finite is not None
+        if ratio is not None and outcome.finite is not None:
             norms = outcome.sums[-1].cpu().numpy()[: len(plan.clients)]  # a plan may have fewer clients than usual
             far = outliers(norms, outcome.finite.cpu().numpy(), ratio)
             if far.any():  # a round is a function of its inputs, so it can be run once more without them
                 again = _with_factor(inputs, np.where(far, np.nan, fates.factor))
                 outcome = engine.run(again, skip=True)
-            outcome = replace(outcome, sums=outcome.sums[:-1])
             excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
+        outcome = replace(outcome, sums=outcome.sums if ratio is None else outcome.sums[:-1])
         gone = set(plan.clients[excused].tolist())
         own = {i: {c: state for c, state in states.items() if c not in gone} for i, states in outcome.kept.items()}
         outcome, survivors, least = replace(outcome, kept=own), outcome.size, self.least(len(plan.clients))
+        least = 0 if outcome.finite is None else least
         if least > 1 and int(outcome.size) < least:  # a round without survivors is found on the device, without waiting
             outcome = replace(outcome, size=torch.zeros_like(outcome.size), kept={})
         answered = ~fates.dropped
         work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
-        samples = int(counts[np.repeat(answered, plan.steps)].sum())
+        samples = int(counts[np.repeat(answered, plan.steps * inputs.batches.per_step)].sum())
         return Answers(outcome, plan.clients, work, samples, excused, least, survivors, columns)
+
+
+def _hooks_go_on(outcome: Outcome, plan: Plan) -> Outcome:
+    """Where a part plans an empty cohort, the round counts all the same: the server's hooks get a zero update."""
+    return outcome if len(plan.clients) else replace(outcome, finite=None)
 
 
 def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
     like = inputs.clients["weight"]
+    factor = np.concatenate([factor, np.ones(len(like) - len(factor))])  # clients that fill up the cohort are harmless
     own = {"factor": torch.as_tensor(factor, dtype=like.dtype), "place": torch.arange(len(factor))}
     return replace(inputs, clients=inputs.clients | {name: to_device(t, like.device) for name, t in own.items()})
 
@@ -129,20 +138,21 @@ class Unreliable(Program):
     norms: int = 0
     """The size of a cohort, if norms are sent: as a vector with the client's at its place, so that they add up."""
 
-    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> tuple[Tree, Tree, Tree]:
+    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> Sent:
         factor = given["factor"]
 
         def spoiled(w: Tensor, start: Tensor) -> Tensor:  # bit for bit as it was, where nothing happens
             return torch.where(factor == 1, w, (start + factor * (w - start)).to(w.dtype))
 
         state = {**state, "params": tree_map(spoiled, state["params"], given["start"])}
-        sent, kept, finite = super().conclude(state, given, statistics, skip)
+        sent = super().conclude(state, given, statistics, skip)
         if not self.norms:
-            return sent, kept, finite
-        update, sums, tracked = sent
-        places = torch.arange(self.norms, device=factor.device)
-        norms = torch.where(places == given["place"], norm(update) / given["weight"], 0.0)
-        return (update, [*sums, norms], tracked), kept, finite
+            return sent
+        update, sums, tracked = sent.sums
+        places, weight = torch.arange(self.norms, device=factor.device), given["weight"]
+        length = norm(update) / torch.where(weight > 0, weight, 1.0)
+        norms = torch.where(places == given["place"], length, 0.0)
+        return sent._replace(sums=(update, [*sums, norms], tracked))
 
 
 def norm(tree: Tree) -> Tensor:

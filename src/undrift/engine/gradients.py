@@ -1,0 +1,108 @@
+"""The gradients of a local step's loss: at the client's weights, at others, and per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from undrift.errors import UndriftError
+from undrift.functional.model import Params
+from undrift.method.context import Batch
+from undrift.random import Key
+from undrift.tree import Tree, tree_map, tree_stack
+
+if TYPE_CHECKING:
+    from undrift.engine.client import Clients, Program
+
+Differentiate = Callable[[Callable[[Params], Tensor], Params], Params]
+"""The gradient of a function of the weights, as an engine computes it."""
+
+AUGMENT = 2**16 - 1
+"""The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
+
+
+class StepGradients:
+    """Computes gradients of one local step's loss; `client.gradient` and `client.gradients` call it.
+
+    The j-th batch of step k draws with the key of step `k·b + j`, where a step has b batches: as if it were a step of
+    its own.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        given: Tree,
+        batches: list[Batch],
+        k: Tensor,
+        differentiate: Differentiate,
+        clients: Clients,
+    ) -> None:
+        self.program, self.differentiate, self.clients = program, differentiate, clients
+        count = len(batches)
+        self.keys = [Key(given["key"], k if count == 1 else k * count + j) for j in range(count)]
+        self.batches = [self._augmented(batch, key) for batch, key in zip(batches, self.keys, strict=True)]
+        self.params: Params = {}
+        self.g: Params = {}
+
+    def first(self, params: Params, statistics: Params | None) -> Params:
+        """The gradient of the step itself, which is kept for hooks that ask for it again."""
+        self.params, self.g = params, self._at(params, 0, statistics)
+        return self.g
+
+    def gradient(self, weights: Tree, batch: int) -> Tree:
+        self._check(weights, batch)
+        if batch == 0 and all(weights[n] is w for n, w in self.params.items()):
+            return dict(self.g)
+        return self._at(weights, batch)
+
+    def per_sample(self, weights: Tree, batch: int) -> Tree:
+        self._check(weights, batch)
+        whole, key = self.batches[batch], self.keys[batch]
+        rows = len(whole.mask)
+
+        def one(x: Tensor, y: Tensor, mask: Tensor, row: Tensor) -> Params:
+            sample = Batch(x[None], y[None], torch.ones_like(mask)[None])
+
+            def loss(w: Params) -> Tensor:
+                return self.program.objective(w, sample, key, self.clients, row=(row, rows)).sum()
+
+            g = self.differentiate(loss, weights) if obstacle else grad(loss)(weights)
+            return tree_map(lambda t: t * mask.to(t.dtype), g)
+
+        index, obstacle = torch.arange(rows, device=whole.mask.device), self.program.model.obstacle
+        samples = (whole.x, whole.y, whole.mask, index)
+        if obstacle:  # one by one, for models that vmap does not support
+            return tree_stack([one(*sample) for sample in zip(*samples, strict=True)])
+        return vmap(one)(*samples)
+
+    def _at(self, weights: Params, batch: int, statistics: Params | None = None) -> Params:
+        data, key = self.batches[batch], self.keys[batch]
+
+        def loss(w: Params) -> Tensor:
+            return mean_loss(self.program.objective(w, data, key, self.clients, statistics), data.mask)
+
+        return self.differentiate(loss, weights)
+
+    def _augmented(self, batch: Batch, key: Key) -> Batch:
+        augment = self.program.augment
+        return replace(batch, x=augment(batch.x, key.stream_at(AUGMENT))) if augment else batch
+
+    def _check(self, weights: Any, batch: int) -> None:
+        if not isinstance(weights, dict) or weights.keys() != self.params.keys():
+            raise UndriftError("client.gradient takes weights as a dict with the parameters' own names.")
+        if not 0 <= batch < len(self.batches):
+            raise UndriftError(
+                f"client.gradient was asked for batch {batch} of a step with {len(self.batches)}; set the class "
+                f"attribute batches = {batch + 1}."
+            )
+
+
+def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
+    """The mean of the losses over real samples."""
+    mask = mask.to(losses.dtype)
+    return (losses * mask).sum() / mask.sum()

@@ -1,0 +1,131 @@
+"""Calls of hooks: what a hook returns is checked, and an error in a user's hook says where it happened."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from undrift.errors import UndriftError, first_line, machine_trouble
+from undrift.tree import Tree, tree_leaves, tree_structure
+
+DRAWS = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.normal, torch.bernoulli, torch.multinomial, torch.poisson,
+    torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_, torch.Tensor.random_, torch.Tensor.bernoulli,
+}  # fmt: skip
+ELSEWHERE = (str(Path(torch.__file__ or "torch").parent), str(Path(__file__).parent.parent))
+"""Folders of code that is not the user's."""
+
+
+def call(part: Any, hook: str, *args: Any) -> Any:
+    """Call a part's hook. An error in a user's part is reported with the part, the hook, the file and the line."""
+    function = getattr(part, hook)
+    if ours(part):
+        return function(*args)
+    try:
+        with RefuseGlobalDraws():
+            return function(*args)
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a user's code may raise
+        if machine_trouble(error):
+            raise
+        raise UndriftError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
+
+
+def ours(part: Any) -> bool:
+    """Whether the part ships with undrift."""
+    return type(part).__module__.startswith("undrift.")
+
+
+def name(part: Any) -> str:
+    return type(part).__name__
+
+
+def place(error: BaseException) -> str:
+    """Where a user's code raised: the innermost frame outside of torch and undrift, as " (file.py:12)"."""
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in found if not f.filename.startswith((*ELSEWHERE, "<string>", "<eval_with_key>"))]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+VMAP = (
+    " In lanes, all clients' hooks run at once under torch.func.vmap: use tensor operations alone, with torch.where in "
+    'place of an `if` on their values. engine="plain" runs the hook as it is, for debugging.'
+)
+
+
+def reason(error: BaseException) -> str:
+    """The error's type and first line; and what vmap asks for, if it was vmap."""
+    text = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
+    return f"{text}.{VMAP}" if of_vmap(error) else f"{text}."
+
+
+def of_vmap(error: BaseException) -> bool:
+    """Whether vmap or tracing refused an operation, rather than the operation itself."""
+    said = str(error)
+    known = ("vmap", "functorch", "data-dependent", "Batching rule", "is not tracing", "GuardOnDataDependent")
+    kinds = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException")
+    return any(word in said for word in known) or type(error).__name__ in kinds
+
+
+class RefuseGlobalDraws(TorchFunctionMode):
+    """Inside it, drawing from torch's global generator raises: runs would not repeat."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DRAWS:
+            raise UndriftError(
+                f"A hook draws with {func.__name__} from torch's global generator, so runs would not repeat and "
+                "clients would not have draws of their own. Draw from the key: ud.normal(client.key, shape), "
+                "ud.uniform(client.key, shape), or server.key at the server."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def aligned(tree: Any, params: Tree, part: Any, hook: str, spread: bool = False) -> Tree:
+    """A hook's result in the order and the precision of the parameters.
+
+    It must have their names and shapes; with `spread`, shapes that spread to theirs.
+    """
+    if not isinstance(tree, dict) or tree.keys() != params.keys():
+        names = ", ".join(list(params)[:20]) + (" …" if len(params) > 20 else "")
+        raise UndriftError(f"{name(part)}.{hook} must return a dict with the parameters' own names ({names}).")
+    for n, w in params.items():
+        found = getattr(tree[n], "shape", ())
+        if found != w.shape and not (spread and _spreads(found, w.shape)):
+            raise UndriftError(
+                f"{name(part)}.{hook} returned a value of shape {tuple(found)} for {n!r}, which has shape "
+                f"{tuple(w.shape)}; it must not change shapes."
+            )
+    return {n: tree[n].to(w.dtype) for n, w in params.items()}
+
+
+def _spreads(shape: Any, whole: Any) -> bool:
+    return len(shape) <= len(whole) and all(
+        a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(tuple(whole)), strict=False)
+    )
+
+
+def pair(found: Any, part: Any, hook: str, first: str, second: str = "state") -> tuple[Any, Any]:
+    """A hook's result as the pair that it must be."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        raise UndriftError(f"{name(part)}.{hook} must return a pair, ({first}, {second}), not {kind}.")
+    return found
+
+
+def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str) -> Tree:
+    """`new`, which must have the structure, shapes and types of `old`."""
+    if tree_structure(new) != tree_structure(old):
+        raise UndriftError(f"{name(part)}.{hook} must not change the structure of its {what}.")
+    for a, b in zip(tree_leaves(new), tree_leaves(old), strict=True):
+        if getattr(a, "shape", ()) != b.shape or getattr(a, "dtype", None) != b.dtype:
+            raise UndriftError(
+                f"{name(part)}.{hook} changed a tensor of its {what} from {tuple(b.shape)} {b.dtype} to "
+                f"{tuple(getattr(a, 'shape', ()))} {getattr(a, 'dtype', type(a).__name__)}; it must not."
+            )
+    return new

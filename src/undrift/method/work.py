@@ -1,0 +1,163 @@
+"""Local work as parts: what `Local` asks for beyond plain SGD, and personal parameters, at the end of the chain.
+
+A local step is a chain of `gradient` and `step` hooks. Clipping, momentum and the local optimizer are its last links,
+rates by step and by parameter group its last `rate` hook, so engines know nothing of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from undrift.method.calls import unchanged_form
+from undrift.method.context import Client, Server
+from undrift.method.groups import group_factors
+from undrift.method.local import Local
+from undrift.method.optimizers import SGD, Optimizer, clip_by_norm
+from undrift.method.part import Method, Part
+from undrift.schedule import Number
+from undrift.tree import Tree, tree_map, tree_zeros
+
+
+def with_local_work(method: Method, local: Local, params: Tree, tracked: Tree) -> Method:
+    """The method with the parts that `Local`'s settings and personal names stand for, which the engine runs."""
+    parts: list[Part] = []
+    rates, _ = group_factors(local.groups, list(params)) if local.groups else ({}, {})
+    if local.step_schedule is not None or rates:
+        parts.append(LocalRates(local.step_schedule, rates))
+    if local.clip_norm is not None:
+        parts.append(ClipNorm(local.clip_norm))
+    if callable(local.momentum) or local.momentum:
+        parts.append(Momentum(local.momentum))
+    if local.optimizer is not None:
+        parts.append(KINDS[local.optimizer_state](local.optimizer))
+    personal = method.personal([*params, *tracked])
+    if personal:
+        parts.append(PersonalState({n: t for n, t in tracked.items() if n in personal}, personal))
+    return Method(*method.parts, *parts) if parts else method
+
+
+@dataclass(frozen=True)
+class LocalRates(Part):
+    """Rates by local step and by parameter group."""
+
+    by_step: Any
+    by_name: dict[str, float]
+
+    def rate(self, k: Tensor, client: Client) -> Tree:
+        factor: Any = 1.0 if self.by_step is None else self.by_step(k, client.steps)
+        factor = torch.as_tensor(factor, dtype=torch.float64, device=k.device)
+        if not self.by_name:
+            return factor
+        return {n: factor * self.by_name.get(n, 1.0) for n in client.start}
+
+
+@dataclass(frozen=True)
+class ClipNorm(Part):
+    """Gradients longer than `max_norm` are scaled down, as `torch.nn.utils.clip_grad_norm_` does it."""
+
+    max_norm: Number
+
+    def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
+        return clip_by_norm(g, self.max_norm)
+
+
+@dataclass(frozen=True)
+class Momentum(Part):
+    """The short form of SGD: `v ← ρv + g`. The round's ρ is the plan's, which parts may change."""
+
+    momentum: Number
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return tree_zeros(params)
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        velocity = tree_map(lambda v, g: self.momentum * v + g, carry, g)
+        velocity = {n: v.to(params[n].dtype) for n, v in velocity.items()}
+        return velocity, velocity
+
+
+@dataclass(frozen=True)
+class Optimize(Part):
+    """The local optimizer, whose state is reset in every round."""
+
+    optimizer: Optimizer
+
+    reads_rates: ClassVar[bool] = False
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return self.optimizer.carry(params, client)
+
+    def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
+        direction, new = self.optimizer.step(g, carry, params, client)
+        return direction, unchanged_form(new, carry, self.optimizer, "step", "carry")
+
+
+@dataclass(frozen=True)
+class OptimizeKept(Optimize):
+    """The local optimizer, whose state each client keeps between rounds."""
+
+    def keep(self, params: Tree) -> Tree:
+        return self.optimizer.carry(params, None)  # type: ignore[arg-type]
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return client.kept
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        return (), client.carry
+
+
+@dataclass(frozen=True)
+class OptimizeAveraged(Optimize):
+    """The local optimizer, whose state is averaged over the cohort like the weights, and sent to the next."""
+
+    def start(self, params: Tree) -> Tree:
+        return self.optimizer.carry(params, None)  # type: ignore[arg-type]
+
+    def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
+        return state
+
+    def carry(self, params: Tree, client: Client) -> Tree:
+        return client.received
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        return tree_map(lambda t: t * client.weight, client.carry), client.kept
+
+    def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
+        weight = server.totals.weight
+        whole = torch.where(weight > 0, weight, 1.0)
+
+        def mean(total: Tensor, old: Tensor) -> Tensor:  # where nobody has trained, the state stays as it is
+            return torch.where(weight > 0, total / whole, old).to(old.dtype)
+
+        return update, tree_map(mean, server.totals.sums, state)
+
+
+KINDS = {"reset": Optimize, "keep": OptimizeKept, "average": OptimizeAveraged}
+
+
+@dataclass(frozen=True)
+class PersonalState(Part):
+    """The values of personal parameters and buffers, which each client keeps."""
+
+    buffers: dict[str, Tensor]
+    """The personal buffers before a client's first round."""
+    names: frozenset[str]
+
+    reads_rates: ClassVar[bool] = False
+
+    def keep(self, params: Tree) -> Tree:
+        return {n: w for n, w in params.items() if n in self.names} | self.buffers
+
+    def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
+        trained = {**client.final, **client.buffers}
+        return (), {n: trained[n].to(old.dtype) for n, old in client.kept.items()}
+
+
+def momentum_of(parts: list[Part], short: Tensor) -> Tensor:
+    """The momentum ρ of a step, for `client.work`: that of the optimizer, or `short`, that of the short form."""
+    optimizers = [part.optimizer for part in parts if isinstance(part, Optimize)]
+    return optimizers[0].momentum if optimizers and isinstance(optimizers[0], SGD) else short

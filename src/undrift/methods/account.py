@@ -1,0 +1,18 @@
+"""What methods that account for every local step's rate cannot account for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from undrift.errors import UndriftError
+from undrift.method.optimizers import SGD
+
+
+def refuse_unaccountable(name: str, local: Any) -> None:
+    """Refuse local work whose steps are not a fixed multiple of the gradients: `name` divides by the sum of rates."""
+    optimizer = local.optimizer
+    if local.clip_norm is not None:
+        raise UndriftError(f"{name} cannot account for clipped gradients; leave out Local(clip_norm).")
+    if optimizer is not None and (not isinstance(optimizer, SGD) or optimizer.nesterov):
+        kind = "SGD(nesterov=True)" if isinstance(optimizer, SGD) else type(optimizer).__name__
+        raise UndriftError(f"{name} cannot account for the steps of {kind}; use SGD without Nesterov's momentum.")
