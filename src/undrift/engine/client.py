@@ -188,18 +188,18 @@ class Program:
         if self.weight_decay:
             g = {n: t if self.decay.get(n) == 0 else t + self._decay(n, given) * params[n] for n, t in g.items()}
         carries = list(state.get("carry", ()))
-        for i, (part, outside) in enumerate(clients):
-            client = replace(outside, gradients_of=gradients)
-            if i in self.using["step"]:
+        for i in sorted({*self.using["gradient"], *self.using["step"]}):
+            part, client = clients[i][0], replace(clients[i][1], gradients_of=gradients)
+            if i in self.using["gradient"]:
+                g = aligned(call(part, "gradient", g, params, client), params, part, "gradient")
+            else:
                 found = call(part, "step", g, carries[i], params, client)
                 changed, carry = pair(found, part, "step", "g", "carry")
                 g = aligned(changed, params, part, "step")
                 carries[i] = unchanged_form(carry, carries[i], part, "step", "carry")
-            elif i in self.using["gradient"]:
-                g = aligned(call(part, "gradient", g, params, client), params, part, "gradient")
         if carries:
             after["carry"] = carries
-        clients = [(p, replace(c, carry=carries[i] if carries else None)) for i, (p, c) in enumerate(clients)]
+            clients = [(p, replace(c, carry=carry)) for (p, c), carry in zip(clients, carries, strict=True)]
         multiplier = self.multiplier(k, clients, params)
         rate = tree_map(lambda m: m * given["lr"], multiplier)
         rates: Tree = rate if isinstance(rate, dict) else dict.fromkeys(params, rate)
