@@ -90,8 +90,8 @@ class Program:
                 given[name] = {n: mine.get(n, t) for n, t in given[name].items()}
         return given
 
-    def clients(self, given: Tree, step: Tensor | int) -> Clients:
-        inside = not isinstance(step, int)
+    def clients(self, given: Tree, step: Tensor | int, local: bool = False) -> Clients:
+        """Every part and the client as it sees it; `local` in a local step, elsewhere `step` only separates draws."""
         step = torch.full_like(given["id"], step) if isinstance(step, int) else step
         base = Client(
             id=given["id"],
@@ -106,7 +106,7 @@ class Program:
             key=Key(given["key"], step),
             model=self.model.at(given["tracked"]),
             loss=self.loss,
-            step=step if inside else None,
+            step=step if local else None,
             personal=self.personal,
             decay=self.decay,
         )
@@ -158,7 +158,7 @@ class Program:
             state["carry"] = tree_map(lambda t: torch.as_tensor(t, device=given["id"].device).clone(), carries)
         if self.reads_rates:
             k = torch.zeros_like(given["id"])
-            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k), params))
+            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k, local=True), params))
             state |= {"rate_sum": zeros, "work": zeros, "momentum_sum": torch.zeros_like(given["lr"])}
         return state
 
@@ -182,7 +182,7 @@ class Program:
             differentiate: The engine's gradient of a function of the weights.
             statistics: Gets the buffers that the forward pass changes.
         """
-        params, after, clients = state["params"], dict(state), self.clients(given, k)
+        params, after, clients = state["params"], dict(state), self.clients(given, k, local=True)
         gradients = StepGradients(self, given, batches, k, differentiate, clients)
         g = gradients.first(params, statistics)
         if self.weight_decay:
@@ -284,8 +284,9 @@ class Program:
             if i in self.using["update"]:
                 update = aligned(call(part, "update", update, client), delta, part, "update")
             if i in self.using["upload"]:
-                own, kept[i] = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
+                own, new = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
                 sums[i] = tree_map(_summable, self.without_personal(own, delta))
+                kept[i] = unchanged_form(new, kept[i], part, "upload", "kept state, which `keep` returns at first")
         update = self.without_personal(update, delta)
         # In at least float32: a half-precision update times a client's samples would overflow.
         dtype = self.model.accum_dtype
