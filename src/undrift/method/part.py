@@ -283,7 +283,7 @@ class Method:
         for part in self.parts:
             check_numbers(part, rounds, type(part).__name__)
             check_definition(part)
-            part.check(local, data)
+            call(part, "check", local, data)
 
     # ---- the hooks of the sum: server ------------------------------------------------------------------------
     def start(self, params: Tree) -> list[Tree]:
@@ -319,6 +319,8 @@ class Method:
         new = list(states)
         for i, part in self.overriding("observe"):
             new[i] = call(part, "observe", params, states[i], _own(server, part, OBSERVE, i))
+            if new[i] is None:
+                raise UndriftError(f"{type(part).__name__}.observe must return the part's state, not None.")
         return new
 
     def finish(self, params: Tree, states: list[Tree], server: Server) -> Tree:
@@ -336,7 +338,10 @@ class Method:
     def history(self, states: list[Tree]) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for part, state in zip(self.parts, states, strict=True):
-            row |= call(part, "history", state)
+            columns = call(part, "history", state)
+            if not isinstance(columns, dict):
+                raise UndriftError(f"{type(part).__name__}.history must return a dict of columns, not {columns!r}.")
+            row |= columns
         return row
 
     def _chain(self, hook: str, step: int, thing: Any, states: list[Tree], server: Server) -> tuple[Any, list[Tree]]:
