@@ -20,7 +20,7 @@ from torch.nn.utils import parameters_to_vector
 
 import undrift as ud
 from tests import field as methods
-from tests.problems import net
+from tests.problems import distance, make_clients, net
 from undrift.method.part import PLAN, part_stream
 from undrift.random import Key, derive, uniform
 
@@ -28,6 +28,14 @@ SHAPES = {"0.weight": (8, 6), "0.bias": (8,), "3.weight": (4, 8), "3.bias": (4,)
 BODY = 8 * 6 + 8
 """How many of the weights are the body's; those of the head follow."""
 HEAD = ("3.*",)
+SIZES, TESTS = [23, 5, 0, 41, 10, 17, 1], [4, 3, 4, 5, 2, 6, 3]
+
+
+def clients_with_tests() -> ud.FederatedDataset:
+    """Uneven clients, one of them empty, each with test data of its own."""
+    data, own = make_clients(SIZES), make_clients(TESTS)
+    data.client_test = ud.FederatedDataset.from_clients([own[i] for i in range(len(TESTS))])
+    return data
 
 
 def tree(w: Tensor) -> dict[str, Tensor]:
@@ -74,6 +82,16 @@ class Found:
     def losses(self, data: ud.FederatedDataset, clients: list[int]) -> list[float]:
         """The loss of each client's own weights on its own test data."""
         return [float(loss(self.own.get(i, self.w), *data.client_test[i])) for i in clients]
+
+    def distance(self, run: ud.Result, data: ud.FederatedDataset) -> float:
+        """How far a run is from this: in its weights, or in the loss of a client's own; infinite for other cohorts."""
+        by_client = run.history[-1]["by_client"]
+        losses = torch.tensor(self.losses(data, by_client["client"]), dtype=torch.float64)
+        own = (torch.tensor(by_client["loss"], dtype=torch.float64) / losses - 1).abs().max()
+        if self.cohorts is not None and self.cohorts != [row["clients"] for row in run.history]:
+            return float("inf")
+        params = {name: w.cpu() for name, w in run.params.items()}
+        return float(torch.stack([own, torch.tensor(distance(params, self.params)).double()]).max())  # NaN if one is
 
 
 @dataclass

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 import undrift as ud
 from tests import cuda_graphs
 from tests import field as methods
-from tests.field_reference import METHODS, Case, Found, fedavg, gradient, median, tree
+from tests.field_reference import METHODS, SIZES, Case, Found, clients_with_tests, fedavg, gradient, median, tree
 from tests.problems import distance, make_clients, net
 from undrift.engine import threads
 from undrift.method.part import HOOKS
 
 SEED, BOUND = 3, 1e-10
-SIZES, TESTS = [23, 5, 0, 41, 10, 17, 1], [4, 3, 4, 5, 2, 6, 3]
 LOCALS = {
     "mini-batches": ud.Local(epochs=2, batch_size=8, lr=0.1),
     "momentum and decay": ud.Local(epochs=2, batch_size=8, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -36,19 +35,11 @@ REWEIGHED = ("PerFedAvg", "Mime")
 """Methods that also replace or scale the weight decay in the gradient, of which their equations say nothing."""
 
 
-def data_with_tests() -> ud.FederatedDataset:
-    """Uneven clients, one of them empty, with test data of their own."""
-    data = make_clients(SIZES)
-    own = make_clients(TESTS)
-    data.client_test = ud.FederatedDataset.from_clients([own[i] for i in range(len(TESTS))])
-    return data
-
-
 def trained(name, method=None, local="mini-batches", rounds=5, own=True, **options):
     """A run of one of the methods, or of another in its place."""
     method = METHODS[name][0] if method is None else method
     cohort = {} if "Poisson" in name else {"participation": 4}
-    data = data_with_tests() if own else make_clients(SIZES)
+    data = clients_with_tests() if own else make_clients(SIZES)
     settings = {"rounds": rounds, "local": LOCALS[local], "seed": SEED, "evaluate_every": rounds}
     return ud.train(net(), data, method, **settings, **cohort, **options)
 
@@ -68,16 +59,10 @@ def expected(name: str, local: str = "mini-batches", rounds: int = 5) -> Found:
     return METHODS[name][1](Case(make_clients(SIZES), LOCALS[local], list(sampled(rounds)), SEED))
 
 
-def differences(run, wanted: Found) -> dict[str, float]:
-    """How far a run is from its equations: in the weights, in the loss of each client's own weights, in its cohorts."""
-    by_client = run.history[-1]["by_client"]
-    losses = wanted.losses(data_with_tests(), by_client["client"])
+def off(run, wanted: Found) -> float:
+    """How far a run is from its equations."""
     cohorts = wanted.cohorts or list(sampled(len(run.history)))
-    return {
-        "weights": distance(run.params, wanted.params),
-        "own": max(abs(a / b - 1) for a, b in zip(by_client["loss"], losses, strict=True)),
-        "cohorts": float(cohorts_of(run) != cohorts),
-    }
+    return replace(wanted, cohorts=cohorts).distance(run, clients_with_tests())
 
 
 def cases():
@@ -97,7 +82,7 @@ def cases():
 def test_a_method_follows_its_equations(name, local, engine):
     run = trained(name, local=local, **ENGINES[engine])
     assert run.choices["engine"] == ENGINES[engine]["engine"]
-    assert max(differences(run, expected(name, local)).values()) < BOUND
+    assert off(run, expected(name, local)) < BOUND
     assert distance(run.params, tree(expected(name, local, 1).w)) > 1e-2  # later rounds have their part in it
 
 
@@ -126,9 +111,9 @@ def test_each_method_takes_at_most_thirty_lines():
 def test_a_method_follows_its_equations_through_captured_graphs(name, compiled, monkeypatch):
     """With the stand-in for CUDA graphs, in which nothing may wait for the device."""
     graphs = cuda_graphs.put_in_place(monkeypatch)
-    run = trained(name, own=False, engine="lanes", lanes=2, compile=compiled)
+    run = trained(name, engine="lanes", lanes=2, compile=compiled)
     assert sum(graph.replays for graph in graphs) > 10
-    assert distance(run.params, expected(name).params) < BOUND
+    assert off(run, expected(name)) < BOUND
 
 
 @pytest.mark.parametrize("name", ["MOON", "Ditto", "Median", "Mime", "Poisson"])
@@ -137,10 +122,10 @@ def test_threads_train_what_the_equations_say(name, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        run = trained(name, own=False, engine="lanes", lanes=1)
+        run = trained(name, engine="lanes", lanes=1)
     finally:
         torch.set_num_threads(before)
-    assert distance(run.params, expected(name).params) < BOUND
+    assert off(run, expected(name)) < BOUND
 
 
 @pytest.mark.parametrize("engine", ["plain", "two lanes"])
@@ -182,7 +167,7 @@ def connections():
 def test_a_disconnected_hook_is_noticed(name, hook, monkeypatch):
     """Take any hook away from any method: it is refused, or it no longer follows its equations."""
     method, wanted = METHODS[name][0], expected(name)
-    assert max(differences(whole(name), wanted).values()) < BOUND
+    assert off(whole(name), wanted) < BOUND
     if hook == "personal":
         method = replace(method, personal=())
     else:
@@ -191,7 +176,7 @@ def test_a_disconnected_hook_is_noticed(name, hook, monkeypatch):
         broken = trained(name, method, engine="plain")
     except ud.UndriftError:  # what others stand on
         return
-    assert max(differences(broken, wanted).values()) > 1e-6
+    assert off(broken, wanted) > 1e-6
 
 
 @functools.cache
@@ -247,7 +232,7 @@ def test_objectives_agree_whatever_is_padded(name, batch_size):
 @pytest.mark.parametrize("name", PERSONAL)
 def test_clients_are_evaluated_with_weights_of_their_own(name, engine):
     """On their own data, by client and in the mean; who has never taken part has the global weights."""
-    data = data_with_tests()
+    data = clients_with_tests()
     local, settings = LOCALS["mini-batches"], {"rounds": 2, "participation": 3, "seed": SEED}
     run = ud.train(net(), data, METHODS[name][0], local=local, **settings, **ENGINES[engine])
     wanted = METHODS[name][1](Case(data, local, cohorts_of(run), SEED))
@@ -264,7 +249,7 @@ def test_clients_are_evaluated_with_weights_of_their_own(name, engine):
 
 def test_one_more_epoch_begins_with_the_clients_own_weights():
     """`tuned_loss` of FedPer, written out: a further epoch of body and head."""
-    data, local, wanted = data_with_tests(), LOCALS["mini-batches"], expected("FedPer")
+    data, local, wanted = clients_with_tests(), LOCALS["mini-batches"], expected("FedPer")
     epoch, losses = replace(local, epochs=1), []
     for i in (0, 1, 3, 4, 5, 6):
         w = Case(data, epoch, [], SEED).sgd(wanted.own[i], 4, i, lambda v, k, x, y: gradient(v, x, y))
@@ -303,4 +288,4 @@ def test_an_empty_round_changes_nothing_of_what_methods_keep(name, engine):
     cohorts = expected("Poisson").cohorts
     assert cohorts_of(run) == cohorts and [] in cohorts
     wanted = METHODS[name][1](Case(make_clients(SIZES), LOCALS["mini-batches"], cohorts, SEED))
-    assert max(differences(run, replace(wanted, cohorts=cohorts)).values()) < BOUND
+    assert off(run, replace(wanted, cohorts=cohorts)) < BOUND
