@@ -317,7 +317,7 @@ def history_row(state: State, done: Round) -> dict[str, Any]:
         **answers.columns,
         "steps": int(work.steps.sum()),
         "total_steps": state.total_steps,
-        "steps_fraction": state.total_steps / state.constant_steps,
+        "steps_fraction": state.total_steps / state.constant_steps if state.constant_steps else 1.0,
         "local_steps": work.span,
         "lr": float(work.lr),
         "samples": answers.samples,
