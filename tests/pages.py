@@ -72,7 +72,7 @@ def run(page: Path, folder: Path, shell: Callable[[str, Path], str] = commands) 
 def python(code: str, names: dict) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(code, names)
+        exec(compile(code, "<page>", "exec", dont_inherit=True), names)  # without this file's __future__ imports
     return out.getvalue()
 
 

@@ -6,6 +6,7 @@ import html.parser
 import inspect
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 
 import undrift as ud
 from benchmarks import costs, troubles
@@ -96,15 +98,37 @@ def test_there_are_notebooks():
 
 
 def test_every_hook_stands_on_its_page_as_it_is_in_the_source():
-    shown = {}
-    for block in blocks(DOCS / "hooks.md"):
-        hook = block.code.partition("(")[0].removeprefix("def ")
-        source = inspect.getsource(getattr(getattr(ud, block.title), hook))
-        assert block.code == textwrap.dedent(source), f"{block.title}.{hook} has changed; show it as it is"
-        shown[hook] = block.title
-    assert sorted(shown) == sorted(costs.HOOKS)
     text = (DOCS / "hooks.md").read_text(encoding="utf-8")
-    assert all(f"### {hook}\n" in text and f"[{hook}](#{hook})" in text for hook in shown)
+    shown = set()
+    for block in blocks(DOCS / "hooks.md"):
+        if block.language == "py":
+            hook = block.code.partition("(")[0].removeprefix("def ")
+            source = inspect.getsource(getattr(getattr(ud, block.title), hook))
+            assert block.code == textwrap.dedent(source), f"{block.title}.{hook} has changed; show it as it is"
+        if block.language in ("py", "python"):
+            shown |= set(re.findall(r"^ *def (\w+)", block.code, re.M))
+    for hook in costs.HOOKS:
+        arguments = ", ".join([*inspect.signature(getattr(ud.Part, hook)).parameters][1:])
+        assert f"### {hook}\n\n```text\n{hook}({arguments}) -> " in text, f"{hook} needs its signature"
+        assert hook in shown and f"[{hook}](#{hook})" in text, hook
+    attributes = [name for name in ud.Part.__annotations__ if f"| `{name}` |" not in text]
+    assert not attributes, attributes
+
+
+def test_the_methods_of_the_hooks_page_are_the_same_on_both_engines(monkeypatch, new_process):
+    train, compared = ud.train, []
+
+    def both(*args, **kwargs):
+        lanes, plain = (train(*args, **kwargs, engine=engine, device="cpu") for engine in ("lanes", "plain"))
+        for name, w in plain.params.items():
+            torch.testing.assert_close(lanes.params[name], w, rtol=1e-4, atol=1e-5)
+        assert lanes.history[-1]["client_loss"] == pytest.approx(plain.history[-1]["client_loss"], rel=1e-4)
+        compared.append(args[2])
+        return lanes
+
+    monkeypatch.setattr(ud, "train", both)
+    run(DOCS / "hooks.md", new_process)
+    assert len(compared) >= 10
 
 
 def test_the_catalogue_is_up_to_date_and_has_every_method():

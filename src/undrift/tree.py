@@ -69,6 +69,34 @@ def tree_add(a: Tree, b: Tree) -> Tree:
     return tree_map(torch.add, a, b)
 
 
+def tree_add_(a: Tree, b: Tree) -> None:
+    """Add `b` to `a` in place, all leaves of a type at once: on a GPU one launch instead of one per leaf."""
+    for ours, theirs in _by_type(a, b):
+        torch._foreach_add_(ours, theirs)
+
+
+def tree_copy_(a: Tree, b: Tree) -> None:
+    """Copy `b` into `a`, all leaves of a type at once."""
+    for ours, theirs in _by_type(a, b):
+        torch._foreach_copy_(ours, theirs)
+
+
+def tree_clone(tree: Tree) -> Tree:
+    """A copy of the tree's tensors, of all leaves of a type at once."""
+    copy = tree_map(torch.empty_like, tree)
+    tree_copy_(copy, tree)
+    return copy
+
+
+def _by_type(a: Tree, b: Tree) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    found: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for ours, theirs in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        pair = found.setdefault(ours.dtype, ([], []))
+        pair[0].append(ours)
+        pair[1].append(theirs)
+    return list(found.values())
+
+
 def tree_sub(a: Tree, b: Tree) -> Tree:
     return tree_map(torch.sub, a, b)
 

@@ -90,8 +90,8 @@ class Program:
                 given[name] = {n: mine.get(n, t) for n, t in given[name].items()}
         return given
 
-    def clients(self, given: Tree, step: Tensor | int) -> Clients:
-        inside = not isinstance(step, int)
+    def clients(self, given: Tree, step: Tensor | int, local: bool = False) -> Clients:
+        """Every part and the client as it sees it; `local` in a local step, elsewhere `step` only separates draws."""
         step = torch.full_like(given["id"], step) if isinstance(step, int) else step
         base = Client(
             id=given["id"],
@@ -106,7 +106,7 @@ class Program:
             key=Key(given["key"], step),
             model=self.model.at(given["tracked"]),
             loss=self.loss,
-            step=step if inside else None,
+            step=step if local else None,
             personal=self.personal,
             decay=self.decay,
         )
@@ -160,7 +160,7 @@ class Program:
             state["carry"] = carries
         if self.reads_rates:
             k = torch.zeros_like(given["id"])
-            clients = with_carries(self.clients(given, k), carries)
+            clients = with_carries(self.clients(given, k, local=True), carries)
             zeros = tree_map(torch.zeros_like, self.multiplier(k, clients, params))
             state |= {"rate_sum": zeros, "work": zeros, "momentum_sum": torch.zeros_like(given["lr"])}
         return state
@@ -185,21 +185,21 @@ class Program:
             differentiate: The engine's gradient of a function of the weights.
             statistics: Gets the buffers that the forward pass changes.
         """
-        params, after, clients = state["params"], dict(state), self.clients(given, k)
+        params, after, clients = state["params"], dict(state), self.clients(given, k, local=True)
         gradients = StepGradients(self, given, batches, k, differentiate, clients)
         g = gradients.first(params, statistics)
         if self.weight_decay:
             g = {n: t if self.decay.get(n) == 0 else t + self._decay(n, given) * params[n] for n, t in g.items()}
         carries = list(state.get("carry", ()))
-        for i, (part, outside) in enumerate(clients):
-            client = replace(outside, gradients_of=gradients)
-            if i in self.using["step"]:
+        for i in sorted({*self.using["gradient"], *self.using["step"]}):
+            part, client = clients[i][0], replace(clients[i][1], gradients_of=gradients)
+            if i in self.using["gradient"]:
+                g = aligned(call(part, "gradient", g, params, client), params, part, "gradient")
+            else:
                 found = call(part, "step", g, carries[i], params, client)
                 changed, carry = pair(found, part, "step", "g", "carry")
                 g = aligned(changed, params, part, "step")
                 carries[i] = unchanged_form(carry, carries[i], part, "step", "carry")
-            elif i in self.using["gradient"]:
-                g = aligned(call(part, "gradient", g, params, client), params, part, "gradient")
         if carries:
             after["carry"] = carries
         clients = with_carries(clients, carries)
@@ -292,8 +292,9 @@ class Program:
             if i in self.using["update"]:
                 update = aligned(call(part, "update", update, client), delta, part, "update")
             if i in self.using["upload"]:
-                own, kept[i] = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
+                own, new = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
                 sums[i] = tree_map(_summable, self.without_personal(own, delta))
+                kept[i] = unchanged_form(new, kept[i], part, "upload", "kept state, which `keep` returns at first")
         update = self.without_personal(update, delta)
         # In at least float32: a half-precision update times a client's samples would overflow.
         dtype = self.model.accum_dtype
@@ -331,7 +332,9 @@ class Program:
 
 def with_carries(clients: Clients, carries: list[Tree]) -> Clients:
     """The clients with each part's carry, if there are any."""
-    return [(part, replace(client, carry=carries[i] if carries else None)) for i, (part, client) in enumerate(clients)]
+    if not carries:
+        return clients
+    return [(part, replace(client, carry=carry)) for (part, client), carry in zip(clients, carries, strict=True)]
 
 
 def _summable(leaf: Any) -> Tensor:

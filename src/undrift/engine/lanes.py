@@ -21,7 +21,7 @@ from undrift.engine.sums import Sums, only_real
 from undrift.engine.trace import CALLING, Traced
 from undrift.engine.vectorized import Vectorized, contiguous
 from undrift.functional.model import Params
-from undrift.tree import Tree, to_device, tree_add, tree_map
+from undrift.tree import Tree, to_device, tree_add, tree_copy_, tree_map
 
 
 class LanesEngine:
@@ -132,16 +132,19 @@ class LanesEngine:
         return one, two, three
 
     def put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
-        """`old` with the lanes at `where` replaced by `new`, in place unless all of them are."""
+        """`old` with the one lane at `where` replaced by `new`, in place; `new` itself if it is all lanes."""
         if len(where) == lanes:
             return new
-        index = to_device(torch.tensor(where), self.data.device)
         if old is None:
             old = tree_map(lambda n: n.new_zeros(lanes, *n.shape[1:]), new)
-        return tree_map(lambda o, n: o.index_copy_(0, index, n), old, new)
+        (lane,) = where
+        tree_copy_(tree_map(lambda o: o[lane : lane + 1], old), new)
+        return old
 
     def take(self, tree: Tree, where: list[int]) -> Tree:
-        """The entries at `where` along the trees' first axis."""
+        """The entries at `where` along the trees' first axis; of one lane, as views, which cost a GPU nothing."""
+        if len(where) == 1:
+            return tree_map(lambda t: t[where[0] : where[0] + 1], tree)
         index = to_device(torch.tensor(where), self.data.device)
         return tree_map(lambda t: t.index_select(0, index), tree)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undrift.engine.base import Outcome, RoundInputs
 from undrift.engine.client import Program, Sent
-from undrift.tree import Tree, to_device, tree_add, tree_map, tree_stack
+from undrift.tree import Tree, to_device, tree_add_, tree_clone, tree_map, tree_stack
 
 
 class Sums:
@@ -25,7 +25,10 @@ class Sums:
 
     def add(self, sent: Tree) -> None:
         """Add what one client, or the sum of several lanes, sends."""
-        self.total = sent if self.total is None else tree_add(self.total, sent)
+        if self.total is None:
+            self.total = tree_clone(sent)  # added to in place from now on; a part may send what it was given
+        else:
+            tree_add_(self.total, sent)
 
     def join(self, other: Sums) -> None:
         """Add what others have added up."""
@@ -44,9 +47,9 @@ class Sums:
         for i, _ in self.program.method.overriding("keep"):
             own = self.kept.setdefault(i, {})
             for j, c in real:
-                own[int(self.inputs.plan.clients[c])] = tree_map(lambda t, j=j: t[j].clone(), sent.kept[i])
+                own[int(self.inputs.plan.clients[c])] = tree_clone(tree_map(lambda t, j=j: t[j], sent.kept[i]))
         if sent.update:
-            self.updates |= {c: tree_map(lambda t, j=j: t[j].clone(), sent.update) for j, c in real}
+            self.updates |= {c: tree_clone(tree_map(lambda t, j=j: t[j], sent.update)) for j, c in real}
         if isinstance(sent.finite, Tensor):
             self.noted.append((sent.finite, clients))
 

@@ -130,9 +130,10 @@ def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str) -> Tre
     if tree_structure(new) != tree_structure(old):
         raise UndriftError(f"{name(part)}.{hook} must not change the structure of its {what}.")
     for a, b in zip(tree_leaves(new), tree_leaves(old), strict=True):
-        if getattr(a, "shape", ()) != b.shape or getattr(a, "dtype", None) != b.dtype:
+        if getattr(a, "shape", ()) != b.shape or getattr(a, "dtype", b.dtype) != b.dtype:
             raise UndriftError(
-                f"{name(part)}.{hook} changed a tensor of its {what} from {tuple(b.shape)} {b.dtype} to "
-                f"{tuple(getattr(a, 'shape', ()))} {getattr(a, 'dtype', type(a).__name__)}; it must not."
+                f"{name(part)}.{hook} must not change shapes and types of its {what}: it made "
+                f"{tuple(getattr(a, 'shape', ()))} {getattr(a, 'dtype', type(a).__name__)} of a tensor "
+                f"{tuple(b.shape)} {b.dtype}."
             )
     return new

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """One round's work, settled before it starts. A `plan` hook returns a changed copy (`dataclasses.replace`)."""
+    """The work of one round, fixed before it starts. A `plan` hook returns a changed copy (`dataclasses.replace`)."""
 
     round: int
-    """From 0."""
+    """The round, counted from 0."""
     clients: np.ndarray
     """The cohort's ids, ascending. A `plan` hook may choose others; an empty cohort is allowed."""
     steps: np.ndarray
-    """How many local steps each of them takes."""
+    """How many local steps each of them takes, in the order of `clients`."""
     lr: float
     momentum: float
     weight_decay: float
     fates: Fates | None = None
-    """Their simulated faults, if any; drawn after the `plan` hooks."""
+    """Which of them fail, if faults are simulated; drawn after the `plan` hooks."""
 
     @property
     def span(self) -> dict[str, float]:
@@ -44,17 +44,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one client. `mask` is 1.0, or 0.0 where a row is padding and must count for nothing."""
+    """A batch of one client's samples. Short batches are padded; `mask` says which samples are real."""
 
     x: Tensor
-    """In `objective`, after augmentation."""
+    """The inputs; in `objective`, after augmentation."""
     y: Tensor
+    """The targets."""
     mask: Tensor
+    """Per sample: 1.0, or 0.0 for padding. Multiply by it whatever you sum over a batch."""
     find_features: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     @property
     def features(self) -> Tensor:
-        """In `objective`: the input of the model's last layer in this very forward pass, samples × features."""
+        """The input of the model's last linear or convolution layer in this forward pass, in `objective` only.
+
+        Samples × features, if that layer is linear. Gradients flow through it.
+        """
         if self.find_features is None:
             raise UndriftError(
                 "batch.features is there in `objective` only; elsewhere use client.model.features(params, batch.x)."
@@ -72,75 +77,101 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True)
 class Client:
-    """One client as a hook sees it. Under lanes every tensor here is one lane's, so hooks read as if for one client."""
+    """A client, as passed to a hook. Hooks are written for one client; under `vmap`, every tensor is that of one lane.
+
+    Fields that are not known yet when a hook is called are None; docs/hooks.md lists what is available where.
+    """
 
     id: Tensor
+    """Its position in the data, from 0."""
     round: Tensor
+    """The round, counted from 0."""
     n: Tensor
     """How many samples it has."""
     weight: Tensor
-    """Its weight in the mean, before normalisation: its samples, or 1."""
+    """Its weight in the mean, before normalisation: its number of samples, or 1 if the mean is uniform."""
     label_counts: Tensor
-    """Samples of each of the model's outputs; empty where targets are not classes."""
+    """How many samples it has of each class, one entry per output of the model; empty if targets are not classes."""
     steps: Tensor
     """Its number of local steps in this round."""
     lr: Tensor
-    """This round's learning rate, before any part's `rate`."""
+    """This round's learning rate, without the factors of `rate` hooks, step schedules and parameter groups."""
     start: Tree
     """The weights it received, with its own values where parameters are personal."""
     begun: Tree
     """The weights that local training starts from: `start`, unless a part's `begin` returned others."""
     key: Key
-    """For this part's draws. Hooks of one local step share it; `key.stream_at(i)` separates their draws."""
+    """The key of this part's random draws. Hooks of one local step have the same key, and so have `update` and
+    `upload`; `key.stream_at(i)` gives keys whose draws are independent."""
     model: Model
-    """`client.model(params, x)`: the outputs, in evaluation mode."""
+    """`client.model(params, x)` returns the model's output in evaluation mode, `client.model.features(params, x)` the
+    input of its last layer, and `client.model.activations(params, x)` the activations of each layer, by name."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """`client.loss(output, target)`: one loss per sample."""
+    """`client.loss(output, target)` returns one loss per sample."""
     received: Tree = None
     """The tree that this part's `broadcast` returned."""
     kept: Tree = None
-    """This part's state of this client, kept between rounds."""
+    """The client's state for this part, kept between rounds: from `keep` at first, then from `upload`."""
     measured: Tree = None
-    """The sums of this part's `measure` over the client's data."""
+    """The sums that this part's `measure` returned, added up over the client's data."""
     prepared: Tree = None
     """The tree that this part's `prepare` returned."""
     step: Tensor | None = None
-    """In hooks of a local step: its index, from 0."""
+    """The index of the local step, from 0, in `logits`, `objective`, `gradient`, `step`, `rate` and `project`."""
     carry: Tree = None
-    """This part's carry: in `rate`, `project`, `update` and `upload`, as its `step` left it."""
+    """In `rate`, `project`, `update` and `upload`: the carry that this part's `step` returned last."""
     rates: Tree = None
-    """In `project`: the learning rates of this step, by parameter (each a number, or a tensor of its shape)."""
+    """In `project`: the learning rates of this step, by parameter: scalars, or tensors that broadcast to its shape."""
     rate_sum: Tree = None
-    """After training: the sum over steps of the rates used, by parameter (each a number, or a tensor of its shape)."""
+    """In `update` and `upload`: the sum over local steps of the learning rates, by parameter, as in `rates`."""
     work: Tree = None
-    """After training: FedNova's `a`, the sum of rate multipliers × v with v ← ρv + 1, by parameter."""
+    """In `update` and `upload`: FedNova's `a`, by parameter. It is the sum over local steps of the rate's factor times
+    v, where `v ← ρ·v + 1` in every step, from 0, with the momentum ρ."""
     final: Tree = None
-    """After training: the weights it ends with."""
+    """In `update` and `upload`: the weights after training."""
     buffers: Tree = None
-    """After training: the buffers that training changes, such as running statistics."""
+    """In `update` and `upload`: the values after training of buffers that training changes (running statistics)."""
     personal: frozenset[str] = frozenset()
     """The names of the parameters and buffers that are the client's own and never sent."""
     decay: Mapping[str, float] = field(default_factory=dict)
-    """By parameter, the factor of `Local`'s parameter groups for its weight decay; 1 where it is not named."""
+    """The factors of weight decay from `Local(groups)`, by parameter; those that are not listed have the factor 1."""
     gradients_of: Gradients | None = field(default=None, repr=False)
 
     def gradient(self, weights: Tree, batch: int = 0) -> Tree:
-        """Compute the gradient of this step's mean loss at other weights, in `gradient` and `step` only.
+        """Compute the gradient of this step's mean loss at other weights. Only in `gradient` and `step`.
 
-        The loss is the step's own: the same batch, the same draws, and all parts' `logits` and `objective` hooks, but
-        no weight decay and no `gradient` or `step` hook. Running statistics do not change. At the weights that the
-        hook was given it costs nothing.
+        The loss is that of the step: on the same batch, with the same random draws, and through all parts' `logits` and
+        `objective` hooks. Weight decay, `gradient` and `step` hooks are not applied, and running statistics do not
+        change. At the weights that the hook was given, this returns the gradient that has already been computed. Do
+        not differentiate through the result.
 
         Args:
-            weights: A dict like the parameters.
-            batch: Which of the step's batches, from 0, where a part asks for several (`batches = 2`).
+            weights: A dict with the names and shapes of the parameters.
+            batch: The index of one of the step's batches, if a part asks for several (`batches = 2`).
+
+        Returns:
+            A dict with the names and shapes of the parameters.
+
+        Raises:
+            UndriftError: If called in another hook, with other names, or for a batch that the step does not have.
         """
         return self._gradients().gradient(weights, batch)
 
     def gradients(self, weights: Tree, batch: int = 0) -> Tree:
-        """Compute each sample's own gradient along a first axis, as `gradient` does; 0 where a row is padding.
+        """Compute the gradient of each sample's loss at `weights`. Only in `gradient` and `step`.
 
-        Every sample is a batch of its own here, so a term that couples samples sees one at a time.
+        As `gradient`, but per sample. Each sample is passed through the model and the hooks as a batch of one, with the
+        random draws that it has in the whole batch; so a term of `objective` that couples samples sees one of them.
+
+        Args:
+            weights: A dict with the names and shapes of the parameters.
+            batch: The index of one of the step's batches.
+
+        Returns:
+            A dict like the parameters, with the samples along a first axis; zeros for padding.
+
+        Raises:
+            UndriftError: As `gradient`.
         """
         return self._gradients().per_sample(weights, batch)
 
@@ -150,7 +181,11 @@ class Client:
         return self.gradients_of
 
     def shared(self, tree: Tree) -> Tree:
-        """Return a dict like the parameters with zeros where they are personal; itself if none are."""
+        """Return a dict like the parameters with the entries of personal ones set to zero.
+
+        Args:
+            tree: A dict by parameter of trees of tensors.
+        """
         if not self.personal:
             return tree
         return {n: tree_map(torch.zeros_like, t) if n in self.personal else t for n, t in tree.items()}
@@ -158,28 +193,32 @@ class Client:
 
 @dataclass(frozen=True)
 class Server:
-    """The server as a hook sees it."""
+    """The server, as passed to a hook."""
 
     model: Model
+    """`server.model(params, x)` returns the model's output in evaluation mode."""
     loss: Callable[[Tensor, Tensor], Tensor]
+    """`server.loss(output, target)` returns one loss per sample."""
     data: tuple[Tensor, Tensor] | None
-    """`data.server`, on the device."""
+    """The server's own samples and targets (`data.server`), on the device; None if it has none."""
     round: int
+    """The round, counted from 0."""
     key: Key
-    """For this part's draws in this hook and round."""
+    """The key of this part's random draws in this hook and round."""
     params: Tree
     """The weights sent to the clients in this round."""
     population: int
-    """N: how many clients have data at all."""
+    """N: how many clients have data, whether or not they take part in this round."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
-    """`data.augment`: what changes a batch before a step."""
+    """`data.augment`, the function that augments a batch before a local step; None without augmentation."""
     # The next three are None where there are none yet. Their types leave that out, so that hooks need not ask.
     cohort: np.ndarray = field(default=None)  # type: ignore[arg-type]
-    """The ids of this round's clients, ascending; None in `plan`, which chooses them, and in `finish`."""
+    """The ids of this round's clients, ascending; in `aggregate`, of those that count. None in `plan` and `finish`."""
     client_weights: Tensor = field(default=None)  # type: ignore[assignment]
     """Their weights in the mean, before normalisation, in the order of `cohort`."""
     totals: Totals = field(default=None)  # type: ignore[assignment]
-    """Sums over the cohort; None before training, except for a part with `measures = "cohort"`."""
+    """Sums over the cohort, once clients have trained. None in `plan` and `aggregate`, and in `broadcast` unless the
+    part has `measures = "cohort"`."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +226,10 @@ class Totals:
     """Sums over the cohort."""
 
     sums: Any
-    """This part's own sums, from `upload`; from `measure` in `finish`, and in the `broadcast` of a part with
-    `measures = "cohort"`."""
+    """The sum of what this part's `upload` returned; in `broadcast` and `finish`, of what its `measure` returned."""
     size: Tensor
-    """How many clients count, without those that dropped out or were left out: a float64 scalar on the device."""
+    """How many clients count: a float64 scalar on the device. Those that dropped out or were left out do not."""
     weight: Tensor
-    """The sum of their weights; 0 where nobody counts."""
+    """The sum of their weights; 0 if no client counts."""
     update: Tree
-    """The aggregated update, before any part's `transform`; None where clients have not trained."""
+    """The aggregated update, before any part's `transform`; None in `broadcast` and `finish`."""

@@ -1,7 +1,7 @@
-"""A method is a sum of parts: the hooks a part may override, and `+`.
+"""A method is a sum of parts: the hooks that a part may override, and `+`.
 
-Everything is FedAvg plus changes. Within each hook parts apply in the order of `+`. Client hooks are pure tensor
-functions that hold under `torch.func.vmap`; state is plain trees of tensors, so nothing may hide on `self`.
+Everything is FedAvg plus changes. Within each hook, parts apply in the order of `+`. Client hooks must be pure tensor
+functions that work under `torch.func.vmap`. State is passed in and returned as trees of tensors, never kept on `self`.
 """
 
 from __future__ import annotations
@@ -29,144 +29,198 @@ BROADCAST, REFINE, FINISH, PLAN, TRANSFORM, AGGREGATE, OBSERVE = (2**31 + i for 
 class Part:
     """One change to FedAvg. Subclass it as a frozen dataclass and override the hooks you need.
 
-    Fields annotated `Number` may be values or schedules; inside a hook they are that round's tensor.
+    Fields annotated `Number` may be given as numbers or as schedules. Inside a hook, they are that round's value, as a
+    scalar tensor.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import undrift as ud
+        >>> @dataclass(frozen=True)
+        ... class Prox(ud.Part):
+        ...     mu: ud.Number
+        ...     def gradient(self, g, params, client):
+        ...         return ud.tree_map(lambda g, w, w0: g + self.mu * (w - w0), g, params, client.start)
+        >>> method = Prox(mu=0.1) + ud.ServerSGD(momentum=0.9)
     """
 
     measures: ClassVar[str | None] = None
-    """When `measure` passes over the client's data: for the whole "cohort" before `broadcast`, "before" a client
-    trains, "after" it, or once at the "finish"."""
+    """When `measure` passes over clients' data: "cohort" (before `broadcast`, for sums over the cohort), "before" or
+    "after" a client trains, or "finish" (once, after the last round, over all clients)."""
     batches: ClassVar[int] = 1
-    """How many batches a local step takes; `client.gradient(weights, batch=1)` is on the second."""
+    """How many batches a local step takes. `client.gradient(weights, batch=1)` uses the second of them."""
     personal: tuple[str, ...] = ()
-    """Patterns such as "head.*": parameters and buffers with these names are each client's own and never sent."""
+    """Patterns such as "head.*". Parameters and buffers whose names match are each client's own and are never sent."""
     replaces_gradient: ClassVar[bool] = False
     """Whether `gradient` or `step` ignores the gradient it is given, so that parts before it would have no effect."""
     reads_rates: ClassVar[bool] = True
-    """Whether `update` or `upload` reads `client.rate_sum` or `client.work`. False spares every step their sums."""
+    """Whether `update` or `upload` reads `client.rate_sum` or `client.work`. If False, they need not be computed."""
     harmless_sums: ClassVar[bool] = False
-    """Whether what `upload` sums may stand beside a part that aggregates: an update that is rejected stays in them."""
+    """Whether the sums of `upload` may include clients whose updates another part's `aggregate` rejects. If False, this
+    part is refused beside one that aggregates."""
     starts_at_sent: ClassVar[bool] = False
-    """Whether the part's mathematics assumes that clients start from the weights sent: no `begin` beside it."""
+    """Whether the part assumes that clients start from the weights sent. If True, parts with `begin` are refused."""
     implies_weighting: ClassVar[str | None] = None
-    """The weighting this part's mathematics assumes ("uniform"), if it assumes one."""
+    """The weights of clients in the mean that this part assumes: "uniform", or None if it works with any."""
     contradicts: ClassVar[tuple[str, ...]] = ()
-    """Names of parts, or of their base classes, that cannot stand beside this one."""
+    """Names of parts, or of their base classes, that cannot be combined with this one."""
     ranges: ClassVar[dict[str, str]] = {}
     """The interval of each number, written "[0, 1)". A number that is not named here is in "[0, inf)"."""
 
     # ---- server, before the clients --------------------------------------------------------------------------
     def start(self, params: Tree) -> Tree:
-        """Return the part's initial state at the server. Called once."""
+        """Return the part's initial state at the server, a tree. Called once, with the initial weights."""
         return ()
 
     def plan(self, plan: Plan, state: Tree, server: Server) -> tuple[Plan, Tree]:
-        """Return the round's plan, with its clients, step counts and rates, and the part's new state."""
+        """Return the round's plan (its clients, step counts and rates), and the part's new state.
+
+        Change a plan with `dataclasses.replace`.
+        """
         return plan, state
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
-        """Return a tree that clients receive beside the weights, as `client.received`."""
+        """Return a tree that clients receive together with the weights, as `client.received`."""
         return ()
 
     # ---- client ----------------------------------------------------------------------------------------------
     def keep(self, params: Tree) -> Tree:
-        """Return a client's state before its first round; `upload` returns the next one."""
+        """Return a client's state before its first round, given the weights sent in that round.
+
+        Hooks find it in `client.kept`. Later states are what `upload` returns; they must have the same structure.
+        """
         return ()
 
     def begin(self, params: Tree, client: Client) -> Tree:
-        """Return the weights that local training starts from."""
+        """Return the weights that local training starts from, given the weights sent."""
         return params
 
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
-        """Return sums over one batch of a pass without training; they are added up over the client's data."""
+        """Return sums over one batch of a pass over the client's data, without training.
+
+        They are added up over all batches. `measures` says when this pass takes place. Multiply whatever you sum by
+        `batch.mask`, which is 0 for padding.
+        """
         return ()
 
     def prepare(self, client: Client) -> Tree:
-        """Return a tree computed before the first step, say from `client.measured`; it becomes `client.prepared`."""
+        """Return a tree to be used in every local step, computed once, for example from `client.measured`.
+
+        Later hooks find it in `client.prepared`.
+        """
         return ()
 
     def carry(self, params: Tree, client: Client) -> Tree:
-        """Return what `step` carries from one local step to the next, as it is before the first."""
+        """Return the state that `step` is given in the first local step; `params` are the weights trained from."""
         return ()
 
     def logits(self, z: Tensor, client: Client) -> Tensor:
-        """Return the model's output as the loss sees it."""
+        """Return the model's output as the loss function is given it. Evaluations use the output as it is."""
         return z
 
     def objective(self, losses: Tensor, z: Tensor, batch: Batch, params: Tree, client: Client) -> Tensor:
-        """Return the loss of each sample of a step's batch; their mean over real samples is minimized.
+        """Return one loss per sample. The step takes the gradient of their mean over the samples that are not padding.
 
-        `z` is the output that the loss saw.
+        Args:
+            losses: The losses of the loss function, after the `objective` hooks of the parts before.
+            z: The model's output, after all `logits` hooks.
+            batch: The batch, after augmentation; `batch.features` has the input of the model's last layer.
+            params: The weights with respect to which the gradient is taken.
+            client: The client.
         """
         return losses
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
-        """Return the gradient of a local step."""
+        """Return the gradient of a local step, given that of the loss after the hooks of the parts before.
+
+        `client.gradient` computes gradients at weights other than `params`.
+        """
         return g
 
     def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
-        """Return the gradient of a local step and the new carry: `gradient` with state over steps."""
+        """Return the gradient of a local step, and the state for the next step: `gradient` with state.
+
+        A part overrides `gradient` or `step`, not both. The structure, shapes and dtypes of `carry` must not change.
+        """
         return g, carry
 
     def rate(self, k: Tensor, client: Client) -> Tree:
-        """Return a factor of the learning rate in local step `k`: a number, or a tree like the parameters."""
+        """Return a factor of the learning rate in local step `k`, counted from 0.
+
+        A number, or a dict by parameter of tensors that broadcast to the parameters' shapes.
+        """
         return 1.0
 
     def project(self, params: Tree, client: Client) -> Tree:
-        """Return the weights after a local step."""
+        """Return the weights after a local step, given those that the step led to."""
         return params
 
     def update(self, delta: Tree, client: Client) -> Tree:
-        """Return the client's update, final minus sent weights at first, which is then weighted and summed."""
+        """Return the client's update, which is then weighted and summed over the cohort.
+
+        `delta` is the final weights minus the weights sent, after the `update` hooks of the parts before.
+        """
         return delta
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        """Return a tree to sum over the cohort, and the client's new state. `delta` is what training did:
-        the final weights minus those it began with.
+        """Return a tree to be summed over the cohort, and the client's new state.
+
+        `delta` is the final weights minus those that training started from, before any `update` hook. The sum is not
+        weighted. The server finds it in `server.totals.sums`.
         """
         return (), client.kept
 
     def own(self, params: Tree, client: Client) -> Tree:
-        """Return the weights that this client would use, for evaluation on its own data."""
+        """Return the weights that this client would use, given the weights sent.
+
+        Called for evaluation on the client's own test data.
+        """
         return params
 
     # ---- server, after the clients ---------------------------------------------------------------------------
     def aggregate(self, updates: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
-        """Return the update, and the part's new state, from each client's own along a first axis.
+        """Return the update, and the part's new state, given the clients' individual updates.
 
-        The order is that of `server.cohort`. At most one part of a method aggregates; without one, the update is the
-        weighted mean. Not called where no client counts: the update is zero then.
+        `updates` is a dict like the parameters, with the clients along a first axis, in the order of `server.cohort`
+        and not weighted. At most one part of a method may aggregate; without one, the update is the weighted mean. If
+        no client counts, this is not called and the update is zero.
         """
         raise NotImplementedError
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
-        """Return the aggregated update, which is then added to the weights, and the part's new state."""
+        """Return the update that is added to the weights, and the part's new state.
+
+        `update` is the aggregated update, after the `transform` hooks of the parts before.
+        """
         return update, state
 
     def refine(self, params: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
-        """Return the new weights, given those after all parts' `transform`, and the part's new state."""
+        """Return the new weights, and the part's new state, given the weights with the update added."""
         return params, state
 
     def observe(self, params: Tree, state: Tree, server: Server) -> Tree:
-        """Return the part's new state, given the weights after this round; `server.params` are those before it."""
+        """Return the part's new state, given the weights after this round; `server.params` has those before it."""
         return state
 
     def finish(self, params: Tree, state: Tree, server: Server) -> Tree:
-        """Return the final weights. Called once, after the last round."""
+        """Return the final weights, given those after the last round. Called once."""
         return params
 
     # ---- either ----------------------------------------------------------------------------------------------
     def check(self, local: Any, data: Any) -> None:
-        """Raise `UndriftError` if the part does not fit the local work or the data. Called before training."""
+        """Raise `UndriftError` if the part cannot be used with this `Local` or this data. Called before training."""
 
     def check_model(self, model: Any, rounds: int) -> None:
-        """Raise `UndriftError` if the part does not fit the model, whose layers are in `model.layers`."""
+        """Raise `UndriftError` if the part cannot be used with this model. Its layers are in `model.layers`."""
 
     def update_bytes(self, size: int, params: Tree) -> int:
-        """Return how many bytes a client sends for its update, which takes `size` bytes as tensors."""
+        """Return how many bytes a client sends for its update, for the history.
+
+        `size` is the size of its tensors in bytes, or what the part before returned; `params` has these tensors.
+        """
         return size
 
     def history(self, state: Tree) -> dict[str, Any]:
-        """Return the part's columns of the round's history."""
+        """Return the columns that the part adds to the round's history."""
         return {}
 
     def __add__(self, other: Part | Method) -> Method:

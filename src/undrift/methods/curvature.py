@@ -106,7 +106,7 @@ class FedCurv(Part):
         return tree_map(penalized, g, params, all_["F"], all_["Fw"], kept["F"], kept["Fw"])
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        fisher = client.shared(tree_map(lambda f: f / client.n, client.measured))  # personal parameters: no penalty
+        fisher = client.shared(tree_map(lambda f: f / client.n, client.measured))
         sums = {"F": fisher, "Fw": tree_map(lambda f, w, d: f * (w + d), fisher, client.start, delta)}
         return sums, {**sums, "round": client.round}
 

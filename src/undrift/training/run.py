@@ -92,7 +92,8 @@ class Run:
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
         require(known, "A part's plan must name its clients by whole numbers, as a flat array of ids.")
         clients = clients.astype(np.int64)
-        strange = clients[~np.isin(clients, self.data.nonempty)]
+        some = self.data.nonempty  # ascending
+        strange = clients[some[np.searchsorted(some, clients).clip(max=len(some) - 1)] != clients]
         require(not len(strange), f"A part's plan has client {strange[:1]}, which does not exist or has no data.")
         require(len(np.unique(clients)) == len(clients), "A part's plan names a client twice.")
         whole = (steps.dtype.kind in "iu" or not len(steps)) and steps.shape == clients.shape
