@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 EXPERIMENT = """
 model = "mlp"
@@ -79,3 +80,18 @@ def kill_and_resume(where: Path, method: str, rounds: int, kills: int, seed: int
 def count(folder: Path) -> int:
     file = folder / "metrics.jsonl"
     return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
+def sigkilled(module: str, function: str, folder: Path) -> None:
+    """Call a function of a test module, which kills its own process, with this folder, in a process of its own."""
+    command = [sys.executable, "-c", f"from {module} import {function}; {function}({str(folder)!r})"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def left_by(result: Any) -> list[dict]:
+    """The history but for seconds, as files have it."""
+    rows = json.loads(json.dumps(result.history))
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]

@@ -149,16 +149,19 @@ class Program:
         """Training state before the first step."""
         params = self.starting(given)
         state: dict[str, Any] = {"params": tree_map(torch.clone, params)}
+        carries: list[Tree] = []
         if self.using["step"]:
             clients = self.clients(given, PREPARE)
-            carries: list[Tree] = [() for _ in clients]
+            carries = [() for _ in clients]
             for i in self.using["carry"]:
                 part, client = clients[i]
                 carries[i] = call(part, "carry", params, client)
-            state["carry"] = tree_map(lambda t: torch.as_tensor(t, device=given["id"].device).clone(), carries)
+            carries = tree_map(lambda t: torch.as_tensor(t, device=given["id"].device).clone(), carries)
+            state["carry"] = carries
         if self.reads_rates:
             k = torch.zeros_like(given["id"])
-            zeros = tree_map(torch.zeros_like, self.multiplier(k, self.clients(given, k, local=True), params))
+            clients = with_carries(self.clients(given, k, local=True), carries)
+            zeros = tree_map(torch.zeros_like, self.multiplier(k, clients, params))
             state |= {"rate_sum": zeros, "work": zeros, "momentum_sum": torch.zeros_like(given["lr"])}
         return state
 
@@ -199,7 +202,7 @@ class Program:
                 carries[i] = unchanged_form(carry, carries[i], part, "step", "carry")
         if carries:
             after["carry"] = carries
-            clients = [(p, replace(c, carry=carry)) for (p, c), carry in zip(clients, carries, strict=True)]
+        clients = with_carries(clients, carries)
         multiplier = self.multiplier(k, clients, params)
         rate = tree_map(lambda m: m * given["lr"], multiplier)
         rates: Tree = rate if isinstance(rate, dict) else dict.fromkeys(params, rate)
@@ -256,6 +259,11 @@ class Program:
                 rate = aligned(rate, params, part, "rate", spread=True)
                 product = product if isinstance(product, dict) else dict.fromkeys(params, product)
                 product = {n: r * product[n] for n, r in rate.items()}
+            elif getattr(rate, "shape", ()) != ():
+                raise UndriftError(
+                    f"{type(part).__name__}.rate must return one number, or a dict with the parameters' own names, not "
+                    f"a tensor of shape {tuple(rate.shape)}."
+                )
             else:
                 product = tree_map(lambda p, rate=rate: p * rate, product)
         return product
@@ -320,6 +328,13 @@ class Program:
         for part, client in (clients[i] for i in self.using["own"]):
             params = aligned(call(part, "own", params, client), params, part, "own")
         return params
+
+
+def with_carries(clients: Clients, carries: list[Tree]) -> Clients:
+    """The clients with each part's carry, if there are any."""
+    if not carries:
+        return clients
+    return [(part, replace(client, carry=carry)) for (part, client), carry in zip(clients, carries, strict=True)]
 
 
 def _summable(leaf: Any) -> Tensor:

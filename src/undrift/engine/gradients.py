@@ -48,9 +48,14 @@ class StepGradients:
         self.batches = [self._augmented(batch, key) for batch, key in zip(batches, self.keys, strict=True)]
         self.params: Params = {}
         self.g: Params = {}
+        self.buffers: Params = {}
 
     def first(self, params: Params, statistics: Params | None) -> Params:
-        """The gradient of the step itself, which is kept for hooks that ask for it again."""
+        """The gradient of the step itself, which is kept for hooks that ask for it again.
+
+        So are the buffers before the step, which gradients at other weights start from too.
+        """
+        self.buffers = tree_map(torch.clone, statistics or {})
         self.params, self.g = params, self._at(params, 0, statistics)
         return self.g
 
@@ -58,7 +63,7 @@ class StepGradients:
         self._check(weights, batch)
         if batch == 0 and all(weights[n] is w for n, w in self.params.items()):
             return dict(self.g)
-        return self._at(weights, batch)
+        return self._at(weights, batch, tree_map(torch.clone, self.buffers))
 
     def per_sample(self, weights: Tree, batch: int) -> Tree:
         self._check(weights, batch)
@@ -69,7 +74,8 @@ class StepGradients:
             sample = Batch(x[None], y[None], torch.ones_like(mask)[None])
 
             def loss(w: Params) -> Tensor:
-                return self.program.objective(w, sample, key, self.clients, row=(row, rows)).sum()
+                buffers = tree_map(torch.clone, self.buffers)
+                return self.program.objective(w, sample, key, self.clients, buffers, (row, rows)).sum()
 
             g = self.differentiate(loss, weights) if obstacle else grad(loss)(weights)
             return tree_map(lambda t: t * mask.to(t.dtype), g)

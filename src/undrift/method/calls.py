@@ -95,13 +95,20 @@ def aligned(tree: Any, params: Tree, part: Any, hook: str, spread: bool = False)
         names = ", ".join(list(params)[:20]) + (" …" if len(params) > 20 else "")
         raise UndriftError(f"{name(part)}.{hook} must return a dict with the parameters' own names ({names}).")
     for n, w in params.items():
+        if not spread and not isinstance(tree[n], torch.Tensor):
+            kind = type(tree[n]).__name__
+            raise UndriftError(f"{name(part)}.{hook} must return tensors, but has a value of type {kind} for {n!r}.")
         found = getattr(tree[n], "shape", ())
         if found != w.shape and not (spread and _spreads(found, w.shape)):
             raise UndriftError(
                 f"{name(part)}.{hook} returned a value of shape {tuple(found)} for {n!r}, which has shape "
                 f"{tuple(w.shape)}; it must not change shapes."
             )
-    return {n: tree[n].to(w.dtype) for n, w in params.items()}
+    return {n: _like(tree[n], w) for n, w in params.items()}
+
+
+def _like(x: Any, w: torch.Tensor) -> torch.Tensor:
+    return x.to(w.dtype) if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=w.dtype, device=w.device)
 
 
 def _spreads(shape: Any, whole: Any) -> bool:

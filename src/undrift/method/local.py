@@ -289,7 +289,10 @@ def batches(
             f"There are clients 0 to {len(data) - 1} and rounds from 0: no client {client}, round {round}."
         )
     local.check(data, round + 1)
-    ids, sizes, per_step = np.array([client]), data.sizes[client : client + 1], getattr(method, "batches", 1)
+    from undrift.method.parse import as_method  # which imports the parts, and they this module
+
+    per_step = 1 if method is None else as_method(method).batches
+    ids, sizes = np.array([client]), data.sizes[client : client + 1]
     if not sizes[0]:
         return []
     steps = local.step_counts(round, ids, sizes, per_step)

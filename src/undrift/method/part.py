@@ -249,6 +249,12 @@ class Method:
     def __repr__(self) -> str:
         return " + ".join(repr(part) for part in self.parts)
 
+    def followed_by(self, parts: list[Part]) -> Method:
+        """This method and parts of undrift's own behind it, whose names a user's parts may have too."""
+        longer = copy.copy(self)
+        longer.parts = (*self.parts, *parts)
+        return longer
+
     def overriding(self, *hooks: str) -> list[tuple[int, Part]]:
         """The parts, with their positions, that change one of these hooks; the others cost nothing."""
         return [(i, p) for i, p in enumerate(self.parts) if any(overrides(p, hook) for hook in hooks)]

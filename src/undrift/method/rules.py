@@ -97,7 +97,8 @@ def check_definition(part: Any) -> None:
         return
     own_name, base = name(part), base_of(part)
     hooks = {key for key, value in vars(base).items() if callable(value) and not key.startswith("_")}
-    own = {key: v for cls in type(part).__mro__ if cls not in base.__mro__ for key, v in vars(cls).items()}
+    classes = [cls for cls in reversed(type(part).__mro__) if cls not in base.__mro__]  # the last one has its way
+    own = {key: value for cls in classes for key, value in vars(cls).items()}
     for key, value in own.items():
         if inspect.isfunction(value) and key in hooks:
             _check_signature(own_name, key, value, getattr(base, key))

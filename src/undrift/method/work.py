@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undrift.method.calls import unchanged_form
+from undrift.errors import UndriftError
+from undrift.method.calls import name, unchanged_form
 from undrift.method.context import Client, Server
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -24,6 +25,8 @@ from undrift.tree import Tree, tree_map, tree_zeros
 
 def with_local_work(method: Method, local: Local, params: Tree, tracked: Tree) -> Method:
     """The method with the parts that `Local`'s settings and personal names stand for, which the engine runs."""
+    personal = method.personal([*params, *tracked])
+    _check_beside(method, local, personal)
     parts: list[Part] = []
     rates, _ = group_factors(local.groups, list(params)) if local.groups else ({}, {})
     if local.step_schedule is not None or rates:
@@ -34,10 +37,31 @@ def with_local_work(method: Method, local: Local, params: Tree, tracked: Tree) -
         parts.append(Momentum(local.momentum))
     if local.optimizer is not None:
         parts.append(KINDS[local.optimizer_state](local.optimizer))
-    personal = method.personal([*params, *tracked])
     if personal:
         parts.append(PersonalState({n: t for n, t in tracked.items() if n in personal}, personal))
-    return Method(*method.parts, *parts) if parts else method
+    return method.followed_by(parts)
+
+
+def _check_beside(method: Method, local: Local, personal: frozenset[str]) -> None:
+    """Raise `UndriftError` where `Local`'s settings and the method's parts contradict each other."""
+    replacing = [part for part in method.parts if part.replaces_gradient]
+    if replacing and (callable(local.weight_decay) or local.weight_decay):
+        raise UndriftError(
+            f"{name(replacing[0])} replaces the gradient, so Local(weight_decay), which comes before it, would be "
+            "lost; write Local(optimizer=ud.SGD(weight_decay=…))."
+        )
+    if local.optimizer_state != "average":
+        return
+    if personal:
+        raise UndriftError(
+            'Local(optimizer_state="average") would average the state of personal parameters, which are not sent; '
+            'write optimizer_state="keep".'
+        )
+    for _, part in method.overriding("aggregate"):
+        raise UndriftError(
+            f"{name(part)} may reject a client's update, whose optimizer's state would stay in the mean of "
+            'Local(optimizer_state="average"); write optimizer_state="keep".'
+        )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from undrift.errors import UndriftError
 from undrift.method.context import Client, Server
 from undrift.method.part import Part
 from undrift.methods.account import refuse_unaccountable
@@ -27,6 +28,11 @@ class FedNova(Part):
 
     def check(self, local: Any, data: Any) -> None:
         refuse_unaccountable("FedNova", local)
+        if local.optimizer_state != "reset":
+            raise UndriftError(
+                "FedNova cannot account for a velocity of earlier rounds; leave out "
+                f'Local(optimizer_state="{local.optimizer_state}").'
+            )
 
     def update(self, delta: Tree, client: Client) -> Tree:
         return tree_map(lambda d, a: d / torch.where(a > 0, a, 1.0), delta, client.work)  # without steps Δ is 0

@@ -67,4 +67,7 @@ class Targeted(Part):
         return self.target.observe(params, state) if self.target else state
 
     def anchor(self, client: Client) -> Tree:
-        return client.received["target"] if self.target else client.start
+        if not self.target:
+            return client.start
+        target = client.received["target"]  # of personal parameters, the server has no history
+        return {n: client.start[n] if n in client.personal else t for n, t in target.items()}

@@ -204,13 +204,14 @@ class Checkpoints:
             verify(self.folder / name, sha256)
         tensors = load_file(self.folder / whole["state"])
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
-        clients = ClientStates.none(self.run.method, self.run.device, self.run.population)
+        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # once, local work was no part
+        clients = ClientStates.none(self.run.composed, self.run.device, self.run.population)
         for name, own in whole["clients"].items():
             clients = clients.updated(_read_clients(self.folder / name, own), number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
         history = [json.loads(line) for line in lines]
-        now = State(trees["params"], trees["states"], trees["tracked"], clients, number, *counts, history)
+        now = State(trees["params"], parts, trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
             raise DamagedError(f"round-{number}.json is of another round.")
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])

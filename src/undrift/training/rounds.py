@@ -36,17 +36,18 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     method = run.bound(t)
 
     inputs, server, planned = inputs_of(run, method, state)
+    measured = server.totals.sums if server.totals else ()
     answers = run.conditions.collect(run.engine, inputs, skip)  # run.engine trains; who must not count is left out
     outcome = answers.outcome
 
-    update, parts = aggregated(method, planned, outcome, server)
+    update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
     server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update))
     update, parts = method.transform(update, parts, server)
     server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
     parts = method.observe(params, parts, server)
 
-    down, up = traffic(run, inputs, answers)
+    down, up = traffic(run, inputs, answers, measured)
     after = replace(
         state,
         params=unless_nobody(outcome, params, state.params),
@@ -64,7 +65,8 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
 def inputs_of(run: Run, method: Method, state: State) -> tuple[RoundInputs, Server, list[Tree]]:
     """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
 
-    Also returns the server as it stands before training, and the parts' states after `plan`.
+    Also returns the server as it stands before training, with what parts measured over the cohort, and the parts'
+    states after `plan`.
     """
     server, plan, parts = run.server(state.round, state), run.plan(state.round), state.parts
     if method.overriding("plan"):
@@ -72,17 +74,23 @@ def inputs_of(run: Run, method: Method, state: State) -> tuple[RoundInputs, Serv
         plan = run.checked(plan)
     plan = run.conditions.with_fates(plan, run.seed)
     server = replace(server, cohort=plan.clients, client_weights=run.weights(plan.clients))
-    received = broadcast(run, method, plan, replace(state, parts=parts), server)
+    server = measured_by(run, method, plan, state, server)
+    received = method.broadcast(state.params, parts, server)
     return run.inputs(plan, state, received, state.clients), server, parts
 
 
 def broadcast(run: Run, method: Method, plan: Plan, state: State, server: Server) -> list[Tree]:
     """What clients receive beside the weights; parts that measure the cohort do so first, at the weights sent."""
-    if method.measuring("cohort"):
-        sums = run.engine.measure_all(run.inputs(plan, state, None, state.clients), "cohort")
-        size = torch.full((), len(plan.clients), dtype=torch.float64, device=run.device)
-        server = replace(server, totals=Totals(sums, size, server.client_weights.sum(), None))
-    return method.broadcast(state.params, state.parts, server)
+    return method.broadcast(state.params, state.parts, measured_by(run, method, plan, state, server))
+
+
+def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Server) -> Server:
+    """The server with what parts measure over the cohort, if they do."""
+    if not method.measuring("cohort"):
+        return server
+    sums = run.engine.measure_all(run.inputs(plan, state, None, state.clients), "cohort")
+    size = torch.full((), len(plan.clients), dtype=torch.float64, device=run.device)
+    return replace(server, totals=Totals(sums, size, server.client_weights.sum(), None))
 
 
 def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
@@ -105,15 +113,19 @@ def shared_buffers(run: Run, state: State) -> Tree:
     return {name: t for name, t in state.tracked.items() if name not in run.engine.program.personal}
 
 
-def traffic(run: Run, inputs: RoundInputs, answers: Answers) -> tuple[int, int]:
-    """Bytes to the clients that were sampled, and from those that answered. Personal parameters are not sent."""
+def traffic(run: Run, inputs: RoundInputs, answers: Answers, measured: Tree) -> tuple[int, int]:
+    """Bytes to the clients that were sampled, and from those that answered. Personal parameters are not sent.
+
+    `measured` is what all of the cohort measured and sent before they trained.
+    """
     program, outcome = run.engine.program, answers.outcome
     start, received, tracked = (inputs.shared[name] for name in ("start", "received", "tracked"))
     down = tree_bytes(sent(program, [start, received, tracked], start))
     update = sent(program, outcome.update, start)
     up = run.composed.update_bytes(update, tree_bytes(update))
     up += tree_bytes(sent(program, [outcome.sums, outcome.statistics, outcome.weight], start))
-    return len(answers.clients) * down, len(answers.work.clients) * up
+    before = len(answers.clients) * tree_bytes(sent(program, measured, start))
+    return len(answers.clients) * down, len(answers.work.clients) * up + before
 
 
 def sent(program: Program, tree: Tree, params: Tree) -> Tree:

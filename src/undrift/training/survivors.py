@@ -98,6 +98,7 @@ class Conditions:
         columns: dict[str, Any] = {}
         if self.faults:
             columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
+        columns |= {} if ratio is None else {"left_out": []}
         excused = fates.dropped
         if ratio is not None and outcome.finite is not None:
             norms = outcome.sums[-1].cpu().numpy()[: len(plan.clients)]  # a plan may have fewer clients than usual
