@@ -192,20 +192,29 @@ class AdamW(Optimizer):
 
 
 def _moments(params: Tree) -> Tree:
-    """Adam's state. The step count is float64, so that `β₂ᵗ` keeps its digits and counts can be averaged."""
+    """Adam's state. The powers `β₁ᵗ` and `β₂ᵗ` stand for the step count t, in float64 to keep their digits.
+
+    Averaged over clients, they are what corrects the bias of averaged moments. And a compiler may compute them once per
+    weight, where a product costs nothing and `pow` as much as all else.
+    """
     device = next(iter(params.values())).device
-    steps = torch.zeros((), dtype=torch.float64, device=device)
-    return {"m": tree_zeros(params), "v": tree_zeros(params), "t": steps}
+    powers = {name: torch.ones((), dtype=torch.float64, device=device) for name in ("beta1_power", "beta2_power")}
+    return {"m": tree_zeros(params), "v": tree_zeros(params), **powers}
 
 
 def _adam(optimizer: Adam | AdamW, g: Tree, carry: Tree, params: Tree) -> tuple[Tree, Tree]:
-    beta1, beta2, t = optimizer.beta1, optimizer.beta2, carry["t"] + 1
+    beta1, beta2 = optimizer.beta1, optimizer.beta2
+    power1, power2 = carry["beta1_power"] * beta1, carry["beta2_power"] * beta2
     # Scalars are float64. They do not raise the precision of other tensors, except of parameters that are scalars too.
     m = {n: (beta1 * carry["m"][n] + (1 - beta1) * g[n]).to(w.dtype) for n, w in params.items()}
     v = {n: (beta2 * carry["v"][n] + (1 - beta2) * g[n] * g[n]).to(w.dtype) for n, w in params.items()}
-    first, second = 1 - beta1**t, torch.sqrt(1 - beta2**t)
-    direction = {n: (m[n] / first / (torch.sqrt(v[n]) / second + optimizer.eps)).to(w.dtype) for n, w in params.items()}
-    return direction, {"m": m, "v": v, "t": t}
+
+    def direction(m: Tensor, v: Tensor) -> Tensor:
+        first, second = (1 - power1).to(m.dtype), (1 - power2).to(m.dtype).sqrt()
+        return (m / first / (v.sqrt() / second + optimizer.eps)).to(m.dtype)
+
+    directions = {n: direction(m[n], v[n]) for n in params}
+    return directions, {"m": m, "v": v, "beta1_power": power1, "beta2_power": power2}
 
 
 def _add_decay(optimizer: SGD | Adam | AdamW, g: Tree, params: Tree, client: Client) -> Tree:
