@@ -32,16 +32,15 @@ ENGINES = {
 }
 PERSONAL = ("FedPer", "FedRep", "Ditto")
 REWEIGHED = ("PerFedAvg", "Mime")
-"""Methods that also replace or scale the weight decay in the gradient, of which their equations say nothing."""
+"""Methods that also scale the weight decay in the gradient, of which their equations say nothing, or refuse it."""
 
 
 def trained(name, method=None, local="mini-batches", rounds=5, own=True, **options):
     """A run of one of the methods, or of another in its place."""
     method = METHODS[name][0] if method is None else method
-    cohort = {} if "Poisson" in name else {"participation": 4}
     data = clients_with_tests() if own else make_clients(SIZES)
-    settings = {"rounds": rounds, "local": LOCALS[local], "seed": SEED, "evaluate_every": rounds}
-    return ud.train(net(), data, method, **settings, **cohort, **options)
+    settings = {"rounds": rounds, "local": LOCALS[local], "seed": SEED, "evaluate_every": rounds, "participation": 4}
+    return ud.train(net(), data, method, **settings, **options)
 
 
 def cohorts_of(run) -> list[list[int]]:
