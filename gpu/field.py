@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,11 +25,10 @@ def follows(name: str, compiled: bool, device: str) -> Finding:
     """The weights after all rounds, and the loss of clients' own, against those that the equations give."""
     data, (method, simulate) = clients_with_tests(), METHODS[name]
     captured = graph.captures(torch.device(device))
-    cohort: dict[str, Any] = {} if "Poisson" in name else {"participation": 4}
     with counted_replays() as replays:
         run = ud.train(
             net(), data, method, rounds=ROUNDS, local=LOCAL, seed=SEED, evaluate_every=ROUNDS, engine="lanes",
-            lanes=2, device=device, compile=compiled and captured, **cohort,
+            lanes=2, device=device, participation=4, compile=compiled and captured,
         )  # fmt: skip
     assert run.choices["engine"] == "lanes" and run.choices["device"].startswith(device)
     assert run.choices["compile"] == (compiled and captured)

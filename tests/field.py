@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.func import grad
 
 import undrift as ud
-from undrift.random import uniform
 
 
 @dataclass(frozen=True)
@@ -185,18 +184,16 @@ class Mime(ud.Part):
 class Poisson(ud.Part):
     """Every client takes part with probability p, independently of the others; a round may be empty.
 
-    What privacy accountants call Poisson sampling. The plan that it thins out must have all clients: leave
-    `participation` at 1.
+    What privacy accountants call Poisson sampling. It takes the place of the cohorts that `participation` draws.
     """
 
     p: ud.Number
     ranges = {"p": "[0, 1]"}  # noqa: RUF012 - as a user writes it
 
     def plan(self, plan, state, server):
-        if len(plan.clients) < server.population:
-            raise ud.UndriftError("Poisson samples from all clients; leave participation at 1.")
-        drawn = (uniform(server.key, plan.clients.shape, torch.float64) < self.p).cpu().numpy()
-        return replace(plan, clients=plan.clients[drawn], steps=plan.steps[drawn]), state
+        drawn = ud.random.uniform(server.key, server.clients.shape, torch.float64) < self.p
+        clients = server.clients[drawn.cpu().numpy()]
+        return replace(plan, clients=clients, steps=server.steps(clients)), state
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ import undrift as ud
 from tests import cuda_graphs
 from tests import field as methods
 from tests.field_reference import METHODS, SIZES, Case, Found, clients_with_tests, fedavg, gradient, median, tree
-from tests.problems import distance, make_clients, net
+from tests.problems import distance, make_clients, net, same_bits
 from undrift.engine import threads
 from undrift.method.part import HOOKS
+from undrift.training.checkpoint import Checkpoints
+from undrift.tree import tree_leaves
 
 SEED, BOUND = 3, 1e-10
 LOCALS = {
@@ -32,16 +34,15 @@ ENGINES = {
 }
 PERSONAL = ("FedPer", "FedRep", "Ditto")
 REWEIGHED = ("PerFedAvg", "Mime")
-"""Methods that also replace or scale the weight decay in the gradient, of which their equations say nothing."""
+"""Methods that also scale the weight decay in the gradient, of which their equations say nothing, or refuse it."""
 
 
 def trained(name, method=None, local="mini-batches", rounds=5, own=True, **options):
     """A run of one of the methods, or of another in its place."""
     method = METHODS[name][0] if method is None else method
-    cohort = {} if "Poisson" in name else {"participation": 4}
     data = clients_with_tests() if own else make_clients(SIZES)
-    settings = {"rounds": rounds, "local": LOCALS[local], "seed": SEED, "evaluate_every": rounds}
-    return ud.train(net(), data, method, **settings, **cohort, **options)
+    settings = {"rounds": rounds, "local": LOCALS[local], "seed": SEED, "evaluate_every": rounds, "participation": 4}
+    return ud.train(net(), data, method, **settings, **options)
 
 
 def cohorts_of(run) -> list[list[int]]:
@@ -289,3 +290,25 @@ def test_an_empty_round_changes_nothing_of_what_methods_keep(name, engine):
     assert cohorts_of(run) == cohorts and [] in cohorts
     wanted = METHODS[name][1](Case(make_clients(SIZES), LOCALS["mini-batches"], cohorts, SEED))
     assert off(run, replace(wanted, cohorts=cohorts)) < BOUND
+
+
+@pytest.mark.parametrize("name", ["MOON", "FedRep", "Ditto", "Mime", "Poisson"])
+def test_a_run_that_stopped_goes_on_with_what_methods_keep(name, tmp_path, monkeypatch):
+    """At the server and at the clients, personal parameters included: to the bit, as if it had never stopped."""
+
+    def stop(row):
+        if row["round"] == 3:
+            raise KeyboardInterrupt
+
+    folder = {"out": tmp_path / "run", "engine": "plain"}
+    with pytest.raises(KeyboardInterrupt):
+        trained(name, on_round=stop, **folder)
+    restored, read = [], Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", lambda self: restored.append(read(self)) or restored[-1])
+    run = trained(name, resume=True, **folder)
+    assert same_bits(run.params, whole(name).params)
+    assert run.history[-1]["by_client"] == whole(name).history[-1]["by_client"]
+    # Matrix products may round differently where memory is not aligned, as in a mapped file.
+    (state,) = restored
+    tensors = tree_leaves((state.params, state.parts, state.tracked, state.clients.parts))
+    assert state.round == 3 and all(t.data_ptr() % 64 == 0 for t in tensors)

@@ -202,7 +202,7 @@ class Checkpoints:
             if not OURS.fullmatch(name):
                 raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
             verify(self.folder / name, sha256)
-        tensors = load_file(self.folder / whole["state"])
+        tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
         parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # once, local work was no part
         clients = ClientStates.none(self.run.composed, self.run.device, self.run.population)
@@ -226,13 +226,22 @@ def _listed(folder: Path) -> list[int]:
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
     """The states of these clients in a file, by part and client; a KeyError if one of them is not in it."""
     with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        tensors = own_memory({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])
     found: dict[int, dict[int, Tree]] = {}
     for name, tree in trees.items():
         part, client = map(int, name.split("/"))
         found.setdefault(part, {})[client] = unpack(tree, tensors)
     return {part: {client: states[client] for client in wanted} for part, states in found.items()}
+
+
+def own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors out of a memory-mapped file.
+
+    There they need not be aligned as torch aligns its own memory, and a matrix product may then round differently: a
+    resumed run would not give the bits of an unbroken one.
+    """
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
