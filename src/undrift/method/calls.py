@@ -80,8 +80,8 @@ class RefuseGlobalDraws(TorchFunctionMode):
         if func in DRAWS:
             raise UndriftError(
                 f"A hook draws with {func.__name__} from torch's global generator, so runs would not repeat and "
-                "clients would not have draws of their own. Draw from the key: ud.normal(client.key, shape), "
-                "ud.uniform(client.key, shape), or server.key at the server."
+                "clients would not have draws of their own. Draw from the key, with undrift.random: "
+                "normal(client.key, shape), uniform(client.key, shape), or from server.key at the server."
             )
         return func(*args, **(kwargs or {}))
 
