@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from undrift.functional.model import Params
+from undrift.method.calls import call
 from undrift.method.part import Method
 from undrift.tree import Tree, tree_bytes, tree_stack, tree_to
 
@@ -39,7 +40,7 @@ class ClientStates:
         """Per part, these clients' states along a new first axis; a newcomer's is what `keep` returns."""
         found: list[Tree] = [() for _ in method.parts]
         for i, states in self.parts.items():
-            fresh = tree_to(method.parts[i].keep(start), self.device)
+            fresh = tree_to(call(method.parts[i], "keep", start), self.device)
             found[i] = tree_stack([tree_to(states.get(int(c), fresh), self.device) for c in clients])
         return found
 

@@ -289,7 +289,7 @@ class Method:
         for part in self.parts:
             check_numbers(part, rounds, type(part).__name__)
             check_definition(part)
-            part.check(local, data)
+            call(part, "check", local, data)
 
     # ---- the hooks of the sum: server ------------------------------------------------------------------------
     def start(self, params: Tree) -> list[Tree]:
@@ -351,6 +351,8 @@ class Method:
         for i, part in self.overriding(hook):
             found = call(part, hook, thing, states[i], _own(server, part, step, i))
             after, new[i] = pair(found, part, hook, {"plan": "plan", "transform": "update"}.get(hook, "params"))
+            if hook == "plan" and not isinstance(after, Plan):
+                raise UndriftError(f"{type(part).__name__}.plan must return a plan, not {type(after).__name__}.")
             thing = after if hook == "plan" else aligned(after, thing, part, hook)
         return thing, new
 

@@ -19,6 +19,7 @@ from undrift.engine.graph import captures
 from undrift.errors import require
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
+from undrift.method.calls import call
 from undrift.method.groups import group_factors
 from undrift.method.parse import as_method
 from undrift.method.work import with_local_work
@@ -57,7 +58,7 @@ def prepare(given: Settings) -> Run:
     function = Model(module_of(given.model, data, seed), where, given.precision)
     function = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
-        part.check_model(function, rounds)
+        call(part, "check_model", function, rounds)
     device_data = DeviceData(data, where, function.accum_dtype)
     with selected(where):
         in_lanes = function.in_lanes()
