@@ -301,6 +301,84 @@ def test_a_hook_that_forgets_to_return_is_refused(hook, engine):
     assert f"Forgets.{hook} returned nothing" in refusal(made, **engine, **settings_for(hook))
 
 
+STRANGE = {
+    "start": lambda self, params: "x",
+    "broadcast": lambda self, params, state, server: {"a": "x"},
+    "keep": lambda self, params: {"a": None},
+    "measure": lambda self, params, batch, client: "x",
+    "prepare": lambda self, client: [client],
+    "carry": lambda self, params, client: "x",
+    "upload": lambda self, delta, client: ({"a": None}, client.kept),
+    "observe": lambda self, params, state, server: {"a": None},
+    "transform": lambda self, update, state, server: (update, "x"),
+}
+
+
+@ON_BOTH
+@pytest.mark.parametrize("hook", STRANGE)
+def test_leaves_that_are_no_numbers_are_refused(hook, engine):
+    made = part("Strange", **{hook: STRANGE[hook]}, **beside(hook))
+    assert f"Strange.{hook} must return trees of tensors and numbers, but has " in refusal(made, **engine)
+
+
+def numbers_alone() -> ud.Part:
+    """Python's numbers wherever a tree of tensors is expected; what they add up to is in the history."""
+    return part(
+        "Numbers",
+        start=lambda self, params: {"seen": 0.0, "rounds": 0},
+        broadcast=lambda self, params, state, server: {"a": 0.1, "b": [1, True]},
+        keep=lambda self, params: {"times": 0, "share": 0.5},
+        measures="before",
+        measure=lambda self, params, batch, client: 1.0,
+        prepare=lambda self, client: {"half": 0.1},
+        carry=lambda self, params, client: 0.1,
+        step=lambda self, g, carry, params, client: (
+            {n: t * client.prepared["half"] * client.received["a"] for n, t in g.items()},
+            0.7,
+        ),
+        upload=lambda self, delta, client: ({"carry": client.carry, "one": 1}, {"times": 3, "share": 0.1}),
+        transform=lambda self, update, state, server: (update, {"seen": server.totals.sums["carry"], "rounds": 2}),
+        history=lambda self, state: {"seen": float(state["seen"])},
+    )
+
+
+@EVERYWHERE
+def test_plain_numbers_are_fine_where_tensors_are_and_keep_their_precision(engine):
+    run = train(numbers_alone(), **engine)
+    assert run.history[-1]["seen"] == pytest.approx(2.1, rel=1e-14)
+    slow = train(ud.FedAvg(), local=replace(LOCAL, lr=0.1 * 0.1 * 0.1), **engine)
+    assert all(torch.allclose(run.params[n], slow.params[n], rtol=1e-14) for n in run.params)
+
+
+def test_other_results_of_another_kind_are_refused():
+    assert "Wrong.history must return a dict, not list" in refusal(part("Wrong", history=lambda self, state: [1]))
+    for size in ("many", -1, torch.nan):
+        made = part("Wrong", update_bytes=lambda self, found, params, size=size: size)
+        assert "Wrong.update_bytes must return a number from 0" in refusal(made)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"lr": float("nan")}, "A part's plan: its lr is nan; it must be in [0, inf)"),
+        ({"lr": -0.1}, "A part's plan: its lr is -0.1"),
+        ({"lr": "fast"}, "A part's plan: its lr must be a number"),
+        ({"momentum": 1.0}, "A part's plan: its momentum is 1; it must be in [0, 1)"),
+        ({"weight_decay": -1}, "A part's plan: its weight_decay is -1"),
+    ],
+)
+def test_a_plan_with_rates_out_of_range_is_refused(change, sentence):
+    made = part("Plans", plan=lambda self, plan, state, server: (replace(plan, **change), state))
+    local = replace(LOCAL, momentum=0.5, weight_decay=0.1)
+    assert sentence in refusal(made, local=local)
+
+
+def test_a_plan_may_have_rates_from_tensors():
+    made = part("Plans", plan=lambda self, plan, state, server: (replace(plan, lr=torch.tensor(0.05)), state))
+    wanted = train(ud.FedAvg(), local=replace(LOCAL, lr=0.05)).params
+    assert all(torch.allclose(w, wanted[n], rtol=1e-7) for n, w in train(made).params.items())
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 

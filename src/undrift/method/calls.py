@@ -6,15 +6,17 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from undrift.errors import UndriftError, first_line, machine_trouble
-from undrift.tree import Tree, tree_leaves, tree_structure
+from undrift.tree import Tree, tree_leaves, tree_map, tree_structure
 
 DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
@@ -29,6 +31,10 @@ ELSEWHERE = (f"{Path(torch.__file__ or 'torch').parent}{os.sep}", f"{Path(__file
 """Folders of code that is not the user's."""
 CHECKS = ("check", "check_model")
 """The hooks that return nothing."""
+OTHERS = (*CHECKS, "plan", "history", "update_bytes")
+"""The hooks that do not return trees of tensors."""
+NUMBERS = (torch.Tensor, Number, np.ndarray, np.generic)
+"""What trees may have at their leaves."""
 
 
 def call(part: Any, hook: str, *args: Any) -> Any:
@@ -47,6 +53,10 @@ def call(part: Any, hook: str, *args: Any) -> Any:
         raise UndriftError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
     if found is None and hook not in CHECKS:
         raise UndriftError(f"{name(part)}.{hook} returned nothing; it ends without a `return`.")
+    strange = [leaf for leaf in tree_leaves(found) if not isinstance(leaf, NUMBERS)] if hook not in OTHERS else []
+    if strange:
+        kind = type(strange[0]).__name__
+        raise UndriftError(f"{name(part)}.{hook} must return trees of tensors and numbers, but has {kind} in them.")
     return found
 
 
@@ -166,4 +176,4 @@ def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str) -> Tre
                 f"{tuple(getattr(a, 'shape', ()))} {getattr(a, 'dtype', type(a).__name__)} of a tensor "
                 f"{tuple(b.shape)} {b.dtype}."
             )
-    return new
+    return tree_map(lambda a, b: a if isinstance(a, torch.Tensor) else torch.full_like(b, a), new, old)

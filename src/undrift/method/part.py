@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, nonnegative, quoted
 from undrift.method.calls import aligned, call, pair
 from undrift.method.context import Batch, Client, Plan, Server
 from undrift.method.numbers import bind, check_numbers, numbers_at
@@ -336,13 +336,21 @@ class Method:
     def update_bytes(self, update: Tree, size: int) -> int:
         """The bytes of one client's update, as the parts say it is sent."""
         for _, part in self.overriding("update_bytes"):
-            size = int(call(part, "update_bytes", size, update))
+            found = call(part, "update_bytes", size, update)
+            if not nonnegative(found):
+                raise UndriftError(
+                    f"{type(part).__name__}.update_bytes must return a number from 0, not {quoted(found)}."
+                )
+            size = int(found)
         return size
 
     def history(self, states: list[Tree]) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for part, state in zip(self.parts, states, strict=True):
-            row |= call(part, "history", state)
+            found = call(part, "history", state)
+            if not isinstance(found, dict):
+                raise UndriftError(f"{type(part).__name__}.history must return a dict, not {type(found).__name__}.")
+            row |= found
         return row
 
     def _chain(self, hook: str, step: int, thing: Any, states: list[Tree], server: Server) -> tuple[Any, list[Tree]]:
