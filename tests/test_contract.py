@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import undrift as ud
 from tests import equations
+from tests.experiments import StopError, stop_after
 from tests.killing import left_by, sigkilled
 from tests.parts import Normed
 from tests.problems import distance, make_clients, net, same_bits
@@ -382,6 +383,17 @@ def test_running_statistics_stay_without_clients():
     assert not same_bits(states[3].tracked, states[2].tracked)
 
 
+def test_a_run_with_empty_cohorts_resumes_to_the_bit(tmp_path):
+    data, method = make_clients(SIZES), ud.Scaffold() + ud.ServerSGD(momentum=0.9) + Head() + Sizes((0, 3, 0, 4, 0))
+    options = {"rounds": 5, "local": LOCAL, **LANES}
+    whole = ud.train(net(), data, method, **options)
+    for resume, rounds in ((False, 1), (True, 3)):
+        with pytest.raises(StopError):
+            ud.train(net(), data, method, out=tmp_path / "r", resume=resume, on_round=stop_after(rounds), **options)
+    again = ud.train(net(), data, method, out=tmp_path / "r", resume=True, **options)
+    assert same_bits(again.params, whole.params) and left_by(again) == left_by(whole)
+
+
 RULES = {
     "skip": {"on_nonfinite": "skip"},
     "faults": {"faults": ud.Faults(dropout=0.3, stragglers=0.3)},
@@ -644,10 +656,11 @@ def test_sharpness_by_hand():
 
 
 def test_gradients_at_other_weights_leave_running_statistics_alone():
-    data, local = make_clients([16, 24, 8]), ud.Local(steps=3, batch_size=8, lr=0.0)
-    asked, plain = (ud.train(Normed(), data, m, rounds=2, local=local, **PLAIN).model for m in (SAM(), ud.FedAvg()))
-    torch.manual_seed(0)
-    assert asked.layers[1].num_batches_tracked == plain.layers[1].num_batches_tracked == 6
+    """With a rate of 0 the weights stay, so the statistics are those of a run that asks for no gradient."""
+    data, local, model = make_clients([16, 24, 8]), ud.Local(steps=3, batch_size=8, lr=0.0), Normed()
+    asked, plain = (ud.train(model, data, m, rounds=2, local=local, **PLAIN).model for m in (SAM(), ud.FedAvg()))
+    assert same_bits(dict(asked.named_buffers()), dict(plain.named_buffers()))
+    assert asked.layers[1].num_batches_tracked == 6
 
 
 class Leaning(torch.nn.Linear):
