@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu import bits, draws, engines, equations, gradients, pytests, real
+from gpu import bits, draws, engines, equations, field, gradients, pytests, real
 from gpu.checks import Check
 
 GROUPS = {
@@ -12,13 +12,13 @@ GROUPS = {
     "d": "lanes against plain, for random cohorts",
     "e": "identical bits in two processes",
     "f": "real training against stored runs of the plain engine",
+    "g": "methods of the field, written with every hook, against their reference",
     "t": "the tests that need a GPU",
 }
 
 
 def collect() -> list[Check]:
-    found = [
-        check for module in (equations, engines, gradients, draws, bits, real, pytests) for check in module.checks()
-    ]
+    modules = (equations, engines, gradients, draws, bits, real, field, pytests)
+    found = [check for module in modules for check in module.checks()]
     assert len({check.key for check in found}) == len(found), "two checks have the same name"
     return found

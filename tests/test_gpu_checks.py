@@ -15,7 +15,7 @@ from gpu.catalogue import GROUPS, collect
 from gpu.checks import Absent, Check, Finding, update_distance, within
 from gpu.cohorts import COHORTS, GIANT
 from gpu.real import RUNS, judged
-from tests import cuda_graphs
+from tests import cuda_graphs, field_reference
 from undrift.engine.graph import StepGraph
 
 CHECKS = {check.key: check for check in collect()}
@@ -30,6 +30,9 @@ SOME = [
     "c  LeNet-5, 12 × 100, 84 → 10, bfloat16",
     "c  LSTM, 12 × 100, 64 steps, 128, bfloat16",
     "c  gradient of lenet5, tf32",
+    "g  Ditto",
+    "g  Poisson + Median",
+    "g  FedSAM, compiled",
 ]
 
 
@@ -44,7 +47,8 @@ def test_every_group_has_checks_and_nothing_of_the_reference_is_left_out():
 
     counts = {group: sum(check.group == group for check in CHECKS.values()) for group in GROUPS}
     assert min(counts.values()) > 0 and counts["a"] == len(list(cases()))
-    assert not any(check.full for check in CHECKS.values() if check.group in "abcet" and "compiled" not in check.name
+    assert {key[3:] for key in CHECKS if key[0] == "g" and "compiled" not in key} == field_reference.METHODS.keys()
+    assert not any(check.full for check in CHECKS.values() if check.group in "abcegt" and "compiled" not in check.name
                    and "steps grow" not in check.name)  # fmt: skip
     compiled = [check.name for check in CHECKS.values() if "compiled" in check.name and not check.full]
     for what in (*engines.MODELS, *COHORTS, *engines.METHODS):
@@ -77,7 +81,7 @@ def test_wrong_weights_are_noticed(monkeypatch, factor):
         return run
 
     monkeypatch.setattr(ud, "train", wrong)
-    for key in ("a  FedAvg, mini-batches", "b  linear, float32, two lanes", "c  gradient of mlp, tf32"):
+    for key in ("a  FedAvg, mini-batches", "b  linear, float32, two lanes", "c  gradient of mlp, tf32", "g  Mime"):
         assert CHECKS[key].run("cpu").status == "FAIL", key
 
 

@@ -351,7 +351,8 @@ def test_plain_numbers_are_fine_where_tensors_are_and_keep_their_precision(engin
 
 
 def test_other_results_of_another_kind_are_refused():
-    assert "Wrong.history must return a dict, not list" in refusal(part("Wrong", history=lambda self, state: [1]))
+    listed = part("Wrong", history=lambda self, state: [1])
+    assert "Wrong.history must return a dict of columns, not [1]" in refusal(listed)
     for size in ("many", -1, torch.nan):
         made = part("Wrong", update_bytes=lambda self, found, params, size=size: size)
         assert "Wrong.update_bytes must return a number from 0" in refusal(made)

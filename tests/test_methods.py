@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -199,6 +200,24 @@ def test_work_is_counted():
     assert run.history[-1]["total_steps"] == 2 * sum(steps)
     assert run.history[-1]["steps_fraction"] == pytest.approx(sum(steps) / 400)
     assert run.history[0]["steps_fraction"] == 1
+
+
+@dataclass(frozen=True)
+class LateStart(ud.Part):
+    """Nobody takes part in round 0."""
+
+    def plan(self, plan, state, server):
+        chosen = slice(0, None if plan.round else 0)
+        return replace(plan, clients=plan.clients[chosen], steps=plan.steps[chosen]), state
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_a_run_may_begin_with_an_empty_round(uneven, engine):
+    """No step has been counted by then, of which `steps_fraction` could be a share."""
+    run = ud.train(net(), uneven, LateStart(), rounds=2, local=ud.Local(epochs=1, lr=0.1), engine=engine)
+    assert [row["steps_fraction"] for row in run.history] == [1, 1]
+    assert [row["total_steps"] for row in run.history] == [0, 6]
+    assert run.history[0]["loss"] != run.history[1]["loss"]
 
 
 @pytest.mark.parametrize(

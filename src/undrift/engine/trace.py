@@ -18,11 +18,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from undrift.engine.compiler import Tried
+from undrift.errors import UndriftError
 from undrift.method.calls import blaming_the_model
 
 CALLING = RLock()
 """Held by the threads of `ThreadedEngine` while they trace or call `visit`: both call the module, whose weights are
 swapped in for the call. Running a traced program does not."""
+DYNAMIC = {torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default}
+"""Operations whose result has a shape that depends on values."""
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
 
 
@@ -63,8 +66,21 @@ class Traced:
         copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
         with blaming_the_model(" in lanes"), _one_mode():
             program = make_fx(flat)(*copies)
+        _refuse_dynamic_shapes(program)
         program = _without_idle_views(program)
         return (Tried(program, self.compiled) if self.compiled else program), shape[-1]
+
+
+def _refuse_dynamic_shapes(program: GraphModule) -> None:
+    """Refuse operations whose result's shape depends on values: the program is right for the first values only."""
+    for node in program.graph.nodes:
+        masks = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
+        by_mask = any(m is not None and m.meta["val"].dtype == torch.bool for m in masks)
+        if by_mask or node.target in DYNAMIC:
+            raise UndriftError(
+                "The lanes engine cannot run the model or one of the method's hooks: the shape of a result depends on "
+                'values (x[mask], torch.nonzero). Multiply by the mask or use torch.where; or use engine="plain".'
+            )
 
 
 def _one_mode() -> Any:

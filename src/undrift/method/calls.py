@@ -104,7 +104,7 @@ def reason(error: BaseException) -> str:
 def of_vmap(error: BaseException) -> bool:
     """Whether vmap or tracing refused an operation, rather than the operation itself."""
     said = str(error)
-    known = ("vmap", "functorch", "data-dependent", "Batching rule", "is not tracing", "GuardOnDataDependent")
+    known = ("vmap", "data-dependent", "Batching rule", "is not tracing", "GuardOnDataDependent")
     kinds = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException")
     return any(word in said for word in known) or type(error).__name__ in kinds
 
@@ -116,8 +116,8 @@ class RefuseGlobalDraws(TorchFunctionMode):
         if func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {}))):
             raise UndriftError(
                 f"A hook draws with {func.__name__} from torch's global generator, so runs would not repeat and "
-                "clients would not have draws of their own. Draw from the key, with undrift.random: "
-                "normal(client.key, shape), uniform(client.key, shape), or from server.key at the server."
+                "clients would not have draws of their own. Draw from the key: "
+                "ud.random.normal(client.key, shape), ud.random.uniform(client.key, shape), or with server.key."
             )
         return func(*args, **(kwargs or {}))
 

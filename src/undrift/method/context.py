@@ -209,6 +209,10 @@ class Server:
     """The weights sent to the clients in this round."""
     population: int
     """N: how many clients have data, whether or not they take part in this round."""
+    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """The ids of all clients that have data, ascending."""
+    steps: Callable[[np.ndarray], np.ndarray] = field(default=np.ones_like, repr=False)
+    """`server.steps(clients)`: how many local steps `Local` gives clients with these ids in this round."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
     """`data.augment`, the function that augments a batch before a local step; None without augmentation."""
     # The next three are None where there are none yet. Their types leave that out, so that hooks need not ask.

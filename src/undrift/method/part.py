@@ -325,6 +325,8 @@ class Method:
         new = list(states)
         for i, part in self.overriding("observe"):
             new[i] = call(part, "observe", params, states[i], _own(server, part, OBSERVE, i))
+            if new[i] is None:
+                raise UndriftError(f"{type(part).__name__}.observe must return the part's state, not None.")
         return new
 
     def finish(self, params: Tree, states: list[Tree], server: Server) -> Tree:
@@ -347,10 +349,10 @@ class Method:
     def history(self, states: list[Tree]) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for part, state in zip(self.parts, states, strict=True):
-            found = call(part, "history", state)
-            if not isinstance(found, dict):
-                raise UndriftError(f"{type(part).__name__}.history must return a dict, not {type(found).__name__}.")
-            row |= found
+            columns = call(part, "history", state)
+            if not isinstance(columns, dict):
+                raise UndriftError(f"{type(part).__name__}.history must return a dict of columns, not {columns!r}.")
+            row |= columns
         return row
 
     def _chain(self, hook: str, step: int, thing: Any, states: list[Tree], server: Server) -> tuple[Any, list[Tree]]:

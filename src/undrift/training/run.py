@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,8 @@ class Run:
             key=Key(words, torch.zeros_like(words[0])),
             params=state.params,
             population=self.population,
+            clients=self.data.nonempty,
+            steps=partial(self.steps_at, t),
             augment=self.data.augment,
         )
 
