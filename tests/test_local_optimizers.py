@@ -191,10 +191,8 @@ def test_every_step_of_a_client_is_that_of_torch(case, engine):
 
 @CASES
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_uneven_clients(case, engine, request):
+def test_uneven_clients(case, engine):
     """Several rounds with short last batches, a client with one sample, and lanes that take one after another."""
-    if case not in ("nesterov", "adam with decay", "adamw") and "1 lanes" in request.node.name:
-        pytest.skip("lanes of one are in the test above")
     optimizer, kind, options = OPTIMIZERS[case]
     data, local = make_clients(SIZES), replace(STEPS, optimizer=optimizer)
     run = ud.train(net(), data, rounds=2, local=local, participation=5, **engine)

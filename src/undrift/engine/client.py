@@ -142,7 +142,7 @@ class Program:
         clients = self.clients(given, PREPARE) if self.using["prepare"] else []
         for i in self.using["prepare"]:
             part, client = clients[i]
-            found[i] = call(part, "prepare", client)
+            found[i] = tree_map(lambda t: _as_tensor(t, given), call(part, "prepare", client))
         return found
 
     def initial(self, given: Tree) -> Tree:
@@ -156,7 +156,7 @@ class Program:
             for i in self.using["carry"]:
                 part, client = clients[i]
                 carries[i] = call(part, "carry", params, client)
-            carries = tree_map(lambda t: torch.as_tensor(t, device=given["id"].device).clone(), carries)
+            carries = tree_map(lambda t: _as_tensor(t, given).clone(), carries)
             state["carry"] = carries
         if self.reads_rates:
             k = torch.zeros_like(given["id"])
@@ -335,6 +335,12 @@ def with_carries(clients: Clients, carries: list[Tree]) -> Clients:
     if not carries:
         return clients
     return [(part, replace(client, carry=carry)) for (part, client), carry in zip(clients, carries, strict=True)]
+
+
+def _as_tensor(leaf: Any, given: Tree) -> Tensor:
+    """A tensor as it is; a Python number as one on the device, without loss of precision."""
+    exact = torch.float64 if isinstance(leaf, float) else None
+    return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, dtype=exact, device=given["id"].device)
 
 
 def _summable(leaf: Any) -> Tensor:

@@ -14,6 +14,7 @@ from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
 from undrift.engine.sums import Sums, only_real
 from undrift.functional.model import Params, ordinary_gradient
+from undrift.method.calls import blaming_the_model
 from undrift.method.context import Batch
 from undrift.tree import Tree, tree_add, tree_map
 
@@ -38,7 +39,8 @@ class PlainEngine:
             for k in range(int(inputs.filled.steps[c])):
                 batches = [self.batch_at(inputs, client, first + k * per_step + j) for j in range(per_step)]
                 step = torch.tensor(k, device=self.data.device)
-                state = program.step(state, given, batches, step, ordinary_gradient, statistics)
+                with blaming_the_model():
+                    state = program.step(state, given, batches, step, ordinary_gradient, statistics)
             if visit and c < inputs.cohort:
                 visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
             after = self.measure(state["params"], given, client, "after")

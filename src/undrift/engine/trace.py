@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
-from undrift.method.calls import place, reason
+from undrift.method.calls import blaming_the_model
 
 CALLING = RLock()
 """Held by the threads of `ThreadedEngine` while they trace or call `visit`: both call the module, whose weights are
@@ -64,13 +64,8 @@ class Traced:
         # Tracing tells tensors apart by identity: one that is passed twice must look like two, or later calls with
         # different ones would read the first for both. And views are traced for contiguous tensors.
         copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
-        try:
-            with _one_mode():
-                program = make_fx(flat)(*copies)
-        except UndriftError:
-            raise
-        except Exception as error:  # whatever a user's model or hook may raise
-            raise UndriftError(f"The model failed in lanes{place(error)}: {reason(error)}") from error
+        with blaming_the_model(" in lanes"), _one_mode():
+            program = make_fx(flat)(*copies)
         _refuse_dynamic_shapes(program)
         program = _without_idle_views(program)
         return (Tried(program, self.compiled) if self.compiled else program), shape[-1]

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from undrift.errors import UndriftError, first_line, machine_trouble
-from undrift.tree import Tree, tree_leaves, tree_structure
+from undrift.tree import Tree, tree_leaves, tree_map, tree_structure
 
 DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
     torch.normal, torch.bernoulli, torch.multinomial, torch.poisson,
     torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_, torch.Tensor.random_, torch.Tensor.bernoulli,
+    torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_,
+    torch.Tensor.multinomial,
 }  # fmt: skip
-ELSEWHERE = (str(Path(torch.__file__ or "torch").parent), str(Path(__file__).parent.parent))
+DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+"""These draw in training only."""
+ELSEWHERE = (f"{Path(torch.__file__ or 'torch').parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}")
 """Folders of code that is not the user's."""
+CHECKS = ("check", "check_model")
+"""The hooks that return nothing."""
+OTHERS = (*CHECKS, "plan", "history", "update_bytes")
+"""The hooks that do not return trees of tensors."""
+NUMBERS = (torch.Tensor, Number, np.ndarray, np.generic)
+"""What trees may have at their leaves."""
 
 
 def call(part: Any, hook: str, *args: Any) -> Any:
@@ -28,13 +44,33 @@ def call(part: Any, hook: str, *args: Any) -> Any:
         return function(*args)
     try:
         with RefuseGlobalDraws():
-            return function(*args)
+            found = function(*args)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's code may raise
         if machine_trouble(error):
             raise
         raise UndriftError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
+    if found is None and hook not in CHECKS:
+        raise UndriftError(f"{name(part)}.{hook} returned nothing; it ends without a `return`.")
+    strange = [leaf for leaf in tree_leaves(found) if not isinstance(leaf, NUMBERS)] if hook not in OTHERS else []
+    if strange:
+        kind = type(strange[0]).__name__
+        raise UndriftError(f"{name(part)}.{hook} must return trees of tensors and numbers, but has {kind} in them.")
+    return found
+
+
+@contextmanager
+def blaming_the_model(where: str = "") -> Iterator[None]:
+    """Report an error that is no hook's as the model's or the loss's, with the file and the line, if that is known."""
+    try:
+        yield
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a user's model may raise
+        if machine_trouble(error) or not (where or place(error)):
+            raise
+        raise UndriftError(f"The model failed{where}{place(error)}: {reason(error)}") from error
 
 
 def ours(part: Any) -> bool:
@@ -77,13 +113,17 @@ class RefuseGlobalDraws(TorchFunctionMode):
     """Inside it, drawing from torch's global generator raises: runs would not repeat."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in DRAWS:
+        if func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {}))):
             raise UndriftError(
                 f"A hook draws with {func.__name__} from torch's global generator, so runs would not repeat and "
                 "clients would not have draws of their own. Draw from the key: "
                 "ud.random.normal(client.key, shape), ud.random.uniform(client.key, shape), or with server.key."
             )
         return func(*args, **(kwargs or {}))
+
+
+def _drops(input: Any, p: float = 0.5, training: bool = True, *rest: Any, **more: Any) -> bool:
+    return bool(p > 0 and more.get("train", training))
 
 
 def aligned(tree: Any, params: Tree, part: Any, hook: str, spread: bool = False) -> Tree:
@@ -136,4 +176,4 @@ def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str) -> Tre
                 f"{tuple(getattr(a, 'shape', ()))} {getattr(a, 'dtype', type(a).__name__)} of a tensor "
                 f"{tuple(b.shape)} {b.dtype}."
             )
-    return new
+    return tree_map(lambda a, b: a if isinstance(a, torch.Tensor) else torch.full_like(b, a), new, old)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, nonnegative, quoted
 from undrift.method.calls import aligned, call, pair
 from undrift.method.context import Batch, Client, Plan, Server
 from undrift.method.numbers import bind, check_numbers, numbers_at
@@ -338,7 +338,12 @@ class Method:
     def update_bytes(self, update: Tree, size: int) -> int:
         """The bytes of one client's update, as the parts say it is sent."""
         for _, part in self.overriding("update_bytes"):
-            size = int(call(part, "update_bytes", size, update))
+            found = call(part, "update_bytes", size, update)
+            if not nonnegative(found):
+                raise UndriftError(
+                    f"{type(part).__name__}.update_bytes must return a number from 0, not {quoted(found)}."
+                )
+            size = int(found)
         return size
 
     def history(self, states: list[Tree]) -> dict[str, Any]:
@@ -356,6 +361,8 @@ class Method:
         for i, part in self.overriding(hook):
             found = call(part, hook, thing, states[i], _own(server, part, step, i))
             after, new[i] = pair(found, part, hook, {"plan": "plan", "transform": "update"}.get(hook, "params"))
+            if hook == "plan" and not isinstance(after, Plan):
+                raise UndriftError(f"{type(part).__name__}.plan must return a plan, not {type(after).__name__}.")
             thing = after if hook == "plan" else aligned(after, thing, part, hook)
         return thing, new
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from dataclasses import is_dataclass
 from typing import Any
 
 from undrift.errors import UndriftError, nearest
@@ -49,7 +49,7 @@ def refuse_contradictions(parts: tuple[Any, ...]) -> None:
 
 def _check_attributes(part: Any) -> None:
     own = name(part)
-    if not is_dataclass(type(part)):
+    if not dataclasses.is_dataclass(type(part)):
         raise UndriftError(f"{own} must be a dataclass: put @dataclass(frozen=True) above it.")
     if part.measures not in (None, *WHEN):
         raise UndriftError(f'{own}.measures must be "before", "after", "finish" or "cohort".')
@@ -99,7 +99,15 @@ def check_definition(part: Any) -> None:
     hooks = {key for key, value in vars(base).items() if callable(value) and not key.startswith("_")}
     classes = [cls for cls in reversed(type(part).__mro__) if cls not in base.__mro__]  # the last one has its way
     own = {key: value for cls in classes for key, value in vars(cls).items()}
+    settings = {key for key, value in vars(base).items() if not callable(value) and not key.startswith("_")}
+    fields = {entry.name for entry in dataclasses.fields(part)}
     for key, value in own.items():
+        plain = not hasattr(value, "__get__") and key not in fields and not key.startswith("_")
+        if plain and key not in settings and (meant := nearest(key, settings, cutoff=0.8)):
+            raise UndriftError(
+                f"{own_name}.{key} is not an attribute of parts; did you mean {meant}? (If it is your own, begin its "
+                "name with _.)"
+            )
         if inspect.isfunction(value) and key in hooks:
             _check_signature(own_name, key, value, getattr(base, key))
         if inspect.isfunction(value) and not key.startswith("_") and key not in vars(base):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.method.calls import name, unchanged_form
+from undrift.method.calls import aligned, call, name, pair, unchanged_form
 from undrift.method.context import Client, Server
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -113,10 +113,12 @@ class Optimize(Part):
     reads_rates: ClassVar[bool] = False
 
     def carry(self, params: Tree, client: Client) -> Tree:
-        return self.optimizer.carry(params, client)
+        return call(self.optimizer, "carry", params, client)
 
     def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
-        direction, new = self.optimizer.step(g, carry, params, client)
+        found = call(self.optimizer, "step", g, carry, params, client)
+        direction, new = pair(found, self.optimizer, "step", "direction", "carry")
+        direction = aligned(direction, params, self.optimizer, "step")
         return direction, unchanged_form(new, carry, self.optimizer, "step", "carry")
 
 
@@ -125,7 +127,7 @@ class OptimizeKept(Optimize):
     """The local optimizer, whose state each client keeps between rounds."""
 
     def keep(self, params: Tree) -> Tree:
-        return self.optimizer.carry(params, None)  # type: ignore[arg-type]
+        return call(self.optimizer, "carry", params, None)
 
     def carry(self, params: Tree, client: Client) -> Tree:
         return client.kept
@@ -139,7 +141,7 @@ class OptimizeAveraged(Optimize):
     """The local optimizer, whose state is averaged over the cohort like the weights, and sent to the next."""
 
     def start(self, params: Tree) -> Tree:
-        return self.optimizer.carry(params, None)  # type: ignore[arg-type]
+        return call(self.optimizer, "carry", params, None)
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         return state

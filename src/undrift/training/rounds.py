@@ -45,7 +45,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     update, parts = method.transform(update, parts, server)
     server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
-    parts = method.observe(params, parts, server)
+    parts = tree_to(method.observe(params, parts, server), run.device)
 
     down, up = traffic(run, inputs, answers, measured)
     after = replace(

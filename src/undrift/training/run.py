@@ -23,7 +23,7 @@ from undrift.method.local import Local, cohort_batches
 from undrift.method.part import Method
 from undrift.method.work import Momentum
 from undrift.random import Key, choose, derive
-from undrift.schedule import value
+from undrift.schedule import check_number, value
 from undrift.training.state import State
 from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device, tree_to
@@ -102,6 +102,8 @@ class Run:
         require(fine, "A part's plan must leave each client a whole number of steps from 1.")
         most = len(clients) <= self.cohort_size or self.conditions.max_norm_ratio is None
         require(most, "A part's plan has more clients than are sampled, which max_norm_ratio does not allow.")
+        for name, interval in (("lr", "[0, inf)"), ("momentum", "[0, 1)"), ("weight_decay", "[0, inf)")):
+            check_number(getattr(plan, name), 1, f"A part's plan: its {name}", interval)
         require(not plan.momentum or self.moves, MUST_BE_SET.format("momentum"))
         require(not plan.weight_decay or self.engine.program.weight_decay, MUST_BE_SET.format("weight_decay"))
         order = np.argsort(clients, kind="stable")
