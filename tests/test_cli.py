@@ -53,7 +53,7 @@ def test_run_and_its_folder(here):
     said = undrift("run", "e.toml", "--set", "rounds=3", "--out", "runs/mine")
     assert said.startswith("accuracy 0.") and said.endswith("after 3 rounds, in runs/mine\n")
     assert {f.name for f in Path("runs/mine").iterdir()} == {
-        *("run.json", "config.toml", "partition.json", "metrics.jsonl", "model.safetensors")
+        *("run.json", "config.toml", "partition.json", "metrics.jsonl", "model.safetensors", "checkpoint")
     }
     undrift("run", "runs/mine", "--out", "again")
     assert Path("again/model.safetensors").read_bytes() == Path("runs/mine/model.safetensors").read_bytes()

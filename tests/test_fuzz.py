@@ -74,7 +74,7 @@ def test_damaged_runs(tmp_path_factory, chance):
     folder = tmp_path_factory.getbasetemp() / "damaged"
     if not folder.exists():
         make_run(folder, 0.1, 0, 3)
-        test_damaged_runs.whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+        test_damaged_runs.whole = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     fuzzing.read_run(chance, folder, test_damaged_runs.whole)
 
 

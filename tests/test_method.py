@@ -186,6 +186,7 @@ def test_a_part_that_is_no_dataclass_is_refused():
         (lambda plan: {"steps": 0 * plan.steps}, "must leave each client a whole number of steps"),
         (lambda plan: {"steps": plan.steps[:1]}, "must leave each client a whole number of steps"),
         (lambda plan: {"momentum": 0.9}, "sets momentum, which Local leaves at 0"),
+        (lambda plan: {"round": 7}, "must not change the round"),
     ],
 )
 def test_a_plan_that_no_engine_could_carry_out_is_refused(change, message, uneven):

@@ -218,7 +218,6 @@ OTHERS = {
         r"method FedProx\(mu=0.1, .* not FedProx\(mu=0.1000000000000001",
     ),
     "participation": ({}, {"participation": 2}, "clients a round"),
-    "rounds": ({}, {"rounds": 6}, "rounds 3, not 6"),
     "metrics": ({}, {"metrics": {"mine": lambda o, y: o.sum(1)}}, "metrics"),
     "evaluations": ({}, {"evaluate_every": 2}, "evaluate_every 1, not 2"),
     "schedule": (
@@ -250,7 +249,7 @@ def test_another_run_is_refused_before_anything_is_touched(tmp_path, first, then
     else:
         stop(tmp_path / "r", **first)
     before = contents(tmp_path / "r")
-    with pytest.raises(ud.UndriftError, match=f"is of a run with {what}"):
+    with pytest.raises(ud.UndriftError, match=rf"is of a run with {what}|^The code of \S+ \({what}\), .* has changed"):
         train(tmp_path / "r", resume=True, **{**first, **then})
     assert contents(tmp_path / "r") == before
 
@@ -269,6 +268,7 @@ def test_the_same_run_built_anew_is_the_same_run(tmp_path):
 
 def test_a_finished_run_without_checkpoints_is_given_back(tmp_path):
     first = train(tmp_path / "r")
+    shutil.rmtree(tmp_path / "r" / "checkpoint")
     before = contents(tmp_path / "r")
     again = train(tmp_path / "r", resume=True)
     assert same_bits(first.params, again.params) and contents(tmp_path / "r") == before
@@ -361,6 +361,7 @@ def test_damaged_results_are_made_again_or_refused(tmp_path, name):
     """A8, of a finished run: from its last checkpoint, and without one it is said."""
     whole = train(tmp_path / "with", checkpoint_every=2)
     train(tmp_path / "without")
+    shutil.rmtree(tmp_path / "without" / "checkpoint")
     for folder in ("with", "without"):
         flip(tmp_path / folder / name, 0.7)
     assert same_bits(train(tmp_path / "with", resume=True).params, whole.params)

@@ -185,8 +185,8 @@ def test_a_finished_run_is_given_back_and_a_restarted_one_is_not_finished(tmp_pa
     first = ud.train(net(), data, out=tmp_path / "r", checkpoint_every=2, **options)
     again = ud.train(net(), data, out=tmp_path / "r", resume=True, on_round=stop_after(1), **options)
     assert same_bits(again.params, first.params) and len(again.history) == 3, "no round was trained again"
-    with pytest.raises(ud.UndriftError, match="of a run with rounds 3, not 5"):
-        ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, "rounds": 5})
+    with pytest.raises(ud.UndriftError, match="has already trained 3 rounds, and rounds is 2"):
+        ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, "rounds": 2})
 
 
 def test_checkpoints_that_cannot_be_read_are_not_passed_over(tmp_path):
@@ -328,5 +328,6 @@ def test_checkpoints_by_the_clock(tmp_path):
     ud.train(net(), data, out=tmp_path / "often", checkpoint_every="0s", **options)
     ud.train(net(), data, out=tmp_path / "never", checkpoint_every="1000s", **options)
     assert (tmp_path / "often" / "checkpoint" / "round-5.json").exists()
-    assert not (tmp_path / "never" / "checkpoint").exists()
-    assert os.listdir(tmp_path / "never") and Path(tmp_path / "never" / "model.safetensors").exists()
+    left = {name.partition(".")[0] for name in os.listdir(tmp_path / "never" / "checkpoint")}
+    assert left == {"round-5", "rows-5"}, "only what a longer run would go on from"
+    assert Path(tmp_path / "never" / "model.safetensors").exists()

@@ -72,7 +72,10 @@ def run(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped or finished.")],
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Train until so many rounds are done, also if the run has finished.")
+    ] = None,
     on_nonfinite: Annotated[
         str | None, typer.Option(help="If the run stopped on NaN: skip drops clients whose updates are not finite.")
     ] = None,
@@ -81,14 +84,15 @@ def resume(
     allow_version_change: Annotated[
         bool,
         typer.Option(
-            "--allow-version-change", help="Resume with other versions or on another device; last digits may differ."
+            "--allow-version-change",
+            help="Resume with other versions or on another device, where last digits may differ, or with changed code.",
         ),
     ] = False,
 ) -> None:
-    """Resume a run from its last checkpoint, as if it had never stopped."""
+    """Resume a run from its last checkpoint, as if it had never stopped, or continue a finished one."""
     from undrift.errors import UndriftError
     from undrift.tools import config
-    from undrift.tools.experiment import resumable
+    from undrift.tools.experiment import resumable, same_length
     from undrift.training.record import repeats
     from undrift.training.result import RUN, finished, intact, recorded
 
@@ -99,11 +103,12 @@ def resume(
         raise UndriftError(
             f"{folder} was started from Python; resume it there: ud.train(…, out={str(folder)!r}, resume=True)."
         )
+    options = {"on_nonfinite": on_nonfinite, "rounds": rounds}
+    changed = config.override(settings, [f"{key}={value}" for key, value in options.items() if value is not None])
     known = recorded(folder) if finished(folder) else None
-    if known and intact(folder, known):
+    if known and same_length(changed, text) and intact(folder, known):
         typer.echo(f"{folder} is finished.")
         return
-    changed = config.override(settings, [f"on_nonfinite={on_nonfinite}"] if on_nonfinite else [])
     experiment = config.checked(launch.with_options(changed, folder, imports, None, trust), str(folder))
     launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
 

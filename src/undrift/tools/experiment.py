@@ -108,8 +108,8 @@ def arguments(experiment: Experiment) -> dict[str, Any]:
     return {**rest, **made, "notes": {"imports": experiment.imports}}
 
 
-FREE = {key for key, role in KEYS.items() if role.resume == "free"}
-"""What may be changed in the `config.toml` of a run that is to be resumed."""
+FREE = {key for key, role in KEYS.items() if role.resume in ("free", "length")}
+"""What may be changed in the `config.toml` of a run that is to be resumed. `ud.train` refuses too few rounds."""
 DIGITS = {key for key, role in KEYS.items() if role.resume == "digits"}
 """What may change a run's last digits, and nothing more."""
 
@@ -126,7 +126,7 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
     before = flat(tomllib.loads(copy))
     try:
         given = read(file)
-        if missing := before.keys() - flat(given).keys():
+        if missing := before.keys() - flat(given).keys() - {"stop_when"}:
             raise UndriftError(f"{file} has lost the key {min(missing)!r}.")
     except UndriftError as error:
         log.warning("%s Its copy in %s is used instead.", error, RUN)
@@ -139,6 +139,12 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
                 "change it back, or start another run."
             )
     return given, copy
+
+
+def same_length(settings: Document, config: str) -> bool:
+    """Whether a run with these settings ends where the one with this `config.toml` does."""
+    before = tomllib.loads(config)
+    return all(settings.get(key) == before.get(key) for key in ("rounds", "stop_when"))
 
 
 @contextmanager

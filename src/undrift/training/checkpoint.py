@@ -9,6 +9,9 @@ one, and the files that it names with their checksums:
 
 The two checkpoints share no file: each belongs to a series of its own, so that one damaged file costs one checkpoint.
 Draws come from keys, so there is no generator's state to keep.
+
+A checkpoint depends on no number of rounds: that of the last round, which a finished run leaves, is from before the
+method's `finish`, with the row that this round has in a longer run. So a finished run can be continued.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.engine.client_states import ClientStates
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
+from undrift.training.early import COLUMN
 from undrift.training.result import as_json
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -73,6 +77,10 @@ class Checkpoints:
         """In the order in which they are written next."""
         self.record: dict[str, Any] = {}
         """Identifies the run in every checkpoint."""
+        self.stale: list[int] = []
+        """Rounds whose checkpoints cannot be used, and are replaced."""
+        self.closed = False
+        """Whether the run's last checkpoint has been written."""
         if every is not None and folder is None:
             raise UndriftError("checkpoint_every needs a folder to write to; name one: out=….")
 
@@ -82,11 +90,13 @@ class Checkpoints:
 
     def save(self, now: State) -> None:
         """Make a checkpoint of a run that stands between two rounds."""
-        if self.folder is None or now.round == self.saved_round:
+        if self.folder is None or self.closed or now.round == self.saved_round:
             return
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync(self.folder.parent)
+        while self.stale:  # files are written under the same names: no JSON may be left that names the old ones
+            (self.folder / f"round-{self.stale.pop()}.json").unlink(missing_ok=True)
         series = self.series[0]
         self._save_clients(series, now)
         self._save_rows(series, now)
@@ -100,6 +110,7 @@ class Checkpoints:
         whole = {
             **self.record,
             "round": now.round,
+            "before_finish": True,
             "total_steps": now.total_steps,
             "constant_steps": now.constant_steps,
             "total_bytes": now.total_bytes,
@@ -113,6 +124,19 @@ class Checkpoints:
         self.saved_round, self.saved_at = now.round, time.monotonic()
         self.series = [*self.series[1:], series]
         self._tidy()
+
+    def close(self, now: State) -> None:
+        """Make the checkpoint of the last round, before the method's `finish`, and no more after it.
+
+        A disk that has no room for it costs a warning: it may still have room for the model.
+        """
+        try:
+            self.save(now)
+        except (OSError, SafetensorError) as error:
+            log.warning("no checkpoint is left to continue the finished run from: %s", first_line(error))
+            if self.folder and self.folder.is_dir():
+                self._tidy()
+        self.closed = True
 
     def _save_clients(self, series: Series, now: State) -> None:
         """The states that changed since the series' last checkpoint; all of them when they lie in too many files."""
@@ -169,6 +193,11 @@ class Checkpoints:
                 log.warning("%s", error)
         return None
 
+    @property
+    def newest(self) -> int:
+        """The latest round that has a checkpoint, whether it can be read or not; 0 if there is none."""
+        return max(self._found(), default=0)
+
     def _found(self) -> list[int]:
         return _listed(self.folder) if self.folder and self.folder.is_dir() else []
 
@@ -182,10 +211,7 @@ class Checkpoints:
             except Exception as error:  # whatever damage may lead to; the checkpoint before it serves
                 log.warning("the checkpoint of round %d cannot be used: %s", number, error)
                 continue
-            # What comes later is written anew, under the same names: no JSON may be left that names the old files.
-            for later in found:
-                if later > number:
-                    (self.folder / f"round-{later}.json").unlink()
+            self.stale = [later for later in found if later > number]
             # The other series may be damaged, or of later rounds that are trained again: it begins anew.
             self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
@@ -214,6 +240,9 @@ class Checkpoints:
         now = State(trees["params"], parts, trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
             raise DamagedError(f"round-{number}.json is of another round.")
+        last = str(number) == whole["identity"]["rounds"] or COLUMN in now.history[-1]
+        if last and "before_finish" not in whole:
+            raise DamagedError("an earlier version of undrift wrote it after the method's finish.")
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from undrift.errors import UndriftError, require, whole
+from undrift.errors import UndriftError, quoted, require, whole
 from undrift.expressions import parse
 
 History = Sequence[dict[str, Any]]
@@ -81,6 +81,14 @@ def as_rule(stop_when: Any) -> Rule | None:
         f"stop_when must be a function of the history, such as ud.EarlyStopping(…), not {stop_when!r}.",
     )
     return stop_when
+
+
+def reason(rule: Rule, history: History) -> str | None:
+    """Why the rule ends the run now, or None if it does not."""
+    why = rule(history)
+    if not why:
+        return None
+    return why if isinstance(why, str) else f"stop_when returned {quoted(why)}"
 
 
 def check_column(rule: Rule | None, history: History) -> None:

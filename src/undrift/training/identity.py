@@ -1,8 +1,11 @@
 """A run's identity: everything that determines its result, so that any difference between two runs is detected.
 
 It is stored in the run's folder and in every checkpoint, and compared before a resumed run changes anything. Numbers
-are written in full, arrays and weights as checksums, and functions as their compiled code, with the values in their
-closure and the simple values and functions of their module that they use.
+are written in full, arrays and weights as checksums. Users' functions and classes are described by a digest of their
+code (`syntax.py`), and by the values in their closure and the simple values of their module that they use.
+
+A run may be continued with more rounds. So a value that is called `rounds`, or something with `rounds` in it, and that
+equals the run's number of rounds, is described as just that: such a schedule is the same schedule of a longer run.
 """
 
 from __future__ import annotations
@@ -23,37 +26,59 @@ from undrift import __version__
 from undrift.errors import UndriftError
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
+from undrift.training.syntax import code_of, from_library
 
-LIBRARIES = ("undrift", "torch", "numpy", "builtins", "math", "functools")
-"""Packages whose version identifies their code."""
 SHOWN = 120
 """The most characters of a difference in a message."""
-
+CODE = re.compile(r"([\w.<>]+) \(code ([0-9a-f]{16})\)")
+"""How a description names a function or class of the user's."""
 
 ELSEWHERE = ("participation", "data")
 """Settings that a run's identity has under other names: "clients a round", and what `data` consists of."""
 
 
-def identity(run: Run, given: Settings) -> dict[str, str]:
-    """What must be the same for a run to be the same run: every setting that decides its result."""
+def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, str]:
+    """What must be the same for a run to be the same run: every setting that decides its result.
+
+    `before` is the number of rounds that the run was started with, if it is compared with one that has another.
+    """
+    shown = functools.partial(describe, rounds=lengths(run, before))
     trained = {*run.model.start, *run.model.tracked}
     found = {
         "rounds": str(run.rounds),
         "seed": str(run.seed),
-        "method": describe(run.method),
-        "local": describe(run.local),
-        "loss": describe(run.loss),
-        "metrics": describe(run.metrics),
+        "method": shown(run.method),
+        "local": shown(run.local),
+        "loss": shown(run.loss),
+        "metrics": shown(run.metrics),
         "clients a round": str(run.cohort_size),
         "precision": str(run.choices["precision"]),
-        **{name: describe(value) for name, value in vars(run.conditions).items()},
-        "augmentation": describe(run.data.augment),
-        "samples": describe(run.data.take),
+        **{name: shown(value) for name, value in vars(run.conditions).items()},
+        "augmentation": shown(run.data.augment),
+        "samples": shown(run.data.take),
         **run.data.digests,
-        "model": _module(run.model.module, trained),
+        "model": _module(run.model.module, trained, shown),
     }
     decisive = [name for name, role in ROLES.items() if role.resume == "same" and name not in ELSEWHERE]
-    return found | {name: describe(getattr(given, name)) for name in decisive if name not in found}
+    return found | {name: shown(getattr(given, name)) for name in decisive if name not in found}
+
+
+def lengths(run: Run, before: int | None) -> frozenset[int]:
+    return frozenset({run.rounds, run.rounds if before is None else before})
+
+
+def relative(run: Run, before: int) -> list[str]:
+    """Schedules, parts and functions that depend on the number of rounds, as far as their values' names say so."""
+    shown = functools.partial(describe, rounds=lengths(run, before))
+    owners: list[Any] = [run.local, *run.method.parts, *([run.conditions.faults] if run.conditions.faults else [])]
+    found = []
+    for owner in owners:
+        name = type(owner).__name__
+        fields = {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
+        found += [f"{name}({key})" for key, value in fields.items() if shown({key: value}) != describe({key: value})]
+        found += [name] if shown(type(owner)) != describe(type(owner)) else []
+    functions = {"the loss": run.loss, "the metrics": run.metrics, "the augmentation": run.data.augment}
+    return found + [name for name, function in functions.items() if shown(function) != describe(function)]
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -69,25 +94,48 @@ def versions(device: torch.device) -> dict[str, str]:
     }
 
 
-def compare(before: dict[str, str], now: dict[str, str], where: Any) -> None:
-    """Raises `UndriftError` unless the run in the folder `where` has the identity `now`."""
+def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True) -> list[str]:
+    """The functions and classes whose code is not what it was when the run in the folder `where` was started.
+
+    `by_tree` is whether code is known by its syntax tree; earlier versions of undrift recorded compiled code. Raises
+    `UndriftError` if the run has another identity in anything else but its number of rounds.
+    """
+    changed: list[str] = []
     for what in now | before:
-        if before.get(what) != now.get(what):
-            then, asked = _difference(str(before.get(what)), str(now.get(what)))
+        then, asked = str(before.get(what)), str(now.get(what))
+        if what == "rounds" or then == asked:
+            continue
+        others = _changed_code(then, asked) if by_tree else _unknown_code(then, asked)
+        if not others:
+            then, asked = _difference(then, asked)
             raise UndriftError(
                 f"{where} is of a run with {what} {then}, not {asked}; resume it with the same settings, or choose "
                 "another folder."
             )
+        changed += [f"{name} ({what})" for name in dict.fromkeys(others)]
+    return changed
 
 
-def compare_versions(before: dict[str, str], now: dict[str, str], where: Any) -> None:
-    """Raises `UndriftError` unless the run in the folder `where` was started with the same versions."""
-    changed = [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
-    if changed:
-        raise UndriftError(
-            f"{where} was started with {'; '.join(changed)}. Its results may differ from an uninterrupted run's in "
-            "the last digits; to resume anyway: allow_version_change=True, or undrift resume --allow-version-change."
-        )
+def _changed_code(before: str, now: str) -> list[str]:
+    """The names of code that two descriptions differ in; none if they also differ in something else."""
+    if CODE.sub(r"\1", before) != CODE.sub(r"\1", now):
+        return []
+    pairs = zip(CODE.findall(before), CODE.findall(now), strict=True)
+    return [name for (name, then), (_, asked) in pairs if then != asked]
+
+
+def _unknown_code(before: str, now: str) -> list[str]:
+    """The names of code that an earlier version of undrift described in its own way, if nothing else has changed.
+
+    Its digests included what now follows as " with …", and a model's those of its classes.
+    """
+    alike = CODE.sub(r"\1", before) == CODE.sub(r"\1", now) or " with {" in now or " of " in now
+    return [name for name, _ in CODE.findall(now)] if alike and before.split()[:1] == now.split()[:1] else []
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Versions, and hardware, that are not those of another session."""
+    return [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:
@@ -107,36 +155,38 @@ def plainly(x: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
-def describe(x: Any, within: tuple[int, ...] = ()) -> str:
-    """A complete description of `x`, the same in every process. `within` are the ids of the enclosing objects."""
+def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = frozenset()) -> str:
+    """A complete description of `x`, the same in every process.
+
+    `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be.
+    """
     if id(x) in within:
         return "…"
-    inner = functools.partial(describe, within=(*within, id(x)))
+    inner = functools.partial(describe, within=(*within, id(x)), rounds=rounds)
     if isinstance(x, np.generic):
         return repr(x.item())
     if isinstance(x, np.ndarray | Tensor):
         return _array(x)
     if isinstance(x, dict):
-        return "{" + ", ".join(f"{inner(k)}: {inner(v)}" for k, v in x.items()) + "}"
+        return "{" + ", ".join(f"{inner(k)}: {_value(k, v, inner, rounds)}" for k, v in x.items()) + "}"
     if isinstance(x, list | tuple):
         return "[" + ", ".join(map(inner, x)) + "]"
     if isinstance(x, set | frozenset):
         return "{" + ", ".join(sorted(map(inner, x))) + "}"
     if isinstance(x, nn.Module):
-        return _module(x, set())
+        return _module(x, set(), inner)
     if isinstance(x, functools.partial):
         return f"partial({inner(x.func)}, {inner(x.args)}, {inner(x.keywords)})"
     if isinstance(x, types.MethodType):
         return f"{inner(x.__self__)}.{inner(x.__func__)}"
-    if isinstance(x, types.FunctionType):
-        return x.__qualname__ if _known(x) else f"{x.__qualname__} (code {_digest(_function(x, inner))})"
-    if isinstance(x, type):
-        return x.__qualname__ + ("" if _known(x) else f" (code {_digest(_class(x, inner))})")
+    if isinstance(x, types.FunctionType | type):
+        return x.__qualname__ if from_library(x) else _code(x, inner)
     if hasattr(x, "parts") and isinstance(x.parts, tuple):  # a sum of parts
         return " + ".join(map(inner, x.parts))
     if dataclasses.is_dataclass(x):
-        fields = ", ".join(f"{f.name}={inner(getattr(x, f.name))}" for f in dataclasses.fields(x) if not _unused(f, x))
-        return f"{inner(type(x))}({fields})"
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not _unused(f, x)}
+        given = ", ".join(f"{name}={_value(name, value, inner, rounds)}" for name, value in fields.items())
+        return f"{inner(type(x))}({given})"
     if callable(x) and hasattr(x, "__dict__"):
         return f"{inner(type(x))}({inner(vars(x))})"
     return plainly(x)
@@ -148,8 +198,16 @@ def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
     return "added" in field.metadata and type(value) is type(field.default) and value == field.default
 
 
-def _known(x: Any) -> bool:
-    return str(x.__module__).partition(".")[0] in LIBRARIES
+def _value(name: Any, x: Any, inner: Any, rounds: frozenset[int]) -> str:
+    """What has a name, which may be the number of rounds."""
+    length = isinstance(name, str) and "rounds" in name.lower() and type(x) is int and x in rounds
+    return "the number of rounds" if length else str(inner(x))
+
+
+def _code(x: types.FunctionType | type, inner: Any) -> str:
+    """A function or class of the user's: its name, a digest of its code, and the values that it uses."""
+    code, values = code_of(x)
+    return f"{x.__qualname__} (code {code})" + (f" with {inner(values)}" if values else "")
 
 
 def _digest(text: str | bytes) -> str:
@@ -164,57 +222,12 @@ def _array(x: np.ndarray | Tensor) -> str:
     return f"tensor({x.dtype}, {tuple(x.shape)}, {_digest(data)})"
 
 
-def _function(x: types.FunctionType, inner: Any) -> str:
-    """A function's code, defaults, closure, and what it uses of its module."""
-    cells = []
-    for cell in x.__closure__ or ():
-        try:
-            cells.append(inner(cell.cell_contents))
-        except ValueError:  # still empty, in a function that refers to itself
-            cells.append("…")
-    used = {name: x.__globals__[name] for name in sorted(_names(x.__code__)) if name in x.__globals__}
-    plain = (bool, int, float, complex, str, bytes, tuple, list, dict, np.ndarray, np.generic, Tensor, type(None))
-    values = {
-        name: inner(value)
-        for name, value in used.items()
-        if isinstance(value, plain) or (isinstance(value, types.FunctionType) and value.__module__ == x.__module__)
-    }
-    return repr([_code(x.__code__), inner(x.__defaults__), inner(x.__kwdefaults__), cells, values])
-
-
-def _class(x: type, inner: Any) -> str:
-    """The functions and simple values that a class and its bases define."""
-    own = [inner(base) for base in x.__bases__]
-    for name, value in sorted(vars(x).items()):
-        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        function = function.fget if isinstance(function, property) else function
-        if (
-            isinstance(function, types.FunctionType) and function.__code__.co_filename != "<string>"
-        ):  # a dataclass's own
-            own.append(f"{name}: {inner(function)}")
-        elif isinstance(value, bool | int | float | str | tuple):
-            own.append(f"{name} = {value!r}" if name not in ("__module__", "__doc__", "__qualname__") else "")
-    return repr(own)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {*code.co_names}.union(*map(_names, inside))
-
-
-def _code(code: types.CodeType) -> str:
-    """Compiled code, without its location."""
-    consts = [
-        _code(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
-        for c in code.co_consts
-    ]
-    shape = (code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_names, code.co_varnames, code.co_freevars)
-    return repr([code.co_code, shape, consts])
-
-
-def _module(module: nn.Module, trained: set[str]) -> str:
-    """A module's layers, the code of its classes from outside the libraries, and its tensors, except `trained`."""
-    classes = sorted({describe(type(m)) for m in module.modules()})
+def _module(module: nn.Module, trained: set[str], inner: Any) -> str:
+    """A module's layers and its tensors, except `trained`, and the code of its classes from outside the libraries."""
+    classes = sorted({type(m) for m in module.modules()}, key=lambda kind: (kind.__qualname__, kind.__module__))
+    names = sorted({kind.__qualname__ for kind in classes})
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     rest = {name: _array(t) if name not in trained else (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    return f"{type(module).__qualname__} {_digest(repr([plainly(module), classes, rest]))}"
+    own = [inner(kind) for kind in classes if not from_library(kind)]
+    layers = _digest(repr([plainly(module), names, rest]))
+    return f"{type(module).__qualname__} {layers}" + (f" of {', '.join(own)}" if own else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from torch import nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
-from undrift.errors import UndriftError, quoted, require
+from undrift.errors import require
 from undrift.losses import reserved
 from undrift.method.faults import Faults
 from undrift.method.local import Local
@@ -26,20 +25,21 @@ from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
-from undrift.training.early import COLUMN, Rule, as_rule, check_column
+from undrift.training.early import COLUMN, Rule, as_rule
 from undrift.training.evaluate import evaluate
-from undrift.training.identity import compare, compare_versions, identity, versions
+from undrift.training.identity import identity, versions
+from undrift.training.listeners import Listeners
 from undrift.training.personal import Personal
-from undrift.training.record import record, same_settings
-from undrift.training.result import Folder, Result, intact
+from undrift.training.provenance import session
+from undrift.training.record import record
+from undrift.training.result import Folder, Result
+from undrift.training.resume import resumed, stops
 from undrift.training.rounds import Round, federated_round, finish
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.track import Trackers
 from undrift.tree import Tree, tree_finite
-
-log = logging.getLogger("undrift")
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
             if any: `"mlp(hidden=32)"`.
         data: The clients' data, from `ud.load` or `ud.FederatedDataset.from_clients`.
         method: A part, a sum of parts, or the expression for one in a string: `"FedDyn(0.1) + FedNLR()"`.
-        rounds: How many rounds to train.
+        rounds: How many rounds to train, those of a resumed run included.
         local: What a client does in a round: steps or epochs, batch size, learning rate.
         participation: Who trains in a round. An int is a number of clients, a float a fraction of those with data.
         seed: Decides the cohorts, the batches, every draw of a method, and the weights of a model given by name.
@@ -109,7 +109,8 @@ def train(
         out: A folder for the run's files, empty or not there yet.
         checkpoint_every: Rounds (`10`) or seconds (`"30s"`) between checkpoints in `out`.
         resume: Continue the run in `out` from its last checkpoint, after making sure that everything that decides the
-            result is as it was.
+            result is as it was. With more `rounds` a finished run is continued too, from the weights before the
+            method's `finish`: the result is that of an uninterrupted run of so many rounds.
         track: `"tensorboard"`, `"mlflow"` or a list of both, which get each round's figures too.
         on_round: A function that is called with each round's history.
         notes: Settings of the caller's own, to be kept in the run's `config.toml`.
@@ -118,7 +119,8 @@ def train(
             there. `"skip"` leaves such clients out of the round and names them in its history (`skipped`).
         stop_when: A function of the history so far, called after each round; the run ends after the round in which it
             returns something true, which is the reason. It must depend on the history alone, so that a resumed run
-            ends where it would have. `ud.EarlyStopping` is one, and may be given as a string.
+            ends where it would have. `ud.EarlyStopping` is one, and may be given as a string. A run that it ended is
+            continued by resuming it with another rule or none.
         faults: The clients' simulated failures. The history names those that dropped out (`dropped`) and the stragglers
             (`stragglers`).
         max_norm_ratio: Leave out clients whose update is longer than this multiple, at least 1, of the median length of
@@ -127,7 +129,8 @@ def train(
             A skipped round leaves the model, the server's state and what clients keep as they were, and its
             `round_skipped` is true. A round in which no client counts is always skipped.
         allow_version_change: Resume also with other versions of torch, undrift and so on, or on another device, where
-            the last digits may differ.
+            the last digits may differ; and if code of the caller's own (methods, models, losses, metrics, schedules)
+            has changed since the run was started. The run's `run.json` says what was allowed.
 
     Returns:
         The trained weights and model, the history with one dict per round, and what was chosen automatically.
@@ -162,55 +165,20 @@ def train_with(given: Settings) -> Result:
         config = record(run, given) if folder.path or trackers else ""
         if folder.path:
             checkpoints.record = {
-                "identity": identity(run, given), "versions": versions(where), "config": config
+                "identity": identity(run, given), "versions": versions(where), "config": config, "choices": run.choices
             }  # fmt: skip
-        earlier = resumed(run, folder, checkpoints, given.allow_version_change) if given.resume else None
+        earlier = resumed(run, given, folder, checkpoints, rule) if given.resume else None
         if isinstance(earlier, Result):
             return earlier
-        state = earlier or first
-        folder.note(checkpoints.record)
-        trackers.begin(config, state.history)
-        folder.config()
-        if folder.path and not state.round:
-            folder.partition(holdings(run.data))
-        folder.begin(state.history)
+        if folder.path and not given.resume:
+            checkpoints.record["started"] = session(checkpoints.record["versions"])
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         listeners = Listeners(folder, checkpoints, trackers, given.on_round)
-        return Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, state).train()
-
-
-@dataclass(frozen=True)
-class Listeners:
-    """The receivers of each round's row: the folder, checkpoints, trackers, `on_round`."""
-
-    folder: Folder
-    checkpoints: Checkpoints
-    trackers: Trackers
-    on_round: Callable[[dict[str, Any]], None] | None
-
-    @property
-    def impatient(self) -> bool:
-        """Whether one of them needs a round's row at once."""
-        return bool(self.trackers or self.on_round)
-
-    def row(self, row: dict[str, Any], state: State) -> None:
-        self.folder.row(row)
-        try:
-            self.trackers.row(row)
-            if self.on_round:
-                self.on_round(row)
-        except BaseException:  # a run that is stopped here, say with Ctrl-C, can be resumed from this round
-            self.save(state)
-            raise
-
-    def save(self, state: State) -> None:
-        self.folder.sync()
-        self.checkpoints.save(state)
-
-    def stopped(self, state: State, why: str) -> None:
-        self.save(state)
-        self.folder.stopped(why)
-        self.trackers.failed = True
+        loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, earlier or first)
+        listeners.begin(config, loop.rows, given.resume)
+        if folder.path and not loop.state.round:
+            folder.partition(holdings(run.data))
+        return loop.train()
 
 
 @dataclass
@@ -228,24 +196,42 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.personal, self.clock = Personal(self.run), Clock(self.run.device)
-        self.early: str | None = self.state.history[-1].get(COLUMN) if self.state.history else None
+        self.over = False
+        self.stopped: str | None = None
+        self.early: str | None = None
+        self.why = stops(self.rule, self.state) if self.state.round < self.run.rounds else None
+        """Why a resumed run ends where it stands, if the rule says so."""
+        self.complete = False
+        """Whether the latest row has all columns of a last round."""
+        self.extra: set[str] = set()
+        """Those of its columns that no other round would have."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The history, without the last row if what follows a last round is still to be done."""
+        return self.state.history[:-1] if self.at_end else self.state.history
+
+    @property
+    def at_end(self) -> bool:
+        return self.state.round >= self.run.rounds or self.why is not None
 
     def train(self) -> Result:
         """All rounds that are left, or as many as stay finite and as the rule allows."""
-        stopped = None
         try:
-            while self.state.round < self.run.rounds and not self.early:
+            if self.at_end:
+                self.conclude_resumed()
+            while not self.over:
                 self.round()
         except Exception as error:
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
             found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
-            self.state, stopped = self.watch.undo(found)
+            self.state, self.stopped = self.watch.undo(found)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
-        if stopped:
-            self.listeners.stopped(self.state, stopped)
+        if self.stopped:
+            self.listeners.stopped(self.state, self.stopped)
         else:
             self.listeners.folder.model(trained)
-        return Result(self.state.params, trained, self.state.history, self.run.choices, stopped, self.early)
+        return Result(self.state.params, trained, self.state.history, self.run.choices, self.stopped, self.early)
 
     def round(self) -> None:
         """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""
@@ -254,49 +240,79 @@ class Loop:
         if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
             self.settle(wait=True)
         self.clock.start()
-        state, done = federated_round(run, before, self.watch.skip)
-        self.watch.add(before, done.answers)
-        if last:
-            state, done = finish(run, state, done)
+        self.state, self.done = federated_round(run, before, self.watch.skip)
+        state, method = self.state, self.done.method
+        self.watch.add(before, self.done.answers)
         self.watch.left(state)
-        self.state, self.done = state, done
 
-        row = history_row(state, done)
-        self.clock.stop(row, partial(late_figures, self.watch, row, done.method, state.parts))
-        self.evaluate(row, done.method, last)
+        row = history_row(state, self.done)
+        self.clock.stop(row, partial(late_figures, self.watch, row, method, state.parts))
+        self.complete = last and not method.overriding("finish")
+        figures, self.extra = self.figures(method, self.complete)
+        row |= figures
         state.history.append(row)
         due = self.listeners.checkpoints.due(state)
         self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)
         if due:
             self.listeners.save(self.state)
 
-    def evaluate(self, row: dict[str, Any], method: Method, last: bool) -> None:
-        """Add to the row how the model does on the test and validation data and on clients' own, if that is due."""
-        state = self.state
-        if last or state.round % self.evaluate_every == 0:
-            row |= evaluate(self.run, state) | self.personal.shared(state, last)
-        if last or (self.personalize_every and state.round % self.personalize_every == 0):
-            row |= self.personal.tuned(state, method, state.round - 1)
+    def figures(self, method: Method, last: bool) -> tuple[dict[str, Any], set[str]]:
+        """How the model does on the test and validation data and on clients' own, as far as that is due.
+
+        Returns the columns, and the names of those that are there because the round is the last.
+        """
+        state, found, tuned = self.state, {}, {}
+        due = state.round % self.evaluate_every == 0
+        tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
+        if last or due:
+            found = evaluate(self.run, state) | self.personal.shared(state, last)
+        if last or tuning:
+            tuned = self.personal.tuned(state, method, state.round - 1)
+        extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())
+        return found | tuned, extra
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
         for row in self.clock.settled(wait):
-            if self.rule and row["round"] < self.run.rounds:
-                self.consider(self.rule, row)
-            self.listeners.row(row, self.state)
+            self.listeners.row(self.ended(row), self.state)
 
-    def consider(self, rule: Rule, row: dict[str, Any]) -> None:
-        """End the run with this round if the rule says so: what follows the last round is done now."""
-        check_column(rule, self.state.history)
-        why = rule(self.state.history)
-        if not why:
-            return
-        self.early = row[COLUMN] = why if isinstance(why, str) else f"stop_when returned {quoted(why)}"
-        self.state, done = finish(self.run, self.state, self.done)
-        finite = tree_finite((self.state.params, self.state.tracked))
-        require(bool(finite), "The method's finish made weights that are not finite.")
-        row |= {"bytes_down": done.bytes_down, "bytes_up": done.bytes_up, "total_bytes": self.state.total_bytes}
-        self.evaluate(row, done.method, last=True)
+    def ended(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row, after what follows a last round if the run ends with it."""
+        history = self.state.history
+        if not history or history[-1] is not row:  # there are later rounds, or its evaluation failed
+            return row
+        last = row["round"] == self.run.rounds
+        why = None if last else stops(self.rule, self.state)
+        return self.conclude(row, why) if last or why else row
+
+    def conclude(self, row: dict[str, Any], why: str | None) -> dict[str, Any]:
+        """Do what follows the last round, which this is, if not by number then because the rule says so.
+
+        First the state is saved as it is in a longer run, with that run's row, so that this one can be continued.
+        Returns the row as it is in this run.
+        """
+        self.over, state = True, self.state
+        longer = {name: value for name, value in row.items() if name not in self.extra}
+        state.history[-1] = longer
+        self.listeners.close(state)
+        final = row | ({COLUMN: why} if why else {})
+        if not self.complete:
+            self.state, done = finish(self.run, state, self.done)
+            final |= {"bytes_down": done.bytes_down, "bytes_up": done.bytes_up, "total_bytes": self.state.total_bytes}
+            finite = bool(tree_finite((self.state.params, self.state.tracked)))
+            final |= self.figures(done.method, last=True)[0] if finite else {}
+            self.stopped = nonfinite.at_the_end(final, finite, bool(done.method.overriding("finish")))
+        if self.stopped:
+            self.state = state
+            return longer
+        self.early, state.history[-1] = why, final
+        return final
+
+    def conclude_resumed(self) -> None:
+        """Conclude a run whose last round is in its checkpoint: it was killed after that, or is to be shorter."""
+        row, method = self.state.history[-1], self.run.bound(self.state.round - 1)
+        self.done = Round(method, None, row["bytes_down"], row["bytes_up"])  # type: ignore[arg-type]
+        self.listeners.row(self.conclude(row, self.why), self.state)
 
     def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
         """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
@@ -336,34 +352,3 @@ def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, st
             f"A part's history has {name!r}, which is a column of the history already; rename it.",
         )
     return settled | own
-
-
-def resumed(run: Run, folder: Folder, checkpoints: Checkpoints, allow_version_change: bool) -> Result | State | None:
-    """The result of a run that is finished, where its last checkpoint stands, or None where there is no checkpoint.
-
-    Compares before it changes anything. Raises `UndriftError` if the folder's run is not the one that is asked for.
-    """
-    known = folder.recorded() or checkpoints.recorded()
-    if known is None:
-        raise UndriftError(f"Nothing in {folder.path} says which run it is of; start it again in another folder.")
-    compare(known["identity"], checkpoints.record["identity"], folder.path)
-    if not allow_version_change:
-        compare_versions(known["versions"], checkpoints.record["versions"], folder.path)
-    if same_settings(known["config"], checkpoints.record["config"]):  # its comments say why what was chosen
-        checkpoints.record["config"] = known["config"]
-    if folder.path and folder.finished and intact(folder.path, known):
-        folder.load(run.model.module)
-        weights = dict(run.model.module.named_parameters())
-        params = {name: weights[name].detach().clone() for name in run.model.start}
-        rows = folder.rows()
-        return Result(params, run.model.released(), rows, run.choices, stopped_early=rows[-1].get(COLUMN))
-    now = checkpoints.restore()
-    if now is None and folder.finished:
-        raise UndriftError(
-            f"The results in {folder.path} are damaged, and there is no checkpoint to make them again from; run it "
-            "again in another folder."
-        )
-    if now is None:
-        rounds = len(folder.rows())
-        log.warning("%s has no checkpoint, so its %d rounds are trained again from the first", folder.path, rounds)
-    return now

@@ -88,9 +88,8 @@ class Watch:
         attempt = self.attempts[0]
         if not bool(attempt.finite):
             raise NonFiniteError(row["round"])
-        for name, loss in LOSSES.items():
-            if name in row and not math.isfinite(row[name]):
-                raise NonFiniteError(row["round"], f"the {loss} is {row[name]}, although all weights are finite")
+        if bad := bad_loss(row):
+            raise NonFiniteError(row["round"], bad)
         self.attempts.pop(0)
         return (self._skipped(attempt.answers, row) if self.skip else {}) | survived(attempt.answers, row)
 
@@ -134,6 +133,21 @@ class Watch:
             who = "of the cohort" if answered.all() else "that answered"
             return f"every client {who} sent non-finite values. {DIVERGES}"
         return f"{named(bad)} sent or kept non-finite values. {DIVERGES} {LEAVE_OUT}"
+
+
+def bad_loss(row: Row) -> str | None:
+    """Which loss on held-out data is not finite, if one is not."""
+    bad = [f"the {loss} is {row[name]}" for name, loss in LOSSES.items() if not math.isfinite(row.get(name, 0.0))]
+    return f"{bad[0]}, although all weights are finite" if bad else None
+
+
+def at_the_end(row: Row, finite: bool, finishes: bool) -> str | None:
+    """What is wrong with the end of a run, whose last row this is, if its weights or a loss are not finite."""
+    bad = bad_loss(row) if finite else "the weights are not finite"
+    if not bad:
+        return None
+    after = f"after the method's finish, {bad}. The result is from before it."
+    return f"Round {row['round']}: {after if finishes else f'{bad}. {DIVERGES}'}"
 
 
 DIVERGES = "Training may have diverged: try a smaller learning rate."

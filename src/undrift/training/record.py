@@ -1,4 +1,8 @@
-"""A run as the file that repeats it: every setting, every default, and what was chosen automatically."""
+"""A run as the file that repeats it: every setting, every default, and what was chosen automatically.
+
+Versions, dates, commits and the reasons for choices are in `run.json`, so two runs of the same settings have the same
+file.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from typing import Any
 
 import torch
 
-from undrift import __version__
 from undrift.losses import LOSSES, METRICS
 from undrift.method.groups import Group
 from undrift.method.optimizers import Optimizer
@@ -30,8 +33,10 @@ def repeats(config: str) -> bool:
 
 
 def same_settings(one: str, other: str) -> bool:
-    """Whether two files differ in nothing but what they say above their settings."""
-    return one.partition("\nmodel")[2] == other.partition("\nmodel")[2]
+    """Whether two files differ in nothing but what they say above their settings, as earlier versions did."""
+    heads = ("# A run of undrift", "# undrift ")
+    texts = [[line for line in text.splitlines() if not line.startswith(heads)] for text in (one, other)]
+    return texts[0] == texts[1]
 
 
 LINES = [name for name, role in ROLES.items() if role.form not in (None, "section", "modules")]
@@ -47,7 +52,6 @@ def record(run: Run, given: Settings) -> str:
     settings["metrics"] = list(run.metrics) if ours else run.metrics
     lines = [
         "# A run of undrift, complete: `undrift run` with this file repeats it.",
-        f"# undrift {__version__}, torch {torch.__version__}; {run.choices['engine']} because {run.choices['why']}",
         *(line(name, settings[name]) for name in LINES),
         *(line(name, value) for name, value in (given.notes or {}).items() if value),
     ]

@@ -135,7 +135,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 STOPPED = "stopped.json"
 """Says why a run was stopped by a non-finite value."""
 RUN = "run.json"
-"""The run's identity, written before anything else, and at the end the checksums of its results."""
+"""The run's identity and when it was started and resumed, written first, and at the end the results' checksums."""
 RESULTS = ("model.safetensors", "metrics.jsonl")
 OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\.safetensors|stopped\.json")
 """The files that a run writes; it does not touch any others."""
@@ -239,10 +239,10 @@ class Folder:
         assert self.path
         return recorded(self.path)
 
-    def config(self) -> None:
+    def config(self, text: str) -> None:
         """Write `config.toml`, from which the run can be repeated, unless it is there."""
-        if self.path and _text(self.path / "config.toml") != self.record["config"]:
-            write_text(self.path / "config.toml", self.record["config"])
+        if self.path and _text(self.path / "config.toml") != text:
+            write_text(self.path / "config.toml", text)
 
     def partition(self, found: dict[str, Any]) -> None:
         """Write a summary of the partition."""

@@ -71,7 +71,7 @@ def inputs_of(run: Run, method: Method, state: State) -> tuple[RoundInputs, Serv
     server, plan, parts = run.server(state.round, state), run.plan(state.round), state.parts
     if method.overriding("plan"):
         plan, parts = method.plan(plan, parts, server)
-        plan = run.checked(plan)
+        plan = run.checked(plan, state.round)
     plan = run.conditions.with_fates(plan, run.seed)
     server = replace(server, cohort=plan.clients, client_weights=run.weights(plan.clients))
     server = measured_by(run, method, plan, state, server)

@@ -87,9 +87,10 @@ class Run:
         }
         return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
 
-    def checked(self, plan: Plan) -> Plan:
+    def checked(self, plan: Plan, t: int) -> Plan:
         """The plan after the parts' own hooks, refused where no engine could carry it out."""
         clients, steps = np.asarray(plan.clients), np.asarray(plan.steps)
+        require(plan.round == t, "A part's plan must not change the round.")
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
         require(known, "A part's plan must name its clients by whole numbers, as a flat array of ids.")
         clients = clients.astype(np.int64)

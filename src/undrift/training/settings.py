@@ -35,9 +35,10 @@ class Role:
 
     form: Form | None
     """Its form in experiment files and in `config.toml`; None if it has no place there."""
-    resume: Literal["same", "digits", "free"] = "same"
-    """In a resumed run it must be the "same", as it decides the result and belongs to the run's identity; or it may
-    change the last "digits", which `allow_version_change` permits; or it is "free" to change."""
+    resume: Literal["same", "length", "digits", "free"] = "same"
+    """In a resumed run it must be the "same", as it decides the result and belongs to the run's identity; or it is the
+    run's "length", which may change as long as no round is undone; or it may change the last "digits", which
+    `allow_version_change` permits; or it is "free" to change."""
     compared: bool = True
     """Whether runs that differ in it are different experiments, not repetitions of one."""
     argument: bool = True
@@ -62,7 +63,7 @@ class Settings:
     model: nn.Module | str = field(metadata=role("text"))
     data: FederatedDataset = field(metadata=role("section"))
     method: Method | Part | str = field(default="FedAvg()", metadata=role("text"))
-    rounds: int = field(metadata=role("count"))
+    rounds: int = field(metadata=role("count", resume="length"))
     local: Local = field(metadata=role("section"))
     participation: int | float = field(default=1.0, metadata=role("number"))
     seed: int = field(default=0, metadata=role("seed", compared=False))

@@ -1,0 +1,63 @@
+"""What is told about each round: the run's folder, its checkpoints, trackers, and the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from undrift.training.checkpoint import Checkpoints
+from undrift.training.result import Folder
+from undrift.training.state import State
+from undrift.training.track import Trackers
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """The receivers of each round's row: the folder, checkpoints, trackers, `on_round`."""
+
+    folder: Folder
+    checkpoints: Checkpoints
+    trackers: Trackers
+    on_round: Callable[[dict[str, Any]], None] | None
+
+    @property
+    def impatient(self) -> bool:
+        """Whether one of them needs a round's row at once."""
+        return bool(self.trackers or self.on_round)
+
+    def begin(self, config: str, rows: list[dict[str, Any]], resume: bool) -> None:
+        """Start, or go on after these rounds."""
+        folder, text = self.folder, self.checkpoints.record.get("config", config)
+        if resume:  # before `run.json`, so that nothing but the file's number of rounds holds after a kill in between
+            folder.config(text)
+        folder.note(self.checkpoints.record)
+        sent = rows[:-1] if folder.finished else rows  # a longer run has another row in place of the last
+        self.trackers.begin(config, sent)
+        for row in rows[len(sent) :]:
+            self.trackers.row(row)
+        folder.config(text)
+        folder.begin(rows)
+
+    def row(self, row: dict[str, Any], state: State) -> None:
+        self.folder.row(row)
+        try:
+            self.trackers.row(row)
+            if self.on_round:
+                self.on_round(row)
+        except BaseException:  # a run that is stopped here, say with Ctrl-C, can be resumed from this round
+            self.save(state)
+            raise
+
+    def save(self, state: State) -> None:
+        self.folder.sync()
+        self.checkpoints.save(state)
+
+    def close(self, state: State) -> None:
+        self.folder.sync()
+        self.checkpoints.close(state)
+
+    def stopped(self, state: State, why: str) -> None:
+        self.save(state)
+        self.folder.stopped(why)
+        self.trackers.failed = True

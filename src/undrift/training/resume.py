@@ -1,0 +1,154 @@
+"""Resuming a run, and continuing a finished one with more rounds: what is compared, and where the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from typing import Any
+
+from undrift.errors import UndriftError
+from undrift.training.checkpoint import Checkpoints
+from undrift.training.early import COLUMN, Rule, check_column, reason
+from undrift.training.identity import compare, differences, identity, relative
+from undrift.training.provenance import session
+from undrift.training.record import same_settings
+from undrift.training.result import Folder, Result, intact
+from undrift.training.run import Run
+from undrift.training.settings import Settings
+from undrift.training.state import State
+
+log = logging.getLogger("undrift")
+
+FLAG = "allow_version_change=True, or undrift resume --allow-version-change"
+
+
+def resumed(
+    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
+) -> Result | State | None:
+    """The result of a run that is finished, the state that it goes on from, or None where there is no checkpoint.
+
+    Compares before it changes anything. Raises `UndriftError` if the folder's run is not the one that is asked for.
+    """
+    known = folder.recorded() or checkpoints.recorded()
+    if known is None:
+        raise UndriftError(f"Nothing in {folder.path} says which run it is of; start it again in another folder.")
+    before = int(known["identity"]["rounds"])
+    allowed = compared(run, given, folder, checkpoints, known)
+    refuse_fewer(run, folder, checkpoints)
+    if same_settings(known["config"], checkpoints.record["config"]):
+        checkpoints.record["config"] = known["config"]
+    assert folder.path
+    whole = folder.finished and "results" in known and intact(folder.path, known)
+    rows = folder.rows() if whole else []
+    early = rows[-1].get(COLUMN) if rows else None
+    if whole and not early and len(rows) == run.rounds:
+        return finished(run, folder)
+    state = checkpoints.restore()
+    if whole and early:
+        if state is None or state.round < len(rows):  # written by an earlier version, or damaged
+            if run.rounds == before:
+                return finished(run, folder)
+        elif state.round < run.rounds and stops(rule, state):
+            if run.rounds > before:
+                log.warning(
+                    "%s ended after round %d (%s), and stop_when ends it there again; to continue it, give another "
+                    "rule or none", folder.path, len(rows), early,
+                )  # fmt: skip
+            return finished(run, folder)
+    if state is None and folder.finished:
+        raise UndriftError(nothing_to_continue_from(folder, whole))
+    if state is None:
+        log.warning(
+            "%s has no checkpoint, so its %d rounds are trained again from the first", folder.path, rows_of(folder)
+        )
+    if run.rounds != before:
+        warn_of_schedules(run, before, known["config"], folder)
+    again = {"after_round": state.round if state else 0, "rounds": run.rounds, "allowed": allowed}
+    checkpoints.record |= {
+        "started": known.get("started"),
+        "resumed": [*known.get("resumed", ()), session(checkpoints.record["versions"]) | again],
+    }
+    return state
+
+
+def compared(run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, known: dict[str, Any]) -> list[str]:
+    """Whatever differs from the run so far and is allowed to. Raises `UndriftError` for anything else."""
+    now = identity(run, given, int(known["identity"]["rounds"]))
+    changed = compare(known["identity"], now, folder.path, by_tree="started" in known)
+    versions = differences(known["versions"], checkpoints.record["versions"])
+    names = " and ".join(changed)
+    if changed and "started" not in known and not given.allow_version_change:
+        raise UndriftError(
+            f"{folder.path} is from an earlier version of undrift, so there is no telling whether the code of {names} "
+            f"has changed; to resume anyway: {FLAG}."
+        )
+    if changed and not given.allow_version_change:
+        raise UndriftError(
+            f"The code of {names}, or code that it uses, has changed since the run in {folder.path} was started, so "
+            f"the result may not be that of an uninterrupted run. Change it back, or resume anyway: {FLAG}."
+        )
+    if versions and not given.allow_version_change:
+        raise UndriftError(
+            f"{folder.path} was started with {'; '.join(versions)}. Its results may differ from an uninterrupted "
+            f"run's in the last digits; to resume anyway: {FLAG}."
+        )
+    return [*(f"the code of {name}" for name in changed), *versions]
+
+
+def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
+    done = max(rows_of(folder), checkpoints.newest)
+    if done > run.rounds:
+        raise UndriftError(
+            f"{folder.path} is of a run that has already trained {done} rounds, and rounds is {run.rounds}; ask for "
+            f"at least {done}, or choose another folder."
+        )
+
+
+def rows_of(folder: Folder) -> int:
+    """How many rounds the history has, as far as it can be read."""
+    try:
+        return len(folder.rows())
+    except UnicodeDecodeError:  # damaged; the checkpoints have a copy
+        return 0
+
+
+def finished(run: Run, folder: Folder) -> Result:
+    """The result of a finished run, as its folder has it."""
+    folder.load(run.model.module)
+    weights = dict(run.model.module.named_parameters())
+    params = {name: weights[name].detach().clone() for name in run.model.start}
+    rows = folder.rows()
+    return Result(params, run.model.released(), rows, run.choices, stopped_early=rows[-1].get(COLUMN))
+
+
+def stops(rule: Rule | None, state: State) -> str | None:
+    """Why the rule ends a run that stands here, if it does."""
+    if rule is None or not state.history:
+        return None
+    check_column(rule, state.history)
+    return reason(rule, state.history)
+
+
+def nothing_to_continue_from(folder: Folder, whole: bool) -> str:
+    if not whole:
+        return (
+            f"The results in {folder.path} are damaged, and there is no checkpoint to make them again from; run it "
+            "again in another folder."
+        )
+    return (
+        f"The run in {folder.path} is finished and has no checkpoint to continue from, which earlier versions of "
+        "undrift did not leave; train all rounds in another folder."
+    )
+
+
+def warn_of_schedules(run: Run, before: int, config: str, folder: Folder) -> None:
+    """Name what depends on the number of rounds, for it was another in the rounds that are done."""
+    names = relative(run, before)
+    chosen = tomllib.loads(config).get("compile")
+    if chosen is not None and chosen != run.choices["compile"]:
+        names.append(f"compile, which is now {run.choices['compile']}")
+    if names:
+        log.warning(
+            "%s was started with %d rounds and now has %d. The number of rounds decides %s, so the result may not be "
+            "that of an uninterrupted run", folder.path, before, run.rounds, " and ".join(names),
+        )  # fmt: skip
