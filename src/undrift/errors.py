@@ -59,7 +59,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
     """The error for an unknown name, with the most similar known one."""
     names = sorted(known)
     close = nearest(name, names)
-    hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(names)}."
+    hint = f"Did you mean {close!r}?" if close else f"Known: {listed(names, 40)}."
     return UndriftError(f"There is no {kind} called {quoted(name)}. {hint}")
 
 
