@@ -166,18 +166,18 @@ class Mime(ud.Part):
         return grad(lambda w: (client.loss(client.model(w, batch.x), batch.y) * batch.mask).sum())(params)
 
     def broadcast(self, params, state, server):
-        share = (1 - self.beta) / server.totals.weight.clamp(min=1)
-        return ud.tree_map(lambda m, gradients: self.beta * m + share * gradients, state, server.totals.sums)
+        return self._momentum(state, server)
+
+    def _momentum(self, m, server):
+        share = (1 - self.beta) / max(1, int(server.client_weights.sum()))
+        return ud.tree_map(lambda m, gradients: self.beta * m + share * gradients, m, server.totals.measured)
 
     def gradient(self, g, params, client):
         at_sent = client.gradient(client.start)
         return ud.tree_map(lambda g, old, m: (1 - self.beta) * (g - old) + m, g, at_sent, client.received)
 
-    def upload(self, delta, client):  # only for `observe`, which is not shown what `broadcast` has computed
-        return client.received, client.kept
-
     def observe(self, params, state, server):
-        return ud.tree_map(lambda m: m / server.totals.size, server.totals.sums) if len(server.cohort) else state
+        return self._momentum(state, server) if len(server.cohort) else state
 
 
 @dataclass(frozen=True)

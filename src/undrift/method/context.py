@@ -237,3 +237,5 @@ class Totals:
     """The sum of their weights; 0 if no client counts."""
     update: Tree
     """The aggregated update, before any part's `transform`; None in `broadcast` and `finish`."""
+    measured: Any = ()
+    """For a part with `measures = "cohort"`: what was measured before training, in all hooks from `broadcast` on."""

@@ -378,5 +378,8 @@ def part_stream(part: Part) -> int:
 def _own(server: Server, part: Part, hook: int, i: int) -> Server:
     """The server as this part's hook sees it: with its own sums, and a key whose draws are its own."""
     key = replace(server.key, step=torch.full_like(server.key.step, hook), stream=part_stream(part))
-    totals = server.totals and replace(server.totals, sums=server.totals.sums[i])
+    totals = server.totals
+    if totals is not None:
+        measured = totals.measured[i] if totals.measured else ()
+        totals = replace(totals, sums=totals.sums[i], measured=measured)
     return replace(server, key=key, totals=totals)

@@ -41,7 +41,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     outcome = answers.outcome
 
     update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
-    server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update))
+    server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update, measured))
     update, parts = method.transform(update, parts, server)
     server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
@@ -90,7 +90,7 @@ def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Serv
         return server
     sums = run.engine.measure_all(run.inputs(plan, state, None, state.clients), "cohort")
     size = torch.full((), len(plan.clients), dtype=torch.float64, device=run.device)
-    return replace(server, totals=Totals(sums, size, server.client_weights.sum(), None))
+    return replace(server, totals=Totals(sums, size, server.client_weights.sum(), None, sums))
 
 
 def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
