@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import undrift as ud
+from tests.carries import CARRIES
 from tests.parts import METHOD, Branching, Everything, Finish, Normed, Recurrent
 from tests.problems import copies_of_a_million, distance, make_clients, net, same_bits
 from undrift.engine.trace import Traced
@@ -118,6 +119,14 @@ def with_everything(engine, skip):
     data = make_clients([23, 5, 0, 41, 10, 17, 1])
     method = Everything(scale=0.5, skip=skip) + Finish(skip=skip)
     return ud.train(net(), data, method, rounds=2, local=LOCAL, participation=4, engine=engine).params
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("method", CARRIES, ids=lambda part: type(part).__name__)
+def test_carries_that_hand_on_tensors(uneven, method, lanes):
+    """The weights of the step before, one gradient twice, what the client has of its own: each lane keeps its own."""
+    in_lanes, plain = both(net(), uneven, method, rounds=2, lanes=lanes)
+    assert distance(in_lanes.params, plain.params) < 1e-12
 
 
 @dataclass(frozen=True)

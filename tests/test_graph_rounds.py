@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import undrift as ud
 from tests import cuda_graphs
+from tests.carries import CARRIES
 from tests.parts import METHOD
 from tests.problems import distance, make_clients, net
 from undrift.engine import graph
@@ -138,6 +139,13 @@ HOOKS = {
 def test_every_hook_goes_through_graphs(graphs, name, compile):
     """A lane per client: segments of 2, 2, 2 and 6 steps, so the last outgrows those before, in mid-training."""
     compare(UNEVEN, HOOKS[name], ud.Local(epochs=2, batch_size=8, lr=0.05), 2, 6, compile)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("lanes", "compile"), [(6, False), (2, False), (1, False), (6, True)])
+@pytest.mark.parametrize("method", CARRIES, ids=lambda part: type(part).__name__)
+def test_carries_that_hand_on_tensors_go_through_graphs(graphs, method, lanes, compile):
+    compare(UNEVEN, method, ud.Local(epochs=2, batch_size=8, lr=0.05), 2, lanes, compile)
 
 
 @settings(max_examples=15, deadline=None)

@@ -73,7 +73,8 @@ def parse(
             if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
                 return {argument(key): argument(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
             if isinstance(node, ast.List | ast.Tuple):
-                return [argument(item) for item in node.elts]
+                items = [argument(item) for item in node.elts]
+                return items if isinstance(node, ast.List) else tuple(items)
             return ast.literal_eval(node)
         except UndriftError:
             raise

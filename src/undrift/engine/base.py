@@ -23,8 +23,8 @@ Visit = Callable[[Params, np.ndarray], None]
 class RoundInputs:
     """One round's inputs to an engine.
 
-    The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either: the starting
-    weights are shared in every method of today, and could be one per client. `inputs.py` fills in
+    The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either.
+    `inputs.py` fills in
 
     - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`, `kept` (per part); and `real`, where
       a part may choose the clients;

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from undrift.engine.gradients import Differentiate, StepGradients
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line
 from undrift.functional.draws import Row
 from undrift.functional.model import Model, Params
 from undrift.losses import Loss
 from undrift.method.calls import aligned, call, pair, unchanged_form
 from undrift.method.context import Batch, Client
 from undrift.method.part import Method, Part, part_stream
-from undrift.method.work import momentum_of
+from undrift.method.work import PersonalState, momentum_of
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
@@ -81,11 +81,16 @@ class Program:
         hooks = "begin prepare carry step logits objective gradient rate project update upload own aggregate"
         return {hook: [i for i, _ in self.method.overriding(hook)] for hook in hooks.split()}
 
+    @cached_property
+    def personal_state(self) -> int:
+        """The position of the part that keeps personal values."""
+        return next(i for i, part in enumerate(self.method.parts) if isinstance(part, PersonalState))
+
     def given(self, shared: Tree, own: Tree) -> dict[str, Tree]:
         """What a client is given: what all share and its own, with its own values where parameters are personal."""
         given = {**shared, **own}
         if self.personal and "kept" in given:
-            mine = given["kept"][-1]
+            mine = given["kept"][self.personal_state]
             for name in ("start", "tracked"):
                 given[name] = {n: mine.get(n, t) for n, t in given[name].items()}
         return given
@@ -132,10 +137,13 @@ class Program:
 
     def measure(self, params: Params, given: Tree, batch: Batch, when: str, number: Tensor) -> Tree:
         """Each measuring part's sums over batch `number` of a pass over the client's data."""
-        return [
-            tree_map(_summable, call(part, "measure", params, batch, client)) if part.measures == when else ()
-            for part, client in self.clients(given, MEASURE[when] + number)
-        ]
+        found: list[Tree] = [() for _ in self.method.parts]
+        for i, (part, client) in enumerate(self.clients(given, MEASURE[when] + number)):
+            if part.measures == when:
+                own = call(part, "measure", params, batch, client)
+                own = self.without_personal(own) if when in ("cohort", "finish") else own  # others stay at the client
+                found[i] = tree_map(lambda t: _summable(t, given), own)
+        return found
 
     def prepare(self, given: Tree) -> Tree:
         found: list[Tree] = [() for _ in self.method.parts]
@@ -239,7 +247,7 @@ class Program:
         z, features = self.model.train_features(params, batch.x, key, statistics, bool(terms), row)
         for part, client in (clients[i] for i in self.using["logits"]):
             z = call(part, "logits", z, client)
-        losses = self.loss(z, batch.y)
+        losses = self._losses(z, batch.y, [type(clients[i][0]).__name__ for i in self.using["logits"]])
         for part, client in (clients[i] for i in terms):
             found = call(part, "objective", losses, z, replace(batch, find_features=features), params, client)
             if getattr(found, "shape", None) != losses.shape:
@@ -249,6 +257,17 @@ class Program:
                 )
             losses = found
         return losses
+
+    def _losses(self, z: Tensor, y: Tensor, changed: list[str]) -> Tensor:
+        """The loss of each sample; one that fails may fail for what `logits` hooks made of the outputs."""
+        try:
+            return self.loss(z, y)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if not changed or isinstance(error, UndriftError):
+                raise
+            raise UndriftError(
+                f"The loss failed on what {changed[-1]}.logits returned, of shape {tuple(z.shape)}: {first_line(error)}"
+            ) from error
 
     def multiplier(self, k: Tensor, clients: Clients, params: Params) -> Tree:
         """The product of the parts' rates in step k: a float64 number, or a tree where one of them is."""
@@ -293,9 +312,9 @@ class Program:
                 update = aligned(call(part, "update", update, client), delta, part, "update")
             if i in self.using["upload"]:
                 own, new = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
-                sums[i] = tree_map(_summable, self.without_personal(own, delta))
+                sums[i] = tree_map(lambda t: _summable(t, given), self.without_personal(own))
                 kept[i] = unchanged_form(new, kept[i], part, "upload", "kept state, which `keep` returns at first")
-        update = self.without_personal(update, delta)
+        update = self.without_personal(update)
         # In at least float32: a half-precision update times a client's samples would overflow.
         dtype = self.model.accum_dtype
         shared = {n: t for n, t in statistics.items() if n not in self.personal}
@@ -311,15 +330,17 @@ class Program:
         sent = tree_where(finite, sent, tree_zeros(sent))
         return Sent(sent, tree_where(finite, kept, given["kept"]), finite, gathered)
 
-    def without_personal(self, tree: Tree, params: Tree) -> Tree:
-        """The tree with zeros for personal parameters, wherever it has a dict by parameter."""
+    def without_personal(self, tree: Tree, drop: bool = False) -> Tree:
+        """The tree with zeros for what is personal, wherever it has a dict by parameter or buffer; or without it."""
         if not self.personal:
             return tree
         if isinstance(tree, dict):
-            names = self.personal if tree.keys() == params.keys() else frozenset()
-            return {n: tree_zeros(t) if n in names else self.without_personal(t, params) for n, t in tree.items()}
+            whole = tree.keys() in (self.model.start.keys(), self.model.tracked.keys())
+            mine = self.personal if whole else frozenset()
+            rest = {n: t for n, t in tree.items() if not (drop and n in mine)}
+            return {n: tree_zeros(t) if n in mine else self.without_personal(t, drop) for n, t in rest.items()}
         if isinstance(tree, list | tuple):
-            return type(tree)(self.without_personal(t, params) for t in tree)
+            return type(tree)(self.without_personal(t, drop) for t in tree)
         return tree
 
     def own(self, given: Tree) -> Params:
@@ -343,7 +364,7 @@ def _as_tensor(leaf: Any, given: Tree) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, dtype=exact, device=given["id"].device)
 
 
-def _summable(leaf: Any) -> Tensor:
+def _summable(leaf: Any, given: Tree) -> Tensor:
     """Votes and counts add up as whole numbers: bytes would overflow, and True + True is True."""
-    leaf = torch.as_tensor(leaf)
+    leaf = _as_tensor(leaf, given)
     return leaf if leaf.is_floating_point() else leaf.long()

@@ -101,6 +101,11 @@ class StepGradients:
     def _check(self, weights: Any, batch: int) -> None:
         if not isinstance(weights, dict) or weights.keys() != self.params.keys():
             raise UndriftError("client.gradient takes weights as a dict with the parameters' own names.")
+        for n, w in self.params.items():
+            if weights[n].shape != w.shape:
+                raise UndriftError(
+                    f"client.gradient was given {n!r} of shape {tuple(weights[n].shape)}, not {tuple(w.shape)}."
+                )
         if not 0 <= batch < len(self.batches):
             raise UndriftError(
                 f"client.gradient was asked for batch {batch} of a step with {len(self.batches)}; set the class "

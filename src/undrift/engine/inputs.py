@@ -32,16 +32,16 @@ def build_inputs(
     seed: int,
 ) -> RoundInputs:
     """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds."""
-    real, plan, asked = np.arange(len(filled.clients)) < len(plan.clients), filled, plan
-    sizes, device = data.data.sizes[plan.clients], data.device
+    real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
+    sizes, device = data.data.sizes[ids], data.device
     weight = np.where(real, sizes if method.weighting == "samples" else 1.0, 0.0)
     clients = {
-        "id": torch.as_tensor(plan.clients),
+        "id": torch.as_tensor(ids),
         "n": torch.as_tensor(sizes, dtype=data.dtype),
         "weight": torch.as_tensor(weight, dtype=data.dtype),
-        "label_counts": _label_counts(data.data, plan.clients, model.outputs),
-        "steps": torch.as_tensor(plan.steps, dtype=data.dtype),
-        "key": torch.as_tensor(np.stack(derive(seed, "client", plan.round, plan.clients), 1)),
+        "label_counts": _label_counts(data.data, ids, model.outputs),
+        "steps": torch.as_tensor(filled.steps, dtype=data.dtype),
+        "key": torch.as_tensor(np.stack(derive(seed, "client", plan.round, ids), 1)),
     }
     if method.overriding("plan"):
         clients["real"] = torch.as_tensor(real)
@@ -54,7 +54,7 @@ def build_inputs(
     start = tree_map(torch.Tensor.contiguous, params)
     clients = tree_map(lambda t: to_device(t, device), clients)
     bound = method.bind(numbers["parts"])
-    clients["kept"] = states.stacked(bound, plan.clients, start) if states else [() for _ in method.parts]
+    clients["kept"] = states.stacked(bound, ids, start) if states else [() for _ in method.parts]
     shared = {
         "start": start,
         "tracked": model.tracked,
@@ -63,7 +63,7 @@ def build_inputs(
         "numbers": numbers["parts"],
         **numbers["rates"],
     }
-    return RoundInputs(asked, plan, shared, clients, batches)
+    return RoundInputs(plan, filled, shared, clients, batches)
 
 
 def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> Tensor:

@@ -16,7 +16,7 @@ from undrift.engine.client import Program, Sent
 from undrift.engine.device_data import DeviceData
 from undrift.functional.model import Params
 from undrift.method.context import Batch
-from undrift.tree import Tree, tree_map
+from undrift.tree import Tree, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 class Vectorized:
@@ -52,8 +52,10 @@ class Vectorized:
 
         everything = (state, lanes, [(batch.x, batch.y, batch.mask) for batch in batches], k)
         if len(indices) == 1:  # one lane needs no vmap, whose rule for convolutions costs a CPU a tenth more
-            return contiguous(tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything))))
-        return contiguous(vmap(one)(*everything))
+            after = tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything)))
+        else:
+            after = vmap(one)(*everything)
+        return distinct(contiguous(after), (state, lanes, shared))
 
     def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> Sent:
         """What each lane's client sends and keeps, along a first axis; the sums are of all lanes."""
@@ -81,6 +83,21 @@ class Vectorized:
 def functional_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
     """The gradient of `loss` by `torch.func`, which holds under vmap."""
     return grad(loss)(params)
+
+
+def distinct(new: Tree, given: Tree) -> Tree:
+    """`new` with every tensor in memory of its own, apart from `given`.
+
+    A carry may hand on the weights of the step before, or the same gradient twice. But graphs copy the new state into
+    the old one tensor by tensor, and lanes that take their next client are written in place.
+    """
+    taken = {t.untyped_storage().data_ptr() for t in tree_leaves(given)}
+    leaves = []
+    for t in tree_leaves(new):
+        place = t.untyped_storage().data_ptr()
+        leaves.append(t.clone() if place in taken else t)
+        taken.add(place)
+    return tree_unflatten(leaves, tree_structure(new))
 
 
 def contiguous(tree: Tree) -> Tree:

@@ -45,6 +45,8 @@ def call(part: Any, hook: str, *args: Any) -> Any:
     try:
         with RefuseGlobalDraws():
             found = function(*args)
+    except GlobalDrawError as error:
+        raise UndriftError(f"{name(part)}.{hook} draws{place(error)} {error}") from error
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's code may raise
@@ -109,15 +111,19 @@ def of_vmap(error: BaseException) -> bool:
     return any(word in said for word in known) or type(error).__name__ in kinds
 
 
+class GlobalDrawError(UndriftError):
+    """A hook draws from torch's global generator."""
+
+
 class RefuseGlobalDraws(TorchFunctionMode):
     """Inside it, drawing from torch's global generator raises: runs would not repeat."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {}))):
-            raise UndriftError(
-                f"A hook draws with {func.__name__} from torch's global generator, so runs would not repeat and "
-                "clients would not have draws of their own. Draw from the key: "
-                "ud.random.normal(client.key, shape), ud.random.uniform(client.key, shape), or with server.key."
+            raise GlobalDrawError(
+                f"with {func.__name__}, from a generator of torch, so runs would not repeat and clients would not have "
+                "draws of their own. Draw from the key: ud.random.normal(client.key, shape), "
+                "ud.random.uniform(client.key, shape), or with server.key."
             )
         return func(*args, **(kwargs or {}))
 
@@ -168,6 +174,10 @@ def pair(found: Any, part: Any, hook: str, first: str, second: str = "state") ->
 def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str) -> Tree:
     """`new`, which must have the structure, shapes and types of `old`."""
     if tree_structure(new) != tree_structure(old):
+        if not tree_leaves(old):
+            raise UndriftError(
+                f"{name(part)}.{hook} returns {what}, but at first there is none; add the hook that makes it."
+            )
         raise UndriftError(f"{name(part)}.{hook} must not change the structure of its {what}.")
     for a, b in zip(tree_leaves(new), tree_leaves(old), strict=True):
         if getattr(a, "shape", ()) != b.shape or getattr(a, "dtype", b.dtype) != b.dtype:

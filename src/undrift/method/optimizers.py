@@ -7,9 +7,8 @@ clipping. The engine multiplies the direction that it returns by the learning ra
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class Optimizer:
 
         Args:
             params: The weights that the client starts from.
-            client: The client.
+            client: The client; None where the state outlives the round (`optimizer_state="keep"` or `"average"`).
         """
         return ()
 
@@ -191,6 +190,11 @@ class AdamW(Optimizer):
         return _add_decay(self, direction, params, client), after
 
 
+def is_sgd(optimizer: Any) -> TypeGuard[SGD]:
+    """Whether its steps are those of `SGD`; a subclass may have others."""
+    return isinstance(optimizer, SGD) and type(optimizer).step is SGD.step
+
+
 def _moments(params: Tree) -> Tree:
     """Adam's state. The powers `β₁ᵗ` and `β₂ᵗ` stand for the step count t, in float64 to keep their digits.
 
@@ -221,7 +225,7 @@ def _add_decay(optimizer: SGD | Adam | AdamW, g: Tree, params: Tree, client: Cli
     """`g + λ·w`, with λ as it is for each parameter's group."""
     if "weight_decay" in optimizer._off:
         return g
-    factors: Mapping[str, float] = getattr(client, "decay", {})
+    factors = client.decay
 
     def decayed(g: Tensor, w: Tensor, factor: float) -> Tensor:
         if factor == 0:

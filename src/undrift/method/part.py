@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undrift.errors import UndriftError, nonnegative, quoted
+from undrift.errors import UndriftError, listed, nonnegative, quoted
 from undrift.method.calls import aligned, call, pair
 from undrift.method.context import Batch, Client, Plan, Server
 from undrift.method.numbers import bind, check_numbers, numbers_at
@@ -270,7 +270,9 @@ class Method:
                 matching = {n for n in names if fnmatchcase(n, pattern)}
                 if not matching:
                     own = f"{type(part).__name__}(personal)"
-                    raise UndriftError(f"{own} has {pattern!r}, but the model has no parameter of such a name.")
+                    inside = [n for n in names if n.startswith(f"{pattern}.")]
+                    hint = f"write {pattern + '.*'!r}" if inside else f"its names are {listed(names)}"
+                    raise UndriftError(f"{own} has {pattern!r}, but the model has no parameter of such a name; {hint}.")
                 found |= matching
         return frozenset(found)
 

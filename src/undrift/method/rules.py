@@ -51,6 +51,10 @@ def _check_attributes(part: Any) -> None:
     own = name(part)
     if not dataclasses.is_dataclass(type(part)):
         raise UndriftError(f"{own} must be a dataclass: put @dataclass(frozen=True) above it.")
+    hooks = {key for key, value in vars(base_of(part)).items() if inspect.isfunction(value)}
+    shadowing = [f.name for f in dataclasses.fields(part) if f.name in hooks]
+    if shadowing:
+        raise UndriftError(f"{own} has a field called {shadowing[0]!r}, which is the name of a hook; choose another.")
     if part.measures not in (None, *WHEN):
         raise UndriftError(f'{own}.measures must be "before", "after", "finish" or "cohort".')
     if part.measures is None and overrides(part, "measure"):
@@ -61,7 +65,7 @@ def _check_attributes(part: Any) -> None:
         raise UndriftError(f"{own} has a carry but no step hook, which would change it.")
     if not isinstance(part.batches, int) or part.batches < 1:
         raise UndriftError(f"{own}.batches must be a whole number from 1, not {part.batches!r}.")
-    if isinstance(part.personal, str) or not all(isinstance(p, str) for p in part.personal):
+    if not isinstance(part.personal, tuple | list) or not all(isinstance(p, str) for p in part.personal):
         raise UndriftError(f'{own}.personal must be a tuple of patterns such as ("head.*",), not {part.personal!r}.')
 
 
@@ -97,7 +101,7 @@ def check_definition(part: Any) -> None:
         return
     own_name, base = name(part), base_of(part)
     hooks = {key for key, value in vars(base).items() if callable(value) and not key.startswith("_")}
-    classes = [cls for cls in reversed(type(part).__mro__) if cls not in base.__mro__]  # the last one has its way
+    classes = [cls for cls in reversed(type(part).__mro__) if cls not in base.__mro__]  # later ones override
     own = {key: value for cls in classes for key, value in vars(cls).items()}
     settings = {key for key, value in vars(base).items() if not callable(value) and not key.startswith("_")}
     fields = {entry.name for entry in dataclasses.fields(part)}

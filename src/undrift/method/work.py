@@ -13,22 +13,30 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
+from undrift.functional.model import as_buffer
 from undrift.method.calls import aligned, call, name, pair, unchanged_form
 from undrift.method.context import Client, Server
-from undrift.method.groups import group_factors
 from undrift.method.local import Local
-from undrift.method.optimizers import SGD, Optimizer, clip_by_norm
+from undrift.method.optimizers import Optimizer, clip_by_norm, is_sgd
 from undrift.method.part import Method, Part
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map, tree_zeros
 
 
-def with_local_work(method: Method, local: Local, params: Tree, tracked: Tree) -> Method:
-    """The method with the parts that `Local`'s settings and personal names stand for, which the engine runs."""
-    personal = method.personal([*params, *tracked])
-    _check_beside(method, local, personal)
+def with_local_work(
+    method: Method, local: Local, rates: dict[str, float], buffers: Tree, personal: frozenset[str]
+) -> Method:
+    """The method with the parts that `Local`'s settings and personal names stand for, which the engine runs.
+
+    Args:
+        method: The method as the user wrote it.
+        local: The local work.
+        rates: The factors of parameter groups for the learning rate, by parameter.
+        buffers: The buffers that training changes.
+        personal: The names of the parameters and buffers that are each client's own.
+    """
+    _check_compatible(method, local, personal)
     parts: list[Part] = []
-    rates, _ = group_factors(local.groups, list(params)) if local.groups else ({}, {})
     if local.step_schedule is not None or rates:
         parts.append(LocalRates(local.step_schedule, rates))
     if local.clip_norm is not None:
@@ -38,11 +46,11 @@ def with_local_work(method: Method, local: Local, params: Tree, tracked: Tree) -
     if local.optimizer is not None:
         parts.append(KINDS[local.optimizer_state](local.optimizer))
     if personal:
-        parts.append(PersonalState({n: t for n, t in tracked.items() if n in personal}, personal))
+        parts.append(PersonalState({n: t for n, t in buffers.items() if n in personal}, personal))
     return method.followed_by(parts)
 
 
-def _check_beside(method: Method, local: Local, personal: frozenset[str]) -> None:
+def _check_compatible(method: Method, local: Local, personal: frozenset[str]) -> None:
     """Raise `UndriftError` where `Local`'s settings and the method's parts contradict each other."""
     replacing = [part for part in method.parts if part.replaces_gradient]
     if replacing and (callable(local.weight_decay) or local.weight_decay):
@@ -150,14 +158,16 @@ class OptimizeAveraged(Optimize):
         return client.received
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        return tree_map(lambda t: t * client.weight, client.carry), client.kept
+        # In at least float32: a half-precision state times a client's samples would overflow.
+        wide = tree_map(lambda t: t.to(torch.promote_types(t.dtype, torch.float32)), client.carry)
+        return tree_map(lambda t: t * client.weight, wide), client.kept
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         weight = server.totals.weight
         whole = torch.where(weight > 0, weight, 1.0)
 
         def mean(total: Tensor, old: Tensor) -> Tensor:  # where nobody has trained, the state stays as it is
-            return torch.where(weight > 0, total / whole, old).to(old.dtype)
+            return torch.where(weight > 0, as_buffer(total / whole, old), old)
 
         return update, tree_map(mean, server.totals.sums, state)
 
@@ -186,4 +196,4 @@ class PersonalState(Part):
 def momentum_of(parts: list[Part], short: Tensor) -> Tensor:
     """The momentum ρ of a step, for `client.work`: that of the optimizer, or `short`, that of the short form."""
     optimizers = [part.optimizer for part in parts if isinstance(part, Optimize)]
-    return optimizers[0].momentum if optimizers and isinstance(optimizers[0], SGD) else short
+    return optimizers[0].momentum if optimizers and is_sgd(optimizers[0]) else short

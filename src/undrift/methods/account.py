@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from undrift.errors import UndriftError
-from undrift.method.optimizers import SGD
+from undrift.method.optimizers import is_sgd
 
 
 def refuse_unaccountable(name: str, local: Any) -> None:
@@ -13,6 +13,6 @@ def refuse_unaccountable(name: str, local: Any) -> None:
     optimizer = local.optimizer
     if local.clip_norm is not None:
         raise UndriftError(f"{name} cannot account for clipped gradients; leave out Local(clip_norm).")
-    if optimizer is not None and (not isinstance(optimizer, SGD) or optimizer.nesterov):
-        kind = "SGD(nesterov=True)" if isinstance(optimizer, SGD) else type(optimizer).__name__
+    if optimizer is not None and (not is_sgd(optimizer) or optimizer.nesterov):
+        kind = "SGD(nesterov=True)" if is_sgd(optimizer) else type(optimizer).__name__
         raise UndriftError(f"{name} cannot account for the steps of {kind}; use SGD without Nesterov's momentum.")

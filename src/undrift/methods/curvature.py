@@ -107,7 +107,7 @@ class FedCurv(Part):
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         fisher = client.shared(tree_map(lambda f: f / client.n, client.measured))
-        sums = {"F": fisher, "Fw": tree_map(lambda f, w, d: f * (w + d), fisher, client.start, delta)}
+        sums = {"F": fisher, "Fw": tree_map(lambda f, w, d: f * (w + d), fisher, client.begun, delta)}
         return sums, {**sums, "round": client.round}
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:

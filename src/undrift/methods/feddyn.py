@@ -10,7 +10,7 @@ from torch import Tensor
 from undrift.method.context import Client, Server
 from undrift.method.part import Part
 from undrift.schedule import Number
-from undrift.tree import Tree, tree_map, tree_zeros
+from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class FedDyn(Part):
         return {n: g[n] if n in client.personal else t for n, t in found.items()}
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        return (), client.shared(tree_map(lambda h, d: h - self.alpha * d, client.kept, delta))
+        return (), client.shared(
+            tree_map(lambda h, d: h - self.alpha * d, client.kept, tree_sub(client.final, client.start))
+        )
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         # The mean is uniform, so ΣΔᵢ is the mean times the size of the cohort and needs no separate upload.

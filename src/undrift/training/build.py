@@ -62,17 +62,19 @@ def prepare(given: Settings) -> Run:
     device_data = DeviceData(data, where, function.accum_dtype)
     with selected(where):
         in_lanes = function.in_lanes()
-        choice = chosen(given, in_lanes, device_data, cohort_size)
+        choice = chosen(given, in_lanes, device_data, cohort_size, method.batches)
     function = in_lanes if choice.engine == "lanes" else function
-    composed = with_local_work(method, local, function.start, function.tracked)
+    personal = method.personal([*function.start, *function.tracked])
+    rates, decays = group_factors(local.groups, list(function.start)) if local.groups else ({}, {})
+    composed = with_local_work(method, local, rates, function.tracked, personal)
     program = Program(
         model=function,
         method=composed,
         loss=chosen_loss,
         weight_decay=callable(local.weight_decay) or bool(local.weight_decay),
         augment=data.augment,
-        personal=method.personal([*function.start, *function.tracked]),
-        decay=group_factors(local.groups, list(function.start))[1] if local.groups else {},
+        personal=personal,
+        decay=decays,
     )
     program = conditions.program(program, cohort_size)
     return Run(
@@ -136,10 +138,10 @@ def check_data(
     return examined["clients'"]
 
 
-def chosen(given: Settings, model: Model, data: DeviceData, cohort: int) -> Choice:
+def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_step: int) -> Choice:
     """The engine that was asked for, or that suits the model, the data and the device."""
     local, clients = given.local, data.data.nonempty
-    steps, width = local.step_counts(0, clients, data.data.sizes[clients]), local.widest(data.data.sizes)
+    steps, width = local.step_counts(0, clients, data.data.sizes[clients], per_step), local.widest(data.data.sizes)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width)
     work = cohort * float(steps.mean())
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))

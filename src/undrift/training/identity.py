@@ -199,7 +199,7 @@ def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
 
 
 def _value(name: Any, x: Any, inner: Any, rounds: frozenset[int]) -> str:
-    """What has a name, which may be the number of rounds."""
+    """Describe a named value; one that equals the run's length is described as such."""
     length = isinstance(name, str) and "rounds" in name.lower() and type(x) is int and x in rounds
     return "the number of rounds" if length else str(inner(x))
 

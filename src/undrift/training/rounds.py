@@ -45,6 +45,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     update, parts = method.transform(update, parts, server)
     server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
+    params |= {name: state.params[name] for name in run.engine.program.personal & params.keys()}  # as they began
     parts = tree_to(method.observe(params, parts, server), run.device)
 
     down, up = traffic(run, inputs, answers, measured)
@@ -120,23 +121,18 @@ def traffic(run: Run, inputs: RoundInputs, answers: Answers, measured: Tree) -> 
     """
     program, outcome = run.engine.program, answers.outcome
     start, received, tracked = (inputs.shared[name] for name in ("start", "received", "tracked"))
-    down = tree_bytes(sent(program, [start, received, tracked], start))
-    update = sent(program, outcome.update, start)
-    up = run.composed.update_bytes(update, tree_bytes(update))
-    up += tree_bytes(sent(program, [outcome.sums, outcome.statistics, outcome.weight], start))
-    before = len(answers.clients) * tree_bytes(sent(program, measured, start))
+    down = sent_bytes(program, [start, received, tracked])
+    update = program.without_personal(outcome.update, drop=True)
+    numbers = run.composed.numbers(inputs.plan.round)  # as floats: nothing waits for the device
+    up = run.composed.bind(numbers).update_bytes(update, tree_bytes(update))
+    up += sent_bytes(program, [outcome.sums, outcome.statistics, outcome.weight])
+    before = len(answers.clients) * sent_bytes(program, measured)
     return len(answers.clients) * down, len(answers.work.clients) * up + before
 
 
-def sent(program: Program, tree: Tree, params: Tree) -> Tree:
-    """The tree without personal parameters, wherever it has a dict by parameter or buffer."""
-    if not program.personal:
-        return tree
-    if isinstance(tree, dict):
-        buffers = tree.keys() == program.model.tracked.keys()
-        names = program.personal if tree.keys() == params.keys() or buffers else frozenset()
-        return {n: sent(program, t, params) for n, t in tree.items() if n not in names}
-    return [sent(program, t, params) for t in tree] if isinstance(tree, list | tuple) else tree
+def sent_bytes(program: Program, tree: Tree) -> int:
+    """The size of the tree without what is personal, which is not sent."""
+    return tree_bytes(program.without_personal(tree, drop=True))
 
 
 def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
@@ -151,7 +147,7 @@ def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
     server = replace(run.server(t, state), totals=totals)
     params = done.method.finish(state.params, state.parts, server)
     program = run.engine.program
-    down, up = (run.population * tree_bytes(sent(program, tree, params)) for tree in (params, sums))
+    down, up = (run.population * sent_bytes(program, tree) for tree in (params, sums))
     done = replace(done, bytes_down=done.bytes_down + down, bytes_up=done.bytes_up + up)
     total = state.total_bytes + down + up
     return replace(state, params=params, tracked=server.model.tracked, total_bytes=total), done

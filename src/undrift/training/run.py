@@ -26,7 +26,7 @@ from undrift.random import Key, choose, derive
 from undrift.schedule import check_number, value
 from undrift.training.state import State
 from undrift.training.survivors import Conditions
-from undrift.tree import Tree, to_device, tree_to
+from undrift.tree import Tree, to_device, tree_clone, tree_to
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Run:
 
     def start(self) -> State:
         """The state before the first round."""
-        parts = tree_to(self.bound(0).start(self.model.start), self.device)
+        parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
         clients = ClientStates.none(self.composed, self.device, self.population)
         return State(self.model.start, parts, self.model.tracked, clients)
 
@@ -98,8 +98,11 @@ class Run:
         strange = clients[some[np.searchsorted(some, clients).clip(max=len(some) - 1)] != clients]
         require(not len(strange), f"A part's plan has client {strange[:1]}, which does not exist or has no data.")
         require(len(np.unique(clients)) == len(clients), "A part's plan names a client twice.")
-        whole = (steps.dtype.kind in "iu" or not len(steps)) and steps.shape == clients.shape
-        fine = whole and (not len(steps) or steps.min() >= 1)
+        alike = steps.shape == clients.shape
+        require(
+            alike, f"A part's plan has {len(clients)} clients and {steps.size} step counts; see server.steps(clients)."
+        )
+        fine = not len(steps) or (steps.dtype.kind in "iu" and steps.min() >= 1)
         require(fine, "A part's plan must leave each client a whole number of steps from 1.")
         most = len(clients) <= self.cohort_size or self.conditions.max_norm_ratio is None
         require(most, "A part's plan has more clients than are sampled, which max_norm_ratio does not allow.")
