@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -1176,3 +1176,115 @@ def test_state_at_the_server_stays_finite_with_everything_at_once():
     method = ud.FedProx(0.1) + Nearby() + Median() + Head() + Sizes((4, 0, 2, 5)) + ud.ServerAdam(0.01)
     run = both(method, rounds=4, local=local, precision=1e-9)
     assert all(torch.isfinite(leaf).all() for leaf in tree_leaves(run.params))
+
+
+# ---- found by a review ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Meddling(ud.Part):
+    """Measures what is personal, and changes everything at the server."""
+
+    measures: ClassVar[str | None] = "cohort"
+    seen: list[Any] = field(default_factory=list)
+
+    def measure(self, params, batch, client):
+        return ud.tree_map(lambda w: w * batch.mask.sum(), params)
+
+    def transform(self, update, state, server):
+        self.seen.append(server.totals.measured)
+        return ud.tree_map(lambda u: u + 1.0, update), state
+
+    def refine(self, params, state, server):
+        return ud.tree_map(lambda w: w / 2, params), state
+
+
+@ON_BOTH
+def test_what_is_personal_neither_reaches_the_server_nor_changes_there(engine):
+    method = Head() + Meddling()
+    run = ud.train(net(), make_clients(SIZES), method, rounds=2, local=LOCAL, **engine)
+    for name, w in start().items():
+        assert torch.equal(run.params[name], w) == (name in HEAD_NAMES)
+        assert all(bool(m[name].any()) == (name not in HEAD_NAMES) for m in method.parts[1].seen)
+
+
+@ON_BOTH
+def test_the_result_has_each_clients_own_weights(engine, tmp_path):
+    data = make_clients(SIZES)
+    given = {"rounds": 2, "local": LOCAL, "participation": 3, **engine}
+    run = ud.train(net(), data, Head(), **given, out=tmp_path / "run")
+    took_part = {c for row in run.history for c in row["clients"]}
+    never = next(c for c in range(len(SIZES)) if SIZES[c] and c not in took_part)
+    for client in (*took_part, never):
+        own = run.own_params(client)
+        for name, w in own.items():
+            assert torch.equal(w, run.params[name]) == (name not in HEAD_NAMES or client == never)
+    with pytest.raises(ud.UndriftError, match="no client 2 with data"):
+        run.own_params(2)
+    again = ud.train(net(), data, Head(), **given, out=tmp_path / "run", resume=True)
+    with pytest.raises(ud.UndriftError, match="not in that of a finished run"):
+        again.own_params(0)
+    plain = ud.train(net(), data, rounds=1, local=LOCAL, **engine)
+    assert same_bits(plain.own_params(0), plain.params)
+
+
+@dataclass(frozen=True)
+class TopShare(ud.Part):
+    share: ud.Number
+
+    def update_bytes(self, size, params):
+        return int(size * self.share)
+
+
+def test_update_bytes_have_the_rounds_numbers():
+    rows = both(TopShare(share=ud.decay(0.5, 0.5)), rounds=2, participation=3).history
+    assert rows[0]["bytes_up"] - rows[1]["bytes_up"] == 3 * (WEIGHTS // 2 - WEIGHTS // 4)
+
+
+def test_an_averaged_state_in_half_precision_does_not_overflow():
+    data = make_clients([1500] * 3, torch.float16)
+    local = ud.Local(steps=2, batch_size=64, lr=0.01, optimizer=ud.SGD(momentum=0.9), optimizer_state="average")
+    assert len(ud.train(net(torch.float16), data, rounds=2, local=local, engine="plain").history) == 2
+
+
+@dataclass(frozen=True)
+class SignOfSGD(ud.SGD):
+    def step(self, g, carry, params, client):
+        return ud.tree_map(torch.sign, g), carry
+
+
+@pytest.mark.parametrize("method", [ud.Scaffold(), ud.FedNova()], ids=lambda part: type(part).__name__)
+def test_a_subclass_of_sgd_may_have_steps_that_cannot_be_accounted_for(method):
+    with pytest.raises(ud.UndriftError, match="cannot account for the steps of SignOfSGD"):
+        prepared(method, local=replace(LOCAL, optimizer=SignOfSGD()))
+
+
+@ON_BOTH
+def test_fedcurv_and_feddyn_beside_a_part_that_begins_elsewhere(engine):
+    """What they keep is of the local model, and of how far it is from the weights sent."""
+    for method in (ud.FedCurv(0.5), ud.FedDyn(0.3)):
+        run = prepared(Elsewhere() + method, participation=2, **engine)
+        (_, state), (done,) = played(run, 1)
+        kept = state.clients.parts[1]
+        alone = prepared(Elsewhere() + Final() + method, participation=2, **engine)
+        (_, other), _ = played(alone, 1)
+        finals = other.clients.parts[1]
+        for client in done.answers.clients.tolist():
+            for n, w0 in start().items():
+                if isinstance(method, ud.FedDyn):
+                    assert torch.allclose(kept[client][n], -0.3 * (finals[client][n] - w0), atol=1e-12)
+                else:
+                    assert torch.allclose(kept[client]["Fw"][n], kept[client]["F"][n] * finals[client][n], atol=1e-12)
+
+
+@dataclass(frozen=True)
+class Final(ud.Part):
+    """Keeps the weights that a client ends with."""
+
+    reads_rates: ClassVar[bool] = False
+
+    def keep(self, params):
+        return params
+
+    def upload(self, delta, client):
+        return (), client.final

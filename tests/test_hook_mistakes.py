@@ -453,7 +453,8 @@ def test_draws_from_the_global_generator_point_to_the_key(draw, engine):
     function = DRAWS[draw]
     before = torch.get_rng_state()
     found = refusal(part("Draws", gradient=lambda self, g, params, client: ud.tree_map(function, g)), **engine)
-    assert "from torch's global generator" in found and "client.key" in found, found
+    assert "Draws.gradient draws (" in found and "test_hook_mistakes.py:" in found, found
+    assert "from a generator of torch" in found and "client.key" in found, found
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -461,7 +462,7 @@ def test_draws_from_the_global_generator_point_to_the_key(draw, engine):
 @pytest.mark.parametrize("hook", ["keep", "start", "broadcast", "transform", "upload", "prepare", "begin", "finish"])
 def test_draws_in_every_kind_of_hook(hook, engine):
     made = part("Draws", **{hook: lambda self, *given: torch.randn(3)})
-    assert "A hook draws with randn from torch's global generator" in refusal(made, **engine)
+    assert "with randn, from a generator of torch" in refusal(made, **engine)
 
 
 @ON_BOTH
@@ -550,7 +551,7 @@ OPTIMIZERS = {
     ),
     "draws": (
         {"step": lambda self, g, carry, params, client: (ud.tree_map(torch.randn_like, g), carry)},
-        r"draws with randn_like from torch's global generator",
+        r"draws \(.*\) with randn_like, from a generator of torch",
     ),
     "form": (
         {"carry": lambda self, params, client: torch.zeros(()), "step": lambda self, g, carry, params, client: (g, ())},
@@ -624,3 +625,63 @@ def test_mistakes_on_the_command_line(tmp_path, monkeypatch, engine, capsys):
         assert ended.value.code == 2 and re.search(sentence, err.replace("\n", " ")), err
         assert "Traceback" not in err and ("vmap" in err) == ("vmap" in method)
     assert undrift("list", "methods")
+
+
+# ---- what a new user stumbled over ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FieldLikeAHook(ud.Part):
+    rate: ud.Number = 1.0
+
+    def gradient(self, g, params, client):
+        return g
+
+
+@dataclass(frozen=True)
+class KeepsUnasked(ud.Part):
+    def upload(self, delta, client):
+        return (), delta
+
+
+@dataclass(frozen=True)
+class Module(ud.Part):
+    personal: tuple[str, ...] = ("3",)
+
+
+@dataclass(frozen=True)
+class Shapeless(ud.Part):
+    def logits(self, z, client):
+        return z.sum(1)
+
+
+@dataclass(frozen=True)
+class OneStepForTwo(ud.Part):
+    def plan(self, plan, state, server):
+        return replace(plan, clients=server.clients[:2]), state
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (FieldLikeAHook, "FieldLikeAHook has a field called 'rate', which is the name of a hook"),
+        (
+            KeepsUnasked,
+            "KeepsUnasked.upload returns a kept state; add the hook `keep`",
+        ),
+        (Module, r"Module(personal) has '3', but the model has no parameter of such a name; write '3.*'."),
+        (Shapeless, "The loss failed on what Shapeless.logits returned, of shape (8,)"),
+        (OneStepForTwo, "has 2 clients and 3 step counts; see server.steps(clients)"),
+    ],
+)
+def test_messages_say_what_to_write(made, sentence, engine):
+    assert sentence in refusal(made(), **engine)
+
+
+def test_a_tuple_in_an_expression_stays_a_tuple():
+    """So that a run's config.toml is the same after it was read back."""
+    from undrift.method.parse import as_method
+
+    method = as_method("Module(personal=('3.*',))")
+    assert method.parts[0].personal == ("3.*",) and repr(as_method(repr(method))) == repr(method)

@@ -207,7 +207,7 @@ class Program:
                 found = call(part, "step", g, carries[i], params, client)
                 changed, carry = pair(found, part, "step", "g", "carry")
                 g = aligned(changed, params, part, "step")
-                carries[i] = unchanged_form(carry, carries[i], part, "step", "carry")
+                carries[i] = unchanged_form(carry, carries[i], part, "step", "carry", "carry")
         if carries:
             after["carry"] = carries
         clients = with_carries(clients, carries)
@@ -313,7 +313,7 @@ class Program:
             if i in self.using["upload"]:
                 own, new = pair(call(part, "upload", trained, client), part, "upload", "sums", "kept")
                 sums[i] = tree_map(lambda t: _summable(t, given), self.without_personal(own))
-                kept[i] = unchanged_form(new, kept[i], part, "upload", "kept state, which `keep` returns at first")
+                kept[i] = unchanged_form(new, kept[i], part, "upload", "kept state", "keep")
         update = self.without_personal(update)
         # In at least float32: a half-precision update times a client's samples would overflow.
         dtype = self.model.accum_dtype

@@ -171,12 +171,12 @@ def pair(found: Any, part: Any, hook: str, first: str, second: str = "state") ->
     return found
 
 
-def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str) -> Tree:
-    """`new`, which must have the structure, shapes and types of `old`."""
+def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str, maker: str) -> Tree:
+    """`new`, which must have the structure, shapes and types of `old`; the hook `maker` returned the first of them."""
     if tree_structure(new) != tree_structure(old):
         if not tree_leaves(old):
             raise UndriftError(
-                f"{name(part)}.{hook} returns {what}, but at first there is none; add the hook that makes it."
+                f"{name(part)}.{hook} returns a {what}; add the hook `{maker}`, which returns the first one."
             )
         raise UndriftError(f"{name(part)}.{hook} must not change the structure of its {what}.")
     for a, b in zip(tree_leaves(new), tree_leaves(old), strict=True):

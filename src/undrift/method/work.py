@@ -127,7 +127,7 @@ class Optimize(Part):
         found = call(self.optimizer, "step", g, carry, params, client)
         direction, new = pair(found, self.optimizer, "step", "direction", "carry")
         direction = aligned(direction, params, self.optimizer, "step")
-        return direction, unchanged_form(new, carry, self.optimizer, "step", "carry")
+        return direction, unchanged_form(new, carry, self.optimizer, "step", "carry", "carry")
 
 
 @dataclass(frozen=True)

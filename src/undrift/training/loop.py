@@ -29,7 +29,7 @@ from undrift.training.early import COLUMN, Rule, as_rule
 from undrift.training.evaluate import evaluate
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
-from undrift.training.personal import Personal
+from undrift.training.personal import Personal, has_own_models, own_model
 from undrift.training.provenance import session
 from undrift.training.record import record
 from undrift.training.result import Folder, Result
@@ -127,7 +127,8 @@ def train(
             the round's finite updates, and name them in the history (`left_out`). With a median of 0, nobody is.
         min_clients: Skip a round in which fewer clients count: a number (an int) or a fraction of the cohort (a float).
             A skipped round leaves the model, the server's state and what clients keep as they were, and its
-            `round_skipped` is true. A round in which no client counts is always skipped.
+            `round_skipped` is true. A round in which no client counts is always skipped,
+            unless a part's `plan` chose nobody.
         allow_version_change: Resume also with other versions of torch, undrift and so on, or on another device, where
             the last digits may differ; and if code of the caller's own (methods, models, losses, metrics, schedules)
             has changed since the run was started. The run's `run.json` says what was allowed.
@@ -231,7 +232,8 @@ class Loop:
             self.listeners.stopped(self.state, self.stopped)
         else:
             self.listeners.folder.model(trained)
-        return Result(self.state.params, trained, self.state.history, self.run.choices, self.stopped, self.early)
+        own = partial(own_model, self.run, self.state) if has_own_models(self.run) else None
+        return Result(self.state.params, trained, self.state.history, self.run.choices, self.stopped, self.early, own)
 
     def round(self) -> None:
         """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""

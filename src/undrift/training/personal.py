@@ -6,6 +6,7 @@ For each metric, the history gets the mean and standard deviation over clients, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
 from undrift.method.local import steps_per_epoch
 from undrift.method.part import Method
@@ -52,8 +54,7 @@ class Personal:
         """
         if not len(self.clients):
             return {}
-        program = self.run.engine.program
-        if program.personal or program.using["own"]:
+        if has_own_models(self.run):
             found = self._owned(state)
         else:
             model = self.run.model.at(state.tracked)
@@ -68,18 +69,12 @@ class Personal:
 
     def _owned(self, state: State) -> dict[str, Tensor]:
         """The loss and each metric of every client's own model on its own data."""
-        run, program, found = self.run, self.run.engine.program, []
-        method, t = run.bound(state.round - 1), state.round - 1
+        run, found = self.run, []
         for begin in range(0, len(self.clients), run.cohort_size):
-            clients = self.clients[begin : begin + run.cohort_size]
-            server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
-            plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
-            inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
-            for c in range(len(clients)):
-                given = program.given(inputs.shared, tree_map(lambda x, c=c: x[c], inputs.clients))
+            for c, own in enumerate(own_models(run, state, self.clients[begin : begin + run.cohort_size])):
                 indices = self.indices[begin + c]
                 whose = torch.zeros(len(indices), dtype=torch.int64)
-                found.append(self._measured(run.model.at(given["tracked"]), program.own(given), indices, whose, 1))
+                found.append(self._measured(run.model, own, indices, whose, 1))
         return {name: torch.cat([one[name] for one in found]) for name in run.measures}
 
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
@@ -127,6 +122,31 @@ class Personal:
             n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
             for n, (top, bottom) in sums.items()
         }
+
+
+def has_own_models(run: Run) -> bool:
+    """Whether clients have personal parameters, or the method an `own` hook."""
+    return bool(run.engine.program.personal or run.engine.program.using["own"])
+
+
+def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[Params]:
+    """The weights and running statistics that each of these clients would use."""
+    program, method, t = run.engine.program, run.bound(state.round - 1), state.round - 1
+    server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
+    plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
+    inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
+    for c in range(len(clients)):
+        given = program.given(inputs.shared, tree_map(lambda t, c=c: t[c], inputs.clients))
+        yield {**program.own(given), **given["tracked"]}
+
+
+def own_model(run: Run, state: State, client: int) -> Params:
+    """The same of one client, checked."""
+    known = whole(client) and client in run.data.nonempty
+    require(known and state.round > 0, f"There is no client {client!r} with data, or no round was trained.")
+    with torch.no_grad():
+        (found,) = own_models(run, state, np.array([int(client)]))
+    return {name: t.clone() for name, t in found.items()}
 
 
 def summary(prefix: str, found: dict[str, Tensor]) -> dict[str, float]:

@@ -7,8 +7,9 @@ import logging
 import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -60,6 +61,24 @@ class Result:
     """Why the run stopped before its last round, if a value became NaN or infinite; the rest is from before that."""
     stopped_early: str | None = None
     """Why `stop_when` ended the run before its last round, if it did."""
+    find_own: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
+    """Finds a client's own weights; None where clients have none, so that a result does not hold on to its run."""
+
+    def own_params(self, client: int) -> dict[str, Tensor]:
+        """Return the weights that a client would use: the trained ones, with its own where it has any.
+
+        Those are its personal parameters and buffers (FedPer), or what the method's `own` hook returns (Ditto).
+
+        Args:
+            client: The client's id.
+
+        Returns:
+            Weights and running statistics by name, for `model.load_state_dict(…, strict=False)`.
+
+        Raises:
+            UndriftError: If there is no such client, or the result was read from a finished run's folder.
+        """
+        return dict(self.params) if self.find_own is None else self.find_own(client)
 
     def __repr__(self) -> str:
         evaluated = [row for row in self.history if "loss" in row or "validation_loss" in row]

@@ -6,10 +6,13 @@ import logging
 import tomllib
 from typing import Any
 
+from torch import Tensor
+
 from undrift.errors import UndriftError
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.early import COLUMN, Rule, check_column, reason
 from undrift.training.identity import compare, differences, identity, relative
+from undrift.training.personal import has_own_models
 from undrift.training.provenance import session
 from undrift.training.record import same_settings
 from undrift.training.result import Folder, Result, intact
@@ -118,7 +121,13 @@ def finished(run: Run, folder: Folder) -> Result:
     weights = dict(run.model.module.named_parameters())
     params = {name: weights[name].detach().clone() for name in run.model.start}
     rows = folder.rows()
-    return Result(params, run.model.released(), rows, run.choices, stopped_early=rows[-1].get(COLUMN))
+    own = unknown_own_model if has_own_models(run) else None
+    return Result(params, run.model.released(), rows, run.choices, stopped_early=rows[-1].get(COLUMN), find_own=own)
+
+
+def unknown_own_model(client: int) -> dict[str, Tensor]:
+    """Refuse: a finished run's folder has the model alone."""
+    raise UndriftError("Clients' own weights are in the result of the training itself, not in that of a finished run.")
 
 
 def stops(rule: Rule | None, state: State) -> str | None:
