@@ -184,7 +184,7 @@ def test_a_part_that_is_no_dataclass_is_refused():
         (lambda plan: {"clients": 0 * plan.clients}, "names a client twice"),
         (lambda plan: {"clients": plan.clients + 0.5}, "must name its clients by whole numbers"),
         (lambda plan: {"steps": 0 * plan.steps}, "must leave each client a whole number of steps"),
-        (lambda plan: {"steps": plan.steps[:1]}, "must leave each client a whole number of steps"),
+        (lambda plan: {"steps": plan.steps[:1]}, "has 6 clients and 1 step counts; see server.steps"),
         (lambda plan: {"momentum": 0.9}, "sets momentum, which Local leaves at 0"),
         (lambda plan: {"round": 7}, "must not change the round"),
     ],

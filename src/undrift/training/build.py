@@ -21,7 +21,9 @@ from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
 from undrift.method.calls import call
 from undrift.method.groups import group_factors
+from undrift.method.local import Local
 from undrift.method.parse import as_method
+from undrift.method.part import Method
 from undrift.method.work import with_local_work
 from undrift.models import parse_model
 from undrift.random import derive
@@ -64,22 +66,10 @@ def prepare(given: Settings) -> Run:
         in_lanes = function.in_lanes()
         choice = chosen(given, in_lanes, device_data, cohort_size, method.batches)
     function = in_lanes if choice.engine == "lanes" else function
-    personal = method.personal([*function.start, *function.tracked])
-    rates, decays = group_factors(local.groups, list(function.start)) if local.groups else ({}, {})
-    composed = with_local_work(method, local, rates, function.tracked, personal)
-    program = Program(
-        model=function,
-        method=composed,
-        loss=chosen_loss,
-        weight_decay=callable(local.weight_decay) or bool(local.weight_decay),
-        augment=data.augment,
-        personal=personal,
-        decay=decays,
-    )
-    program = conditions.program(program, cohort_size)
+    program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     return Run(
         method=method,
-        composed=composed,
+        composed=program.method,
         model=function,
         data=data,
         device_data=device_data,
@@ -103,6 +93,21 @@ def prepare(given: Settings) -> Run:
             "dtype": str(function.dtype),
             "why": choice.why,
         },
+    )
+
+
+def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
+    """What one client does, with the method and the local work as one chain of parts."""
+    personal = method.personal([*model.start, *model.tracked])
+    rates, decays = group_factors(local.groups, list(model.start)) if local.groups else ({}, {})
+    return Program(
+        model=model,
+        method=with_local_work(method, local, rates, model.tracked, personal),
+        loss=loss,
+        weight_decay=callable(local.weight_decay) or bool(local.weight_decay),
+        augment=data.augment,
+        personal=personal,
+        decay=decays,
     )
 
 
