@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 import undrift as ud
-from gpu.checks import Check, Finding, counted_replays, within
+from gpu.checks import Check, Finding, counted_replays, flat, within
+from tests.carries import CARRIES
 from tests.field_reference import METHODS, Case, clients_with_tests
 from tests.problems import net
 from undrift.engine import graph
@@ -38,7 +39,21 @@ def follows(name: str, compiled: bool, device: str) -> Finding:
     return within(wanted.distance(run, data), BOUND)
 
 
+def carries(method: ud.Part, compiled: bool, device: str) -> Finding:
+    """Carries that hand on tensors of the step before, which a graph overwrites, against the plain engine on a CPU."""
+    data, compiled = clients_with_tests(), compiled and graph.captures(torch.device(device))
+    options = {"rounds": 2, "local": LOCAL, "seed": SEED, "participation": 4}
+    wanted = ud.train(net(), data, method, engine="plain", device="cpu", **options).params
+    run = ud.train(net(), data, method, engine="lanes", lanes=2, device=device, compile=compiled, **options)
+    a, b = (flat(params, list(wanted)) for params in (run.params, wanted))
+    return within(float((a - b).norm() / b.norm()), BOUND)
+
+
 def checks() -> Iterator[Check]:
+    for part in CARRIES:
+        name = f"a carry: {type(part).__name__}"
+        yield Check("g", name, partial(carries, part, False), seconds=3.0)
+        yield Check("g", f"{name}, compiled", partial(carries, part, True), seconds=30.0)
     for name in METHODS:
         yield Check("g", name, partial(follows, name, False), seconds=4.0)
         full = name not in COMPILED

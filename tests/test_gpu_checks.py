@@ -47,7 +47,8 @@ def test_every_group_has_checks_and_nothing_of_the_reference_is_left_out():
 
     counts = {group: sum(check.group == group for check in CHECKS.values()) for group in GROUPS}
     assert min(counts.values()) > 0 and counts["a"] == len(list(cases()))
-    assert {key[3:] for key in CHECKS if key[0] == "g" and "compiled" not in key} == field_reference.METHODS.keys()
+    uncompiled = {key[3:] for key in CHECKS if key[0] == "g" and "compiled" not in key}
+    assert {name for name in uncompiled if not name.startswith("a carry: ")} == field_reference.METHODS.keys()
     assert not any(check.full for check in CHECKS.values() if check.group in "abcegt" and "compiled" not in check.name
                    and "steps grow" not in check.name)  # fmt: skip
     compiled = [check.name for check in CHECKS.values() if "compiled" in check.name and not check.full]

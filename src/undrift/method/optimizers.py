@@ -154,7 +154,7 @@ class Adam(Optimizer):
 
 
 @dataclass(frozen=True)
-class AdamW(Optimizer):
+class AdamW(Adam):
     """Adam with decoupled weight decay, as `torch.optim.AdamW`.
 
     Loshchilov and Hutter, *Decoupled Weight Decay Regularization* (2019). The direction is that of `ud.Adam` without
@@ -172,18 +172,7 @@ class AdamW(Optimizer):
         weight_decay: The weight decay λ.
     """
 
-    beta1: Number = 0.9
-    beta2: Number = 0.999
-    eps: Number = 1e-8
     weight_decay: Number = 0.01
-
-    ranges: ClassVar[dict[str, str]] = {"beta1": "[0, 1)", "beta2": "[0, 1)"}
-
-    def __post_init__(self) -> None:
-        _find_zeros(self)
-
-    def carry(self, params: Tree, client: Client) -> Tree:
-        return _moments(params)
 
     def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
         direction, after = _adam(self, g, carry, params)
@@ -206,7 +195,7 @@ def _moments(params: Tree) -> Tree:
     return {"m": tree_zeros(params), "v": tree_zeros(params), **powers}
 
 
-def _adam(optimizer: Adam | AdamW, g: Tree, carry: Tree, params: Tree) -> tuple[Tree, Tree]:
+def _adam(optimizer: Adam, g: Tree, carry: Tree, params: Tree) -> tuple[Tree, Tree]:
     beta1, beta2 = optimizer.beta1, optimizer.beta2
     power1, power2 = carry["beta1_power"] * beta1, carry["beta2_power"] * beta2
     # Scalars are float64. They do not raise the precision of other tensors, except of parameters that are scalars too.
@@ -221,7 +210,7 @@ def _adam(optimizer: Adam | AdamW, g: Tree, carry: Tree, params: Tree) -> tuple[
     return directions, {"m": m, "v": v, "beta1_power": power1, "beta2_power": power2}
 
 
-def _add_decay(optimizer: SGD | Adam | AdamW, g: Tree, params: Tree, client: Client) -> Tree:
+def _add_decay(optimizer: SGD | Adam, g: Tree, params: Tree, client: Client) -> Tree:
     """`g + λ·w`, with λ as it is for each parameter's group."""
     if "weight_decay" in optimizer._off:
         return g
