@@ -656,6 +656,12 @@ class Shapeless(ud.Part):
 
 
 @dataclass(frozen=True)
+class RatesInAList(ud.Part):
+    def rate(self, k, client):
+        return [1.0, 2.0]
+
+
+@dataclass(frozen=True)
 class OneStepForTwo(ud.Part):
     def plan(self, plan, state, server):
         return replace(plan, clients=server.clients[:2]), state
@@ -672,6 +678,7 @@ class OneStepForTwo(ud.Part):
         ),
         (Module, r"Module(personal) has '3', but the model has no parameter of such a name; write '3.*'."),
         (Shapeless, "The loss failed on what Shapeless.logits returned, of shape (8,)"),
+        (RatesInAList, "RatesInAList.rate must return one number, or a dict with the parameters' own names, not list"),
         (OneStepForTwo, "has 2 clients and 3 step counts; see server.steps(clients)"),
     ],
 )

@@ -278,10 +278,11 @@ class Program:
                 rate = aligned(rate, params, part, "rate", spread=True)
                 product = product if isinstance(product, dict) else dict.fromkeys(params, product)
                 product = {n: r * product[n] for n, r in rate.items()}
-            elif getattr(rate, "shape", ()) != ():
+            elif isinstance(rate, list | tuple) or getattr(rate, "shape", ()) != ():
+                kind = f"a tensor of shape {tuple(rate.shape)}" if isinstance(rate, Tensor) else type(rate).__name__
                 raise UndriftError(
                     f"{type(part).__name__}.rate must return one number, or a dict with the parameters' own names, not "
-                    f"a tensor of shape {tuple(rate.shape)}."
+                    f"{kind}."
                 )
             else:
                 product = tree_map(lambda p, rate=rate: p * rate, product)
