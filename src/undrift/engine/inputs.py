@@ -34,7 +34,7 @@ def build_inputs(
     """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds."""
     real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
     sizes, device = data.data.sizes[ids], data.device
-    weight = np.where(real, sizes if method.weighting == "samples" else 1.0, 0.0)
+    weight = np.where(real, mean_weights(method, sizes), 0.0)
     clients = {
         "id": torch.as_tensor(ids),
         "n": torch.as_tensor(sizes, dtype=data.dtype),
@@ -64,6 +64,11 @@ def build_inputs(
         **numbers["rates"],
     }
     return RoundInputs(plan, filled, shared, clients, batches)
+
+
+def mean_weights(method: Method, sizes: np.ndarray) -> np.ndarray:
+    """The weights in the mean, before normalisation, of clients of these sizes: their samples, or 1 each."""
+    return sizes if method.weighting == "samples" else np.ones(len(sizes))
 
 
 def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> Tensor:

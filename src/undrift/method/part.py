@@ -19,7 +19,7 @@ from undrift.errors import UndriftError, listed, nonnegative, quoted
 from undrift.method.calls import aligned, call, pair
 from undrift.method.context import Batch, Client, Plan, Server
 from undrift.method.numbers import bind, check_numbers, numbers_at
-from undrift.method.rules import check_definition, overrides, refuse_contradictions, weighting
+from undrift.method.rules import check_definition, hooks_in, overrides, refuse_contradictions, weighting
 from undrift.tree import Tree, tree_map
 
 # The step that stands in the key of each server hook, far above local steps.
@@ -227,7 +227,7 @@ class Part:
         return Method(self) + other
 
 
-HOOKS = {name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")}
+HOOKS = hooks_in(Part)
 """Everything that a part may override."""
 
 

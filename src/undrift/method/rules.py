@@ -18,6 +18,11 @@ def base_of(part: Any) -> Any:
     return next(c for c in type(part).__mro__ if (c.__module__, c.__name__) == ("undrift.method.part", "Part"))
 
 
+def hooks_in(base: type) -> set[str]:
+    """The names of everything that a part may override, given the class `Part`."""
+    return {key for key, value in vars(base).items() if inspect.isfunction(value) and not key.startswith("_")}
+
+
 def overrides(part: Any, hook: str) -> bool:
     """Whether a part changes this hook."""
     return getattr(type(part), hook) is not getattr(base_of(part), hook)
@@ -51,8 +56,7 @@ def _check_attributes(part: Any) -> None:
     own = name(part)
     if not dataclasses.is_dataclass(type(part)):
         raise UndriftError(f"{own} must be a dataclass: put @dataclass(frozen=True) above it.")
-    hooks = {key for key, value in vars(base_of(part)).items() if inspect.isfunction(value)}
-    shadowing = [f.name for f in dataclasses.fields(part) if f.name in hooks]
+    shadowing = [f.name for f in dataclasses.fields(part) if f.name in hooks_in(base_of(part))]
     if shadowing:
         raise UndriftError(f"{own} has a field called {shadowing[0]!r}, which is the name of a hook; choose another.")
     if part.measures not in (None, *WHEN):
@@ -100,7 +104,7 @@ def check_definition(part: Any) -> None:
     if ours(part):  # tests show that ours have their effect; FedAvg has no hook
         return
     own_name, base = name(part), base_of(part)
-    hooks = {key for key, value in vars(base).items() if callable(value) and not key.startswith("_")}
+    hooks = hooks_in(base)
     classes = [cls for cls in reversed(type(part).__mro__) if cls not in base.__mro__]  # later ones override
     own = {key: value for cls in classes for key, value in vars(cls).items()}
     settings = {key for key, value in vars(base).items() if not callable(value) and not key.startswith("_")}

@@ -14,7 +14,7 @@ from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine.base import Engine, RoundInputs
 from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
-from undrift.engine.inputs import build_inputs, on_device
+from undrift.engine.inputs import build_inputs, mean_weights, on_device
 from undrift.errors import require
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric
@@ -122,9 +122,9 @@ class Run:
         return self.local.step_counts(t, clients, self.data.sizes[clients], self.composed.batches)
 
     def weights(self, clients: np.ndarray) -> Tensor:
-        """The clients' weights in the mean, before normalisation: their samples, or 1 each."""
-        sizes = self.data.sizes[clients] if self.composed.weighting == "samples" else np.ones(len(clients))
-        return to_device(torch.as_tensor(sizes, dtype=self.device_data.dtype), self.device)
+        """The clients' weights in the mean, before normalisation, on the device."""
+        weights = mean_weights(self.composed, self.data.sizes[clients])
+        return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
     def filled(self, plan: Plan) -> Plan:
         """The plan filled up to the engine's width, where a part may choose the clients: see `RoundInputs`.
