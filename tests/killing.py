@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from undrift import files
+
 EXPERIMENT = """
 model = "mlp"
 method = "{method}"
@@ -95,3 +97,28 @@ def left_by(result: Any) -> list[dict]:
     """The history but for seconds, as files have it."""
     rows = json.loads(json.dumps(result.history))
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A digest of every file in the folder, by its path."""
+    return {str(f.relative_to(folder)): files.digest(f) for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+class Dead(BaseException):
+    """What a power cut looks like from inside."""
+
+
+class DiesAtWrite:
+    """Raises `Dead` at the `left`-th file that is written from now on, just before its rename or just after."""
+
+    def __init__(self, monkeypatch: Any, before: bool) -> None:
+        self.left, self.before, self.replace = 0, before, files.atomic_replace
+        monkeypatch.setattr(files, "atomic_replace", self)
+
+    def __call__(self, partial: Any, file: Any) -> None:
+        self.left -= 1
+        if self.before and self.left == 0:
+            raise Dead
+        self.replace(partial, file)
+        if not self.before and self.left == 0:
+            raise Dead

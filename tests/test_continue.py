@@ -19,8 +19,8 @@ import torch
 import undrift as ud
 from tests import experiments, killing
 from tests.experiments import StopError, stop_after
+from tests.killing import Dead, DiesAtWrite, contents
 from tests.problems import make_clients, net, same_bits, split
-from tests.test_run_folders import contents
 from undrift import files
 from undrift.files import seal, unseal
 from undrift.training import checkpoint, provenance, syntax, track
@@ -149,41 +149,26 @@ def test_a_checkpoint_that_cannot_be_used_takes_no_other_one_s_place(tmp_path):
     assert sorted(file.name for file in folder.glob("*.json")) == ["round-3.json", "round-4.json"]
 
 
-class Dead(BaseException):
-    """What a power cut looks like from inside."""
-
-
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_death_at_any_moment_of_finishing_and_continuing(tmp_path, monkeypatch, before):
     """Die at the k-th file that is written, just before its rename or just after, for every k; then go on."""
     options = {"method": Doubled() + ud.Scaffold(), "local": ud.Local(steps=1, lr=0.1), "checkpoint_every": 1}
     wholes = {rounds: train(**options, rounds=rounds) for rounds in (1, 2)}
     train(tmp_path / "base", **options, rounds=1)
-    atomic_replace, moments = files.atomic_replace, 0
-
-    def dying(partial, file):
-        nonlocal left
-        left -= 1
-        if before and left == 0:
-            raise Dead
-        atomic_replace(partial, file)
-        if not before and left == 0:
-            raise Dead
-
-    monkeypatch.setattr(files, "atomic_replace", dying)
+    dying, moments = DiesAtWrite(monkeypatch, before), 0
     for k in range(1, 100):
-        folder, left = tmp_path / str(k), k
+        folder, dying.left = tmp_path / str(k), k
         shutil.copytree(tmp_path / "base", folder)
         try:
             found = train(folder, **options, rounds=2, resume=True)
         except Dead:
-            moments, left = moments + 1, 0
+            moments, dying.left = moments + 1, 0
             if k % 2 and len(on_disk(folder)) <= 1 and not (folder / "checkpoint" / "round-2.json").exists():
                 assert_same(train(folder, **options, rounds=1, resume=True), wholes[1])  # a change of mind
             found = train(folder, **options, rounds=2, resume=True)
         assert_same(found, wholes[2])
         assert on_disk(folder) == rows(wholes[2].history) and not list(folder.glob("*.partial"))
-        if left > 0:  # it lived
+        if dying.left > 0:  # it lived
             break
     assert moments >= 8
 

@@ -16,8 +16,9 @@ import torch
 
 import undrift as ud
 from tests.experiments import StopError, stop_after
+from tests.killing import contents
 from tests.problems import make_clients, net, same_bits
-from undrift.files import digest, replacing, seal, unseal, write_text
+from undrift.files import replacing, seal, unseal, write_text
 from undrift.tools import config, experiment
 
 LOCAL = ud.Local(steps=1, batch_size=4, lr=0.1)
@@ -36,10 +37,6 @@ def stop(out, after=2, **options):
     """A run that stops after some rounds, with a checkpoint."""
     with pytest.raises(StopError):
         train(out, on_round=stop_after(after), **options)
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): digest(f) for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 # ---- only our own files ------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ import torch
 import undrift as ud
 from tests import experiments
 from tests.experiments import StopError, stop_after
-from tests.killing import EXPERIMENT, count, finish, kill_and_resume, undrift, what_it_left
+from tests.killing import EXPERIMENT, Dead, DiesAtWrite, count, finish, kill_and_resume, undrift, what_it_left
 from tests.problems import make_clients, net, same_bits
-from undrift import files
 from undrift.files import unseal
 from undrift.tools import config, experiment
 from undrift.training.checkpoint import pack, parse_interval, unpack
@@ -133,39 +132,24 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert same_bits(result.params, whole.params) and count(tmp_path / "r") == 6
 
 
-class Dead(BaseException):
-    """What a power cut looks like from inside."""
-
-
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_death_at_any_moment_between_two_files(tmp_path, monkeypatch, before):
     """Die at the k-th file that is written, just before its rename or just after, for every k; then go on."""
     data = make_clients([10, 20, 8, 12, 9])
     options = {"rounds": 4, "local": ud.Local(steps=1, lr=0.1), "participation": 2, "engine": "plain"}
     whole = ud.train(net(), data, ud.Scaffold(), **options)
-    atomic_replace, moments = files.atomic_replace, 0
-
-    def dying(partial, file):
-        nonlocal left
-        left -= 1
-        if before and left == 0:
-            raise Dead
-        atomic_replace(partial, file)
-        if not before and left == 0:
-            raise Dead
-
-    monkeypatch.setattr(files, "atomic_replace", dying)
+    dying, moments = DiesAtWrite(monkeypatch, before), 0
     for k in range(1, 100):
-        folder, left = tmp_path / f"{before}-{k}", k
+        folder, dying.left = tmp_path / f"{before}-{k}", k
         try:
             found = ud.train(net(), data, ud.Scaffold(), out=folder, checkpoint_every=1, **options)
         except Dead:
-            moments, left = moments + 1, 0
+            moments, dying.left = moments + 1, 0
             resume = (folder / "config.toml").exists()
             found = ud.train(net(), data, ud.Scaffold(), out=folder, checkpoint_every=1, resume=resume, **options)
         assert same_bits(found.params, whole.params), k
         assert count(folder) == 4 and not list(folder.glob("*.partial"))
-        if left > 0:  # it lived
+        if dying.left > 0:  # it lived
             break
     assert moments >= 12
 
