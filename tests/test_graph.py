@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -71,3 +72,20 @@ def test_weights_are_cast_where_they_are_written():
     for _ in range(3):
         step(w1, v1, low, g)
     assert torch.equal(w, w1) and torch.equal(v, v1) and torch.equal(low, w1.to(torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about things of its own
+def test_compiled_state_that_moves_on_is_read_before_it_is_overwritten():
+    """As carries do: the newest gradient takes the place of the one before, and that of the one before it."""
+
+    def program(w, one, two, old, g):
+        return [w - g - one - two, g.clone(), one.clone(), w.clone()]
+
+    start = [torch.full((4, 4), float(i), dtype=torch.float64) for i in range(4)]
+    step = _mutating(make_fx(program)(*start, torch.ones(4, 4, dtype=torch.float64)), 4, compiled=True)
+    w, one, two, old = start
+    for turn in range(1, 4):
+        wanted = [w - turn - one - two, torch.full_like(w, turn), one.clone(), w.clone()]
+        step(w, one, two, old, torch.full_like(w, turn))
+        for found, value in zip((w, one, two, old), wanted, strict=True):
+            assert torch.equal(found, value)
