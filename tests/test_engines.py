@@ -492,8 +492,10 @@ class Branch(ud.Part):
 
 def test_an_if_on_a_tensor_is_explained(uneven):
     with pytest.raises(ud.UndriftError, match=r'Branch.gradient failed \(.*:\d+\).*vmap.*engine="plain" runs the hook'):
-        ud.train(net(), uneven, Branch(mu=1), rounds=1, local=LOCAL)
-    assert ud.train(net(), uneven, Branch(mu=1), rounds=1, local=LOCAL, engine="plain").history
+        ud.train(net(), uneven, Branch(mu=1), rounds=1, local=LOCAL, engine="lanes")
+    plain, auto = (ud.train(net(), uneven, Branch(mu=1), rounds=1, local=LOCAL, engine=e) for e in ("plain", "auto"))
+    assert auto.choices["engine"] == "plain" and "Branch.gradient" in auto.choices["why"]
+    assert all(torch.equal(w, plain.params[n]) for n, w in auto.params.items())
 
 
 def test_padding_far_beyond_the_data_is_avoided():

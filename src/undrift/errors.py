@@ -84,6 +84,16 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= 300 else f"{line[:299]}…"
 
 
+def first_sentence(error: BaseException, most: int = 200) -> str:
+    """The beginning of an error's message: its first line, up to the end of a sentence or a word."""
+    line = first_line(error)
+    if len(line) <= most:
+        return line
+    cut = line[:most]
+    end = max(cut.rfind(". "), cut.rfind("! "))
+    return cut[: end + 1] if end > most // 3 else cut[: cut.rfind(" ")] + " …"
+
+
 def shortened(text: str, most: int = 300) -> str:
     """A path or a name without its middle if it is long."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"

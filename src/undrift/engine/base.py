@@ -83,8 +83,9 @@ class Engine(Protocol):
     clients send in `Sums`. `plain.py` is this in its simplest form.
     """
 
-    width: int
-    """How many clients train side by side: smaller cohorts are filled up to it, where a part chooses the clients."""
+    @property
+    def width(self) -> int:
+        """How many clients train side by side: smaller cohorts are filled up to it if parts choose clients."""
 
     @property
     def program(self) -> Program:

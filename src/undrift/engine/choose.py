@@ -23,6 +23,7 @@ from undrift.engine.threads import ThreadedEngine
 from undrift.engine.vectorized import Vectorized
 from undrift.errors import UndriftError
 from undrift.functional.model import Model
+from undrift.tree import tree_bytes, tree_map
 
 CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
@@ -45,7 +46,14 @@ class Choice:
 
 
 def choose(
-    engine: str, lanes: int | None, model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width: int
+    engine: str,
+    lanes: int | None,
+    model: Model,
+    data: DeviceData,
+    cohort: int,
+    steps: np.ndarray,
+    width: int,
+    obstacle: str | None = None,
 ) -> Choice:
     """The engine for a run.
 
@@ -53,6 +61,7 @@ def choose(
         engine: What the user asked for.
         lanes: Likewise.
         model: The model as it would run in lanes.
+        obstacle: Why data or loss cannot go into lanes.
         data: The clients' data.
         cohort: How many clients train in a round.
         steps: The local steps of every client that has data.
@@ -60,10 +69,11 @@ def choose(
     """
     if engine == "plain":
         return Choice("plain", 1, "asked for")
-    if engine == "lanes" and model.obstacle:
-        raise UndriftError(f'engine="lanes" cannot train this model: {model.obstacle}. Use engine="plain" or "auto".')
-    if model.obstacle:
-        return Choice("plain", 1, model.obstacle)
+    obstacle = model.obstacle or obstacle
+    if engine == "lanes" and obstacle:
+        raise UndriftError(f'engine="lanes" cannot train this model: {obstacle}. Use engine="plain" or "auto".')
+    if obstacle:
+        return Choice("plain", 1, obstacle)
     if lanes is not None:
         return Choice("lanes", min(lanes, cohort), "asked for")
     batches = np.minimum(data.data.sizes[data.data.nonempty], width)
@@ -101,7 +111,8 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
 def _largest(model: Model, width: int) -> float:
     """Bytes of the largest output that a layer gives for a batch."""
     with torch.no_grad():
-        outputs = [call.output for call in model.watch(model.start, model.sample[:1]).calls]  # type: ignore[index]
+        one = tree_map(lambda t: t[:1], model.sample)
+        outputs = [call.output for call in model.watch(model.trial(), one).calls]
     return width * max((out.numel() * out.element_size() for out in outputs), default=0)
 
 
@@ -112,7 +123,7 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width
         return 1, "on a CPU convolutions of this size are fastest one client at a time"
     busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
     x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
-    batch = 2 * width * x.numel() * x.element_size()  # and at least as much again for what the layers make of it
+    batch = 2 * width * tree_bytes(x)  # and at least as much again for what the layers make of it
     lane = batch + sum(w.numel() * w.element_size() for w in model.start.values())
     on_gpu = device.type == "cuda"
     memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES
@@ -126,6 +137,6 @@ def convolution_flops(model: Model, data: DeviceData, width: int) -> float:
     """Operations that the convolutions of one lane's forward pass take, counted on one sample."""
     row = torch.zeros(1, dtype=torch.int64, device=data.device)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(model.start, data.batch(row, row).x)
+        model(model.trial(), data.batch(row, row).x)
     counts = counter.get_flop_counts().get("Global", {})
     return float(sum(flops for op, flops in counts.items() if "convolution" in str(op))) * width

@@ -70,8 +70,9 @@ class StepGradients:
         whole, key = self.batches[batch], self.keys[batch]
         rows = len(whole.mask)
 
-        def one(x: Tensor, y: Tensor, mask: Tensor, row: Tensor) -> Params:
-            sample = Batch(x[None], y[None], torch.ones_like(mask)[None])
+        def one(x: Tree, y: Tree, mask: Tensor, row: Tensor) -> Params:
+            x, y = tree_map(lambda t: t[None], (x, y))
+            sample = Batch(x, y, torch.ones_like(mask)[None])
 
             def loss(w: Params) -> Tensor:
                 buffers = tree_map(torch.clone, self.buffers)
@@ -83,7 +84,7 @@ class StepGradients:
         index, obstacle = torch.arange(rows, device=whole.mask.device), self.program.model.obstacle
         samples = (whole.x, whole.y, whole.mask, index)
         if obstacle:  # one by one, for models that vmap does not support
-            return tree_stack([one(*sample) for sample in zip(*samples, strict=True)])
+            return tree_stack([one(*tree_map(lambda t, i=i: t[i], samples)) for i in range(rows)])
         return vmap(one)(*samples)
 
     def _at(self, weights: Params, batch: int, statistics: Params | None = None) -> Params:

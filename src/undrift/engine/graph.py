@@ -135,10 +135,11 @@ def _moved(program: GraphModule, count: int) -> dict[int, int]:
     inputs, (outputs,) = [n for n in nodes if n.op == "placeholder"], nodes[-1].args
     found = {}
     for i, new in enumerate(outputs[:count]):
-        while new.target is torch.ops.aten.clone.default:
-            new = new.args[0]
-        if new in inputs[:count]:
-            found[i] = inputs.index(new)
+        source = new
+        while source.target is torch.ops.aten.clone.default:
+            source = source.args[0]
+        if source in inputs[:count]:
+            found[i] = inputs.index(source)
     return found
 
 

@@ -13,7 +13,7 @@ from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
 from undrift.engine.sums import Sums, only_real
-from undrift.functional.model import Params, ordinary_gradient
+from undrift.functional.model import Params
 from undrift.method.calls import blaming_the_model
 from undrift.method.context import Batch
 from undrift.tree import Tree, tree_add, tree_map
@@ -40,7 +40,7 @@ class PlainEngine:
                 batches = [self.batch_at(inputs, client, first + k * per_step + j) for j in range(per_step)]
                 step = torch.tensor(k, device=self.data.device)
                 with blaming_the_model():
-                    state = program.step(state, given, batches, step, ordinary_gradient, statistics)
+                    state = program.step(state, given, batches, step, program.model.gradient, statistics)
             if visit and c < inputs.cohort:
                 visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
             after = self.measure(state["params"], given, client, "after")

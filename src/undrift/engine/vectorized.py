@@ -46,7 +46,7 @@ class Vectorized:
         mask = torch.arange(indices.shape[2], device=indices.device) < counts[:, :, None]
         batches = [self.data.batch(indices[:, j], mask[:, j]) for j in range(indices.shape[1])]
 
-        def one(state: Tree, own: Tree, batches: list[tuple[Tensor, Tensor, Tensor]], k: Tensor) -> Tree:
+        def one(state: Tree, own: Tree, batches: list[tuple[Tree, Tree, Tensor]], k: Tensor) -> Tree:
             given = self.program.given(shared, own)
             return self.program.step(state, given, [Batch(*batch) for batch in batches], k, functional_gradient)
 
@@ -73,7 +73,7 @@ class Vectorized:
         """The parts' measurements on one batch, at each lane's `params`; without any, at the weights it starts from."""
         batch = self.data.batch(indices, mask)
 
-        def one(params: Params, own: Tree, x: Tensor, y: Tensor, mask: Tensor) -> Tree:
+        def one(params: Params, own: Tree, x: Tree, y: Tree, mask: Tensor) -> Tree:
             given = self.program.given(shared, own)
             return self.program.measure(params or self.program.starting(given), given, Batch(x, y, mask), when, number)
 

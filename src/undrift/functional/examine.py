@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_sentence
+from undrift.functional.arguments import arguments, floats_to
+from undrift.functional.copying import deep_copy
 from undrift.functional.draws import KeyedDraws, RefuseDraws
 from undrift.functional.recurrent.layers import THEIRS
+from undrift.functional.writes import FrozenWriteError, RefuseWrites
 from undrift.random import Key
-from undrift.tree import tree_expand
+from undrift.tree import Tree, tree_expand, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from undrift.functional.model import Model, Params
@@ -20,40 +24,93 @@ if TYPE_CHECKING:
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def examine(model: Model, x: Tensor) -> tuple[Tensor, list[str]]:
-    """Run a copy of the model on `x` in each mode: the output in evaluation mode, and which buffers training changes.
+def examine(model: Model, x: Tree) -> tuple[Tree, list[str]]:
+    """Run a copy of the model on `x` in each mode.
 
-    Raises `UndriftError` for draws that no key governs.
+    Returns the output in evaluation mode, and the names of the buffers and frozen parameters that training changes.
+    Raises `UndriftError` for draws that no key governs, and `FrozenWriteError` before it would change the caller's own.
     """
     twin = copy.copy(model)
-    twin.module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
-    before = dict(twin.module.named_buffers())
-    values = {name: b.clone() for name, b in before.items()}
-    key = _any_key(x.device)
-    given = x.to(model.dtype) if x.is_floating_point() else x
-    changed = []
-    with torch.no_grad(), RefuseDraws():
-        output = twin(twin.start, x)
-        twin.module.train()
+    frozen = {n: p for n, p in model.module.named_parameters() if n not in model.start}
+    twin.module = deep_copy(model.module, {} if model.owns_frozen else {id(p): p for p in frozen.values()})
+    before = {n: t for n, t in _named(twin.module).items() if n not in model.start}
+    values = {n: t.detach().clone() for n, t in before.items() if model.owns_frozen or n not in frozen}
+    data = {n: p.data for n, p in twin.module.named_parameters()}
+
+    def once() -> Any:
+        """A training pass on a copy of the samples, which it may write to."""
+        args, kwargs = arguments(tree_map(torch.clone, floats_to(x, model.input_dtype)))
         with KeyedDraws(key):
-            first = twin.module(given)
-        for name, after in twin.module.named_buffers():
-            if before[name] is not after:
-                raise UndriftError(
-                    f"The model replaces its buffer {name!r}; change it in place instead ({name}.copy_(…))."
-                )
-            if not torch.equal(values[name], after):
-                changed.append(name)
-                after.copy_(values[name])
-        with KeyedDraws(key):
-            second = twin.module(given)
-    if isinstance(first, Tensor) and not _alike(first, second):
+            return twin.module(*args, **kwargs)
+
+    key = _any_key(tree_leaves(x)[0].device)
+    guard = contextlib.nullcontext() if model.owns_frozen else RefuseWrites(frozen.values())
+    with torch.no_grad(), RefuseDraws(), guard:
+        output = twin(twin.trial(), tree_map(torch.clone, x))
+        twin.set_mode(True)
+        first = once()
+        _refuse_new_data(twin.module, data, model)
+        changed = _changed(twin.module, before, values)
+        weights = {n: p for n, p in twin.module.named_parameters() if n in model.start}
+        for name, p in weights.items():  # which the forward pass may have written to
+            p.copy_(model.start[name])
+        second = once()
+        # An average of the weights that begins with the weights themselves changes when these have.
+        for p in weights.values():
+            p.mul_(1.0625).add_(0.01)
+        with contextlib.suppress(Exception):  # weights like these may be none that the model takes
+            once()
+        changed = sorted({*changed, *_changed(twin.module, before, values)})
+    if not _alike(first, second):
         raise UndriftError(
             "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
             "its forward pass draws from Python's or numpy's generator, or counts its calls. Use torch.rand or "
             "torch.randn, which undrift draws from the client's key, and buffers for what must change."
         )
     return output, changed
+
+
+def tensor_of(module: nn.Module, name: str) -> Tensor:
+    """The buffer or the parameter of this name."""
+    return _named(module)[name]
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _changed(module: nn.Module, before: dict[str, Tensor], values: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors whose values a forward pass has changed; their values are put back."""
+    found, now = [], _named(module)
+    for name, value in values.items():
+        after = now[name]
+        if after is not before[name] or after.shape != value.shape:
+            what = "replaces" if after.shape == value.shape else "changes the shape of"
+            how = f"change it in place instead ({name}.copy_(…))"
+            raise UndriftError(
+                f"The model {what} its buffer {name!r}; "
+                + (f"{how}." if what == "replaces" else "call the model once on a batch before training.")
+            )
+        if not torch.equal(value, after):
+            found.append(name)
+            after.copy_(value)
+    return found
+
+
+def _refuse_new_data(module: nn.Module, data: dict[str, Tensor], model: Model) -> None:
+    """Refuse `w.data = …` in a forward pass: the training step goes on from the tensor that it knows."""
+    new = {name: p for name, p in module.named_parameters() if p.data_ptr() != data[name].data_ptr()}
+    if not model.owns_frozen:
+        for name, p in new.items():
+            p.data = data[name]  # it may be the caller's
+    for name in new:
+        if name in model.start:
+            raise UndriftError(
+                f"The model sets {name}.data in its forward pass, which would be lost; write in place instead "
+                f"(with torch.no_grad(): {name}.copy_(…)), or use torch.nn.utils.parametrize."
+            )
+        if not model.owns_frozen:
+            raise FrozenWriteError
 
 
 def find_obstacle(model: Model) -> str | None:
@@ -72,17 +129,18 @@ def find_obstacle(model: Model) -> str | None:
 def _vmap_failure(model: Model) -> str | None:
     """Why vmap refuses the model, from a tiny step of two lanes, or None."""
     assert model.sample is not None
-    key, x = _any_key(model.sample.device), model.sample.expand(2, *model.sample.shape)
+    key, x = _any_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
 
-    def output(params: Params, x: Tensor) -> Tensor:
-        return model.train(params, x, key).sum()
+    def output(params: Params, x: Tree) -> Tensor:
+        found = [t for t in tree_leaves(model.train(params, x, key)) if isinstance(t, Tensor) and t.is_floating_point()]
+        return torch.stack([t.sum() for t in found]).sum()
 
     try:
-        torch.func.vmap(torch.func.grad(output))(tree_expand(model.start, 2), x)
+        torch.func.vmap(torch.func.grad(output))(tree_expand(model.trial(), 2), x)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise under vmap
-        return f"the model does not run under vmap ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+        return f"the model does not run under vmap ({first_sentence(error)})"
     return None
 
 
@@ -91,8 +149,13 @@ def _any_key(device: torch.device) -> Key:
     return Key(words, words[0])
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _alike(a: Tree, b: Tree) -> bool:
     """Whether two outputs are the same up to rounding; a GPU may add up in another order."""
+    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
+    return all(_same(one, other) for one, other in pairs if isinstance(one, Tensor))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or not a.is_floating_point():
         return torch.equal(a, b)
     gap, size = (a - b).nan_to_num().double().norm(), a.nan_to_num().double().norm()

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError
+from undrift.functional.arguments import arguments, batch_size, floats_to, selected
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
+from undrift.functional.copying import copy_of, deep_copy
 from undrift.functional.draws import KeyedDraws, Row
-from undrift.functional.examine import NORMS, examine, find_obstacle
+from undrift.functional.examine import NORMS, examine, find_obstacle, tensor_of
+from undrift.functional.gradient import Held, ordinary_gradient
+from undrift.functional.gradient import Params as Params
 from undrift.functional.layers import LastInput, Layer, Watch
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
+from undrift.functional.writes import FrozenWriteError
 from undrift.random import Key
-
-Params = dict[str, Tensor]
-
-
-def _check_values(module: nn.Module) -> None:
-    """Refuse parameters and buffers that have no values yet."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise UndriftError(
-                f"The model's {name!r} has no shape yet (a lazy layer); call the model once on a batch before training."
-            )
-        if tensor.is_meta:
-            raise UndriftError(
-                f"The model's {name!r} is on the meta device and has no values; make the model on the CPU instead."
-            )
+from undrift.tree import Tree, tree_leaves, tree_map
 
 
 class Model:
@@ -46,40 +35,58 @@ class Model:
     running statistics: `tracked` has their values, and `at` gives the same model with others.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, precision: str = "auto") -> None:
-        _check_values(module)
-        # The caller's module keeps its weights. Nothing writes to frozen parameters, so these are not copied, unless
-        # they have to move: `to` would move the caller's own.
-        shared = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device}
-        self.module = copy.deepcopy(module, shared).to(device)
+    def __init__(
+        self, module: nn.Module, device: torch.device, precision: str = "auto", output: str | None = None
+    ) -> None:
+        """`output` names the output that losses are about, where the module returns several."""
+        self.module = copy_of(module, device)
+        # What a caller has set to evaluation mode stays there, unless that is all of the module.
+        self.still = [n for n, layer in self.module.named_modules() if not layer.training] if module.training else []
+        self.module.eval()  # so that the first training pass calls `train`, which the module may have overridden
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
         if not self.start:
             raise UndriftError("The model has no trainable parameters; set requires_grad=True on those to train.")
         self.dtype = next(iter(self.start.values())).dtype
-        self.accum_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.accum_dtype = torch.float32
         """The precision of numbers about clients, and of sums."""
-        self.compute_dtype = torch.bfloat16 if precision == "bfloat16" else self.dtype
+        for w in self.start.values():
+            self.accum_dtype = torch.promote_types(self.accum_dtype, w.dtype)
+        self.low = precision == "bfloat16" and self.dtype != torch.bfloat16
+        """Whether the model computes in a lower precision than its own."""
+        self.input_dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+        """The precision of floats that go into the module as it is: that of its first weights, frozen or not."""
+        self.compute_dtype = torch.bfloat16 if precision == "bfloat16" else self.input_dtype
         self.norms = _of_norms(self.module)
-        self.outputs = 0
+        self.output, self.outputs = output, 0
         self.tracked: Params = {}
-        self.sample: Tensor | None = None
+        self.sample: Tree = None
+        self.held = Held()
+        self.owns_frozen = not any(not p.requires_grad for p in self.module.parameters())
+        """Whether frozen parameters are this model's own, which a forward pass may then change."""
 
-    def examined(self, x: Tensor) -> tuple[Model, Tensor]:
+    def examined(self, x: Tree) -> tuple[Model, Tree]:
         """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
 
         Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for draws that no key
         governs, and whatever the module itself raises.
         """
-        output, changed = examine(self, x)
-        outputs = output.shape[-1] if output.dim() > 1 else 0
-        tracked = {name: self.module.get_buffer(name).clone() for name in changed}
+        try:
+            output, changed = examine(self, x)
+        except FrozenWriteError:  # which may be the caller's own; from now on they are not
+            return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
+        outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else 0
+        tracked = {name: tensor_of(self.module, name).detach().clone() for name in changed}
         return self._with(outputs=outputs, tracked=tracked, sample=x), output
 
     def in_lanes(self) -> Model:
         """This model with recurrent layers that run under vmap, where it has torch's own."""
-        module = copy.deepcopy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
+        module = deep_copy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
         adopt(module)
         return self._with(module=module)
+
+    def trial(self) -> Params:
+        """The starting weights, copied: a forward pass may write to them, as that of `Embedding(max_norm=…)` does."""
+        return {name: w.clone() for name, w in self.start.items()}
 
     def at(self, tracked: Params) -> Model:
         """This model with these running statistics."""
@@ -99,9 +106,9 @@ class Model:
         """The model's layers in the order of the forward pass."""
         assert self.sample is not None
         with torch.no_grad():
-            seen = self.watch(self.start, self.sample)
+            seen = self.watch(self.trial(), self.sample)
         for call in seen.calls:
-            if len(call.raw) != len(self.sample):
+            if len(call.raw) != batch_size(self.sample):
                 raise UndriftError(
                     f"Layer {call.layer.name!r} of the model does not have the samples along its first axis, so its "
                     "neurons' activations cannot be told; put the batch first (batch_first=True)."
@@ -115,7 +122,8 @@ class Model:
         found = [Uses(3), Uses(5)]  # two numbers of rows, of which one is not by chance the length of another axis
         for uses in found:
             with torch.no_grad():
-                self._call(self.start, self.sample[:1].expand(uses.rows, *self.sample.shape[1:]), {}, False, uses)
+                rows = tree_map(lambda t, n=uses.rows: t[:1].expand(n, *t.shape[1:]), self.sample)
+                self._call(self.trial(), rows, {}, False, uses)
         return found[0].largest if all(uses.fine(self.start) for uses in found) else None
 
     @cached_property
@@ -123,18 +131,18 @@ class Model:
         """Why this model cannot run under vmap; None if it can."""
         return find_obstacle(self)
 
-    def __call__(self, params: Params, x: Tensor) -> Tensor:
+    def __call__(self, params: Params, x: Tree) -> Tree:
         """Outputs in evaluation mode: no dropout, running statistics as they are."""
         return self._call(params, x, {}, training=False)
 
-    def train(self, params: Params, x: Tensor, key: Key, statistics: Params | None = None) -> Tensor:
+    def train(self, params: Params, x: Tree, key: Key, statistics: Params | None = None) -> Tensor:
         """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`, if given."""
         return self.train_features(params, x, key, statistics, watch=False)[0]
 
     def train_features(
         self,
         params: Params,
-        x: Tensor,
+        x: Tree,
         key: Key,
         statistics: Params | None = None,
         watch: bool = True,
@@ -151,55 +159,72 @@ class Model:
             output = self._call(params, x, statistics, training=True, watch=seen)
         return output, (lambda: seen.features().to(self.dtype)) if seen else None
 
-    def squared(self, params: Params, x: Tensor) -> Tensor:
+    def squared(self, params: Params, x: Tree) -> Tensor:
         """Outputs in evaluation mode whose gradient is, per parameter, the sum over samples of squared gradients.
 
         Only where `squares` is not None.
         """
         return self._call(params, x, {}, False, Squares())
 
-    def activations(self, params: Params, x: Tensor) -> dict[str, Tensor]:
+    def activations(self, params: Params, x: Tree) -> dict[str, Tensor]:
         """The activations of each layer's neurons in evaluation mode: by layer, samples × neurons."""
         return self.watch(params, x).activations()
 
-    def features(self, params: Params, x: Tensor) -> Tensor:
+    def features(self, params: Params, x: Tree) -> Tensor:
         """The input of the last layer in evaluation mode: samples × features."""
         return self.watch(params, x).calls[-1].input
 
-    def watch(self, params: Params, x: Tensor) -> Watch:
+    def watch(self, params: Params, x: Tree) -> Watch:
         """A forward pass in evaluation mode, watched."""
         seen = Watch()
         self._call(params, x, {}, training=False, watch=seen)
         return seen
 
+    def gradient(self, loss: Callable[[Params], Tensor], params: Params) -> Params:
+        """The gradient of a loss that calls this model, by ordinary autograd."""
+        with self.held.open():
+            return ordinary_gradient(loss, params)
+
     def _call(
         self,
         params: Params,
-        x: Tensor,
+        x: Tree,
         statistics: Params,
         training: bool,
         watch: Watch | LastInput | Uses | Squares | None = None,
-    ) -> Tensor:
-        if self.module.training != training:
-            self.module.train(training)
-        x = x.to(self.compute_dtype) if x.is_floating_point() else x
-        tensors = {**dict(self.module.named_parameters()), **self.tracked, **params} if watch else self.tracked | params
-        if self.compute_dtype != self.dtype:  # activations in low precision
-            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | self.tracked | params
+    ) -> Tree:
+        x = floats_to(x, self.compute_dtype)
+        tracked = self.tracked if training else {name: t.clone() for name, t in self.tracked.items()}
+        tensors = {**dict(self.module.named_parameters()), **tracked, **params} if watch else tracked | params
+        if self.low:  # activations in low precision
+            rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | tracked | params
             whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
             tensors = {n: t.to(self.compute_dtype) for n, t in rest.items() if n not in whole} | whole
         if isinstance(watch, Watch | LastInput | Uses):
             own = dict(self.module.named_parameters())
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
-        mode = convolutions(params, x, self.compute_dtype)
-        with mode, watch or contextlib.nullcontext(), self._differentiable(training):
-            output = functional_call(self.module, {**tensors, **statistics}, (x,))
-        if not isinstance(output, Tensor):
-            kind = type(output).__name__
-            raise UndriftError(f"The model must return one tensor, not {kind}; wrap it in a module that does.")
+        mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype)
+        with self._mode(training), mode, watch or contextlib.nullcontext(), self._differentiable(training):
+            output = self.held.call(self.module, {**tensors, **statistics}, *arguments(x))
+        output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects
-            output = output.contiguous()
-        return output.to(self.dtype) if output.is_floating_point() else output
+            output = tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, output)
+        return floats_to(output, self.dtype) if self.low else output
+
+    @contextlib.contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        """The module in training or evaluation mode, and after a call within another as that needs it."""
+        before, within = self.module.training, self.held.taken
+        self.set_mode(training)
+        yield
+        if within:
+            self.set_mode(before)
+
+    def set_mode(self, training: bool) -> None:
+        if self.module.training != training:
+            self.module.train(training)
+            for name in self.still if training else ():
+                self.module.get_submodule(name).training = False
 
     def _differentiable(self, training: bool) -> contextlib.AbstractContextManager[Any]:
         """cuDNN has no gradient of recurrent layers in evaluation mode, where FedCurv asks for one; torch has."""
@@ -221,7 +246,7 @@ class Model:
             if name in params:
                 p.copy_(params[name])
         for name, value in self.tracked.items():
-            self.module.get_buffer(name).copy_(value)
+            tensor_of(self.module, name).copy_(value)
         return self.released()
 
     def released(self) -> nn.Module:
@@ -233,23 +258,6 @@ class Model:
 def as_buffer(value: Tensor, like: Tensor) -> Tensor:
     """A mean over clients as a buffer's value: a counter of batches stays a whole number."""
     return (value if like.is_floating_point() else value.round()).to(like.dtype)
-
-
-def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
-    """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses."""
-    with torch.enable_grad():
-        leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
-        try:
-            value = loss(leaves)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise UndriftError(
-                "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that "
-                "leaves no client a last batch of one, or a norm that does not look across samples (GroupNorm)."
-            ) from error
-        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(params, found, strict=True))
 
 
 def _of_norms(module: nn.Module) -> set[str]:

@@ -46,8 +46,8 @@ class Plan:
 class Batch:
     """A batch of one client's samples. Short batches are padded; `mask` says which samples are real."""
 
-    x: Tensor
-    """The inputs; in `objective`, after augmentation."""
+    x: Tree
+    """The inputs, after augmentation in `objective`: a tensor, or a tuple or dict of tensors."""
     y: Tensor
     """The targets."""
     mask: Tensor

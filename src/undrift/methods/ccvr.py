@@ -111,7 +111,7 @@ def _ends_with(model: Model, weight: Tensor | None, bias: Tensor | None) -> bool
     """Whether the model's outputs are this layer's, or their log-softmax, as tested on a sample."""
     assert model.sample is not None
     with torch.no_grad():
-        features, output = model.features(model.start, model.sample), model(model.start, model.sample)
+        features, output = model.features(model.trial(), model.sample), model(model.trial(), model.sample)
         if weight is None or features.dim() != 2:
             return False
         z = torch.nn.functional.linear(features.to(weight.dtype), weight, bias)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.functional.model import ordinary_gradient
 from undrift.method.context import Client, Server
 from undrift.method.part import Part
 from undrift.random import Key, bits, normal
@@ -125,16 +124,17 @@ class ServerTraining(Part):
         for epoch in range(self.epochs):
             # A new permutation per epoch, as on a client. Of this part's random streams, the first half is for the
             # model (dropout), the second for shuffling, and the very last for augmentation.
-            order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(x)), stable=True)
-            for step, chosen in enumerate(order.split(self.batch_size or len(x))):
+            order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(y)), stable=True)
+            for step, chosen in enumerate(order.split(self.batch_size or len(y))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
 
-                batch = server.augment(x[chosen], key.stream_at((1 << 16) - 1)) if server.augment else x[chosen]
+                batch = tree_map(lambda t, rows=chosen: t[rows], x)
+                batch = server.augment(batch, key.stream_at((1 << 16) - 1)) if server.augment else batch
 
-                def loss(params: Tree, batch: Tensor = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:
+                def loss(params: Tree, batch: Tree = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:
                     return server.loss(server.model.train(params, batch, key, statistics), y[chosen]).mean()
 
-                g = ordinary_gradient(loss, params)
+                g = server.model.gradient(loss, params)
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)
         server.model.track(statistics)
         return params, state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import nn
 
 from undrift import models
 from undrift.data.dataset import FederatedDataset, Rows
+from undrift.engine.base import Engine
 from undrift.engine.choose import Choice, build, choose, compiles
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
+from undrift.engine.fallback import Fallback
 from undrift.engine.graph import captures
+from undrift.engine.plain import PlainEngine
 from undrift.errors import require
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, get_loss, get_metrics
@@ -35,9 +39,11 @@ from undrift.training.checks import (
     cohort_size_of,
     find_device,
 )
+from undrift.training.obstacles import reason
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.survivors import Conditions
+from undrift.tree import tree_map
 
 log = logging.getLogger("undrift")
 
@@ -57,16 +63,17 @@ def prepare(given: Settings) -> Run:
 
     chosen_loss = get_loss(given.loss if given.loss is not None else data.task.loss)
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
-    function = Model(module_of(given.model, data, seed), where, given.precision)
-    function = check_data(function, data, where, chosen_loss, chosen_metrics)
+    function = Model(module_of(given.model, data, seed), where, given.precision, given.output)
+    examined = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
-        call(part, "check_model", function, rounds)
-    device_data = DeviceData(data, where, function.accum_dtype)
+        call(part, "check_model", examined, rounds)
+    device_data = DeviceData(data, where, examined.accum_dtype)
     with selected(where):
-        in_lanes = function.in_lanes()
-        choice = chosen(given, in_lanes, device_data, cohort_size, method.batches)
-    function = in_lanes if choice.engine == "lanes" else function
+        in_lanes = examined.in_lanes()
+        choice = chosen(given, in_lanes, device_data, cohort_size, method.batches, chosen_loss)
+    function = in_lanes if choice.engine == "lanes" else examined
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
+    engine, choices = engine_of(choice, program, examined, device_data, given)
     return Run(
         method=method,
         composed=program.method,
@@ -78,22 +85,39 @@ def prepare(given: Settings) -> Run:
         metrics=chosen_metrics,
         test=device_data.place(data.test_rows) if data.test_rows else None,
         validation=device_data.place(data.validation_rows) if data.validation_rows else None,
-        server_data=tuple(t.to(where) for t in data.server) if data.server else None,
+        server_data=tree_map(lambda t: t.to(where), data.server) if data.server else None,
         rounds=rounds,
         cohort_size=cohort_size,
         seed=seed,
         conditions=conditions,
-        engine=build(choice, program, device_data, local.widest(data.sizes)),
-        choices={
-            "engine": choice.engine,
-            "lanes": choice.lanes,
-            "compile": choice.compile,
-            "device": str(where),
-            "precision": given.precision,
-            "dtype": str(function.dtype),
-            "why": choice.why,
-        },
+        engine=engine,
+        choices=choices,
     )
+
+
+def engine_of(
+    choice: Choice, program: Program, model: Model, data: DeviceData, given: Settings
+) -> tuple[Engine, dict[str, Any]]:
+    """The engine that was chosen, and `Run.choices`. `model` is the one for the plain engine, if lanes should fail."""
+    choices = {
+        "engine": choice.engine,
+        "lanes": choice.lanes,
+        "compile": choice.compile,
+        "device": str(data.device),
+        "precision": given.precision,
+        "dtype": str(model.dtype),
+        "why": choice.why,
+    }
+    engine = build(choice, program, data, given.local.widest(data.data.sizes))
+    if choice.engine == "lanes" and given.engine == "auto":
+        plain = partial(PlainEngine, replace(program, model=model), data)
+        engine = Fallback(engine, plain, partial(switched, choices))
+    return engine, choices
+
+
+def switched(choices: dict[str, Any], t: int, why: str) -> None:
+    """Say in a run's choices that it trains on the plain engine from round `t` on, counted from 0."""
+    choices |= {"engine": "plain", "lanes": 1, "compile": False, "why": why, "switched": t + 1}
 
 
 def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
@@ -137,17 +161,19 @@ def check_data(
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
     examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
-    check_gradient(model, own, device, loss)
+    check_gradient(examined["clients'"], own, device, loss)
     if data.augment:
         check_augment(data.augment, own, device)
     return examined["clients'"]
 
 
-def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_step: int) -> Choice:
+def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_step: int, loss: Loss) -> Choice:
     """The engine that was asked for, or that suits the model, the data and the device."""
     local, clients = given.local, data.data.nonempty
     steps, width = local.step_counts(0, clients, data.data.sizes[clients], per_step), local.widest(data.data.sizes)
-    choice = choose(given.engine, given.lanes, model, data, cohort, steps, width)
+    may_be_short = bool((data.data.sizes[clients] % width).any())
+    obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, may_be_short)
+    choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * float(steps.mean())
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, data.device, choice.why)

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.errors import UndriftError, first_line, quoted, require, whole
+from undrift.errors import UndriftError, first_line, listed, quoted, require, whole
+from undrift.functional.arguments import shapes
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.method.local import Local
 from undrift.random import Key
 from undrift.training.settings import Settings
+from undrift.tree import Tree, tree_leaves, tree_map, tree_structure
 
 
-def two_samples(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+def two_samples(rows: Rows, device: torch.device) -> tuple[Tree, Tensor]:
     """The first sample of a split, twice, with its target."""
-    x, target = (t.to(device) for t in rows.take(rows.store, rows.index[:1].repeat(2)))
+    x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, rows.index[:1].repeat(2)))
     return x, target
 
 
@@ -39,14 +41,20 @@ def check_split(
         require(y.dim() == 1, several + 'where a sample has several, choose loss="binary_cross_entropy".')
     x, target = two_samples(rows, device)
     try:
-        examined, output = model.examined(x)
+        examined, output = model.examined(tree_map(torch.clone, x))
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise
-        hint = "" if x.is_floating_point() else f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
         raise UndriftError(
-            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}{hint}"
+            f"The model does not take the {whose} samples of shape {shapes(x)}: {error}{hint(model, x)}"
         ) from error
+    refuse_rounding(model, whose, x, rows)
+    if classes and not isinstance(output, Tensor):
+        names = listed(output) if isinstance(output, dict) else f'"0" to "{len(output) - 1}"'
+        raise UndriftError(
+            f'The model returns several outputs ({names}); name the one that the loss is about: output="…", or give '
+            "a loss of your own, which takes them all."
+        )
     if classes:
         outputs, taken = output.shape[-1], y[rows.index]
         low, high = int(taken.min()), int(taken.max())
@@ -57,17 +65,18 @@ def check_split(
             f"labels must be from 0 to {most}.",
         )
     for name, function in {"loss": loss, **metrics}.items():
-        shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"
+        got = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        given = f"outputs {got} and the {whose} targets {tuple(target.shape)} {target.dtype}"
         try:
             values = function(output, target)
         except Exception as error:  # whatever a user's function may raise
-            raise UndriftError(f"The {name} does not take {shapes}: {error}") from error
+            raise UndriftError(f"The {name} does not take {given}: {error}") from error
         for tensor in values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             require(
                 fine,
-                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}.",
+                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {given}.",
             )
     return examined
 
@@ -75,12 +84,13 @@ def check_split(
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
     """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees."""
     x, target = two_samples(rows, device)
-    leaves = {name: w.detach().clone().requires_grad_() for name, w in model.start.items()}
+    leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
     with torch.enable_grad():
-        output = model(leaves, x)
+        output = model({name: w.view_as(w) for name, w in leaves.items()}, x)
         value = loss(output, target).sum()
     if not value.requires_grad:
-        whose = "loss" if output.requires_grad else "model"
+        known = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output))
+        whose = "loss" if known else "model"
         raise UndriftError(
             f"The {whose} has no gradient with respect to the model's parameters, so nothing would be trained; it must "
             "not detach what it computes, nor round, compare or convert it to whole numbers."
@@ -96,12 +106,47 @@ def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: 
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's function may raise
-        raise UndriftError(f"The augmentation does not take samples of shape {tuple(x.shape[1:])}: {error}") from error
-    fine = isinstance(found, Tensor) and found.shape == x.shape and found.dtype == x.dtype
-    shapes = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-    require(
-        fine, f"The augmentation must keep a batch's shape and type, {tuple(x.shape)} {x.dtype}, not give {shapes}."
-    )
+        raise UndriftError(f"The augmentation does not take samples of shape {shapes(x)}: {error}") from error
+    alike = tree_structure(found) == tree_structure(x)
+    pairs = zip(tree_leaves(found), tree_leaves(x), strict=alike)
+    if not alike or any(not isinstance(a, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+        raise UndriftError(
+            f"The augmentation must keep a batch's shape and type, {described(x)}, not give {described(found)}."
+        )
+
+
+def described(tree: Tree) -> str:
+    leaves = [f"{tuple(t.shape)} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tree_leaves(tree)]
+    return " and ".join(leaves)
+
+
+def hint(model: Model, x: Tree) -> str:
+    """What may be behind a model's refusal of samples."""
+    whole = [t for t in tree_leaves(x) if not t.is_floating_point()]
+    if isinstance(x, Tensor) and whole:
+        return f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
+    hooks = [layer for layer in model.module.modules() if layer._forward_hooks or layer._forward_pre_hooks]
+    if hooks:
+        return " (undrift trains a copy of the model: a hook must use the module that it is given, not one it knows.)"
+    return ""
+
+
+def refuse_rounding(model: Model, whose: str, x: Tree, rows: Rows) -> None:
+    """Refuse whole numbers among floats that the model's precision would round: they are indices."""
+    low = torch.finfo(model.compute_dtype).eps > torch.finfo(torch.float32).eps
+    if not low or not isinstance(x, Tensor) or not x.is_floating_point():
+        return
+    values = rows.take(rows.store, rows.index[:1000])[0].double()
+    whole = values == values.round()
+    rounded = values.to(model.compute_dtype).double() != values
+    # Numbers that are measured are whole by chance; indices are whole in every sample, at the same place.
+    places = whole.flatten(1).all(0) & rounded.flatten(1).any(0)
+    if bool(places.any()):
+        first = values.flatten(1)[:, places][rounded.flatten(1)[:, places]][0]
+        raise UndriftError(
+            f"The {whose} samples hold whole numbers among floats, such as {first:g}, which {model.compute_dtype} "
+            "rounds. Give indices as an integer tensor (samples may be tuples or dicts of tensors); scale measurements."
+        )
 
 
 def cohort_size_of(participation: Any, population: int) -> int:

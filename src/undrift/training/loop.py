@@ -53,6 +53,7 @@ def train(
     seed: int = 0,
     loss: Any = None,
     metrics: Any = None,
+    output: str | None = None,
     device: str | torch.device = "auto",
     precision: str = "auto",
     engine: str = "auto",
@@ -96,6 +97,8 @@ def train(
         loss: A name (`undrift list losses`), or a function `(output, target) -> one value per sample`. By default what
             the data ask for, else cross-entropy.
         metrics: Names, or a dict of names and functions of `(output, target)`. By default accuracy for classes.
+        output: Where the model returns several tensors: the name of the one that the loss, the metrics and hooks are
+            given, its position in a tuple (`"0"`), or `"all"`. By default the one called `logits`, if there is one.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`; `"auto"` takes a GPU if there is one.
         precision: `"auto"` computes in the model's own dtype; `"tf32"` and `"bfloat16"` are faster on a GPU.
         engine: `"lanes"` (the cohort as one vectorized program), `"plain"` (one client at a time), or `"auto"`;
@@ -142,11 +145,11 @@ def train(
     return train_with(
         Settings(
             model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
-            loss=loss, metrics=metrics, device=device, precision=precision, engine=engine, lanes=lanes, compile=compile,
-            deterministic=deterministic, evaluate_every=evaluate_every, personalize_every=personalize_every, out=out,
-            checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, notes=notes,
-            on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults, max_norm_ratio=max_norm_ratio,
-            min_clients=min_clients, allow_version_change=allow_version_change,
+            loss=loss, metrics=metrics, output=output, device=device, precision=precision, engine=engine, lanes=lanes,
+            compile=compile, deterministic=deterministic, evaluate_every=evaluate_every,
+            personalize_every=personalize_every, out=out, checkpoint_every=checkpoint_every, resume=resume, track=track,
+            on_round=on_round, notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults,
+            max_norm_ratio=max_norm_ratio, min_clients=min_clients, allow_version_change=allow_version_change,
         )
     )  # fmt: skip
 
@@ -252,6 +255,8 @@ class Loop:
         self.complete = last and not method.overriding("finish")
         figures, self.extra = self.figures(method, self.complete)
         row |= figures
+        if run.choices.get("switched") == state.round:
+            row["switched"] = run.choices["why"]
         state.history.append(row)
         due = self.listeners.checkpoints.due(state)
         self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)

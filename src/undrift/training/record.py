@@ -46,6 +46,8 @@ LINES = [name for name, role in ROLES.items() if role.form not in (None, "sectio
 def record(run: Run, given: Settings) -> str:
     """TOML: the settings of the run, with what was left to undrift filled in."""
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
+    if given.engine == "auto" and chosen["engine"] == "lanes":
+        chosen["engine"] = "auto"  # which goes on where lanes fail
     settings = {**vars(given), **chosen, "method": run.method, "threads": torch.get_num_threads()}
     settings["loss"] = next((name for name, loss in LOSSES.items() if loss is run.loss), run.loss)
     ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())

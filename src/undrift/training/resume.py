@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from undrift.engine.fallback import Fallback
 from undrift.errors import UndriftError
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.early import COLUMN, Rule, check_column, reason
@@ -58,6 +59,9 @@ def resumed(
                     "rule or none", folder.path, len(rows), early,
                 )  # fmt: skip
             return finished(run, folder)
+    for row in state.history if state else ():
+        if "switched" in row and isinstance(run.engine, Fallback):
+            run.engine.switch(row["round"] - 1, row["switched"])
     if state is None and folder.finished:
         raise UndriftError(nothing_to_continue_from(folder, whole))
     if state is None:

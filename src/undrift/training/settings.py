@@ -69,6 +69,7 @@ class Settings:
     seed: int = field(default=0, metadata=role("seed", compared=False))
     loss: Any = field(default=None, metadata=role("text"))
     metrics: Any = field(default=None, metadata=role("texts"))
+    output: str | None = field(default=None, metadata=role("text"))
     device: str | torch.device = field(default="auto", metadata=role("text", resume="free", compared=False))
     precision: str = field(default="auto", metadata=role("text"))
     engine: str = field(default="auto", metadata=role("text", resume="digits", compared=False))

@@ -1,0 +1,75 @@
+"""How a sample becomes the arguments of `forward`, and what `forward` returns the output that losses are about.
+
+A sample is a tensor, a tuple or a dict of tensors: one argument, several, or keyword arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrift.errors import UndriftError, listed
+from undrift.tree import Tree, tree_leaves, tree_map
+
+WHOLE = "all"
+"""The name of the output that is everything a model returns."""
+
+
+def arguments(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of `forward` for a batch."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
+
+
+def batch_size(x: Tree) -> int:
+    """How many samples a batch has."""
+    return len(tree_leaves(x)[0])
+
+
+def shapes(x: Tree) -> str:
+    """The shapes of a batch's samples, for messages."""
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{name}: {tuple(t.shape[1:])}" for name, t in x.items()) + "}"
+    if isinstance(x, tuple | list):
+        return "(" + ", ".join(str(tuple(t.shape[1:])) for t in x) + ")"
+    return str(tuple(x.shape[1:]))
+
+
+def floats_to(tree: Tree, dtype: torch.dtype) -> Tree:
+    """The tree with its tensors of floats in `dtype`; whole numbers are indices, which stay as they are."""
+
+    def cast(t: Any) -> Any:
+        return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+    return tree_map(cast, tree)
+
+
+def selected(output: Any, which: str | None) -> Tree:
+    """The output that losses, metrics and hooks are given.
+
+    A tensor is that output. Of several, it is the one that `which` names; by default the one called `logits`, as in
+    Hugging Face's models, or the only tensor. Where neither is there, it is all of them, as a dict or a tuple.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if hasattr(output, "_asdict"):
+        output = output._asdict()
+    if not isinstance(output, Mapping | tuple | list):
+        raise UndriftError(
+            f"The model returns {type(output).__name__}; it must return a tensor, or several in a dict or a tuple."
+        )
+    named = dict(output) if isinstance(output, Mapping) else {str(i): t for i, t in enumerate(output)}
+    if which is not None and which != WHOLE:
+        if which not in named:
+            raise UndriftError(f"The model has no output {which!r}; its outputs are {listed(named)}.")
+        return named[which]
+    tensors = [t for t in named.values() if isinstance(t, Tensor)]
+    if which is None and "logits" in named:
+        return named["logits"]
+    if which is None and len(tensors) == 1:
+        return tensors[0]
+    return named if isinstance(output, Mapping) else tuple(output)

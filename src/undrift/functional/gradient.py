@@ -1,0 +1,73 @@
+"""Gradients by ordinary autograd, with the weights in the module until the backward pass is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
+
+from undrift.errors import UndriftError
+
+Params = dict[str, Tensor]
+
+
+class Held:
+    """Calls a module with other weights, which stay in it for as long as `open` lasts.
+
+    Gradient checkpointing calls the module again in the backward pass, and must find the weights of the forward pass.
+    These are the weights of the first call; others inside it are over when they return, as they are without `open`.
+    """
+
+    def __init__(self) -> None:
+        self.stack: ExitStack | None = None
+        self.taken = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        before = self.stack, self.taken
+        with ExitStack() as held:
+            self.stack, self.taken = held, False
+            try:
+                yield
+            finally:
+                self.stack, self.taken = before
+
+    def call(self, module: nn.Module, tensors: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.stack is None or self.taken:
+            return functional_call(module, tensors, args, kwargs)
+        self.taken = True
+        self.stack.enter_context(_reparametrize_module(module, tensors, tie_weights=True))
+        return module(*args, **kwargs)
+
+
+def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
+    """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses."""
+    with torch.enable_grad():
+        leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
+        try:
+            value = loss(leaves)
+            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        except (ValueError, RuntimeError) as error:
+            for words, sentence in EXPLAINED.items():
+                if words in str(error):
+                    raise UndriftError(sentence) from error
+            raise
+    return {name: g if g.layout is torch.strided else g.to_dense() for name, g in zip(params, found, strict=True)}
+
+
+EXPLAINED = {
+    "more than 1 value per channel": (
+        "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that leaves no client "
+        "a last batch of one, or a norm that does not look across samples (GroupNorm)."
+    ),
+    "Checkpointing is not compatible with .grad()": (
+        "The model uses the reentrant form of gradient checkpointing, which gives gradients to .backward() alone; pass "
+        "use_reentrant=False to torch.utils.checkpoint."
+    ),
+}
+"""Sentences for errors of torch's, by words of theirs."""

@@ -1,0 +1,80 @@
+"""What keeps a run off the lanes engine beside the model itself: samples that interact, and data from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from undrift.engine.device_data import DeviceData
+from undrift.functional.model import Model
+from undrift.losses import Loss
+from undrift.random import Key
+from undrift.tree import tree_leaves, tree_map
+
+SAMPLES = 8
+"""On how many samples a model is tried."""
+
+
+@torch.no_grad()
+def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
+    """Whether the loss of a sample in training depends on the other samples of its batch, as a contrastive one does.
+
+    Half of a batch alone must have the losses that it has beside the other half, with the same draws.
+    """
+    count = min(SAMPLES, len(data.index))
+    if count < 2:
+        return False
+    spread = torch.linspace(0, len(data.index) - 1, count).long().numpy()
+    batch = data.batch(torch.from_numpy(data.index[spread]).to(data.device), torch.ones(count, device=data.device))
+    half = max(count // 2, min(2, count - 1))
+    words = torch.zeros(2, dtype=torch.int64, device=data.device)
+
+    def losses(rows: int) -> Tensor:
+        x, y = tree_map(lambda t: t[:rows].clone(), (batch.x, batch.y))
+        return loss(model.train(model.trial(), x, Key(words, words[0])), y)[:half]
+
+    try:
+        alone, beside = losses(half).double(), losses(count).double()
+    except Exception:  # what the model or the loss cannot take is reported where training meets it
+        return False
+    return not close(alone, beside, model.compute_dtype)
+
+
+def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two losses differ by no more than rounding explains; what is not finite says nothing."""
+    size = other.abs().amax()
+    allowed = min(1000 * torch.finfo(dtype).eps, 0.05)
+    return not bool((one - other).abs().amax() > allowed * size)
+
+
+def take_is_foreign(data: DeviceData) -> bool:
+    """Whether the data's own `take` reads more than the store: files, or anything else that tracing cannot follow.
+
+    What was traced for some samples must give for others what `take` itself gives for them.
+    """
+    take: Any = data.data.take
+    if getattr(take, "__module__", type(take).__module__).startswith("undrift.") or len(data.index) < 2:
+        return False
+    ends = data.index[[0, -1]]
+    first, other = (torch.from_numpy(rows.copy()).to(data.device) for rows in (ends, ends[::-1]))
+    try:
+        traced = make_fx(lambda indices: tree_leaves(take(data.store, indices)))(first)(other)
+    except Exception:  # whatever a user's function may raise while it is traced
+        return True
+    wanted = tree_leaves(take(data.store, other))
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(traced, wanted, strict=True))
+
+
+def reason(model: Model, loss: Loss, data: DeviceData, may_be_short: bool) -> str | None:
+    """Why a run must train on the plain engine, or None."""
+    if take_is_foreign(data):
+        return "the data's own `take` reads more than the tensors that it is given"
+    if may_be_short and samples_interact(model, loss, data):
+        return (
+            "the samples of a batch interact in training, which the padding of short batches would change; "
+            "drop_last=True leaves none"
+        )
+    return None

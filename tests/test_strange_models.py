@@ -1,0 +1,337 @@
+"""Models that do unusual things are trained as a loop written by hand in PyTorch trains them, or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import undrift as ud
+from tests.handloop import everything, hand_loop
+from tests.problems import distance, make_clients, net
+
+LOCAL, ROUNDS = ud.Local(epochs=2, batch_size=4, lr=0.1), 2
+UNEVEN = [10, 7, 4, 1]  # short last batches, one full batch, one sample
+
+
+def trained(module, data=None, **options):
+    data = data or make_clients(UNEVEN)
+    return ud.train(module, data, **{"rounds": ROUNDS, "local": LOCAL, **options})
+
+
+def from_hand(result, module, data=None, rounds=ROUNDS, **options):
+    """The largest distance from the hand loop: of trained weights, frozen ones and buffers."""
+    wanted = hand_loop(module, data or make_clients(UNEVEN), LOCAL, rounds, **options)
+    return distance(everything(result.model), wanted)
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+
+class Checkpointed(Wrapped):
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("method", [ud.FedAvg(), ud.FedProx(0.1)])
+def test_gradient_checkpointing(method):
+    local = ud.Local(epochs=2, batch_size=4, lr=0.5)
+    found = trained(Checkpointed(), method=method, local=local)
+    bare = trained(net(), method=method, local=local, engine="plain")
+    assert distance({n.removeprefix("inner."): w for n, w in found.params.items()}, bare.params) < 1e-12
+
+
+def test_a_take_that_reads_from_elsewhere_is_not_traced():
+    data = make_clients(UNEVEN)
+    files = data.store["x"].clone()
+
+    def from_files(store, indices):
+        return torch.stack([files[i] for i in indices.tolist()]), store["y"][indices]
+
+    def scaled(store, indices):
+        return store["x"][indices] * 2, store["y"][indices]
+
+    lazy = ud.FederatedDataset(data.store, data.index, data.offsets, take=from_files)
+    found = trained(net(), lazy)
+    assert found.choices["engine"] == "plain" and "`take`" in found.choices["why"]
+    assert from_hand(found, net(), lazy) < 1e-12
+    with pytest.raises(ud.UndriftError, match="`take` reads more"):
+        trained(net(), lazy, engine="lanes")
+    pure = ud.FederatedDataset(data.store, data.index, data.offsets, take=scaled)
+    found = trained(net(), pure)
+    assert found.choices["engine"] == "lanes" and from_hand(found, net(), pure) < 1e-12
+
+
+class OwnStatistics(Wrapped):
+    def forward(self, x):
+        return self.inner(x - x.mean(0))
+
+
+class SetAttention(Wrapped):
+    def forward(self, x):
+        return self.inner(torch.softmax(x @ x.T, -1) @ x)
+
+
+class BatchNormalized(Wrapped):
+    def forward(self, x):
+        return self.inner(F.batch_norm(x, None, None, training=True)) if len(x) > 1 else self.inner(x)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64)
+
+
+def contrastive(z, y):
+    z = F.normalize(z, dim=1)
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)), reduction="none")
+
+
+def weighted(z, y):
+    """torch's weighted mean: the sum of weights is the batch's."""
+    losses = F.cross_entropy(z, y, weight=WEIGHTS, reduction="none")
+    return losses / WEIGHTS[y].sum() * len(y)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(OwnStatistics, None), (SetAttention, None), (BatchNormalized, None), (net, contrastive), (net, weighted)],
+)
+def test_samples_that_interact_are_not_padded(make, loss):
+    module = make()
+    criterion = {"loss": lambda z, y: loss(z, y).mean()} if loss else {}
+    found = trained(module, loss=loss)
+    assert found.choices["engine"] == "plain" and "interact" in found.choices["why"]
+    assert from_hand(found, module, **criterion) < 1e-12
+    even = make_clients([8, 4, 12])  # full batches, which lanes take as they are
+    found = trained(module, even, loss=loss)
+    assert found.choices["engine"] == "lanes" and from_hand(found, module, even, **criterion) < 1e-12
+
+
+def test_samples_on_their_own_stay_in_lanes():
+    for module in (net(), net(dropout=0.5), nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)).double()):
+        assert trained(module).choices["engine"] == "lanes"
+
+
+class Teacher(nn.Module):
+    """An average of the student's weights, written in `forward`."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.student, self.how = net(), how
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.how(slow, fast)
+        return self.student(x) + self.teacher(x)
+
+
+WAYS = {
+    "in place": lambda slow, fast: slow.mul_(0.9).add_(fast, alpha=0.1),
+    "through .data": lambda slow, fast: slow.data.mul_(0.9).add_(fast.data, alpha=0.1),
+    ".data =": lambda slow, fast: setattr(slow, "data", 0.9 * slow.data + 0.1 * fast.data),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_frozen_parameters_that_forward_writes(how):
+    data = make_clients(UNEVEN)
+    untested = ud.FederatedDataset(data.store, data.index, data.offsets)  # a test would write too, as in torch
+    module = Teacher(WAYS[how])
+    before = copy.deepcopy(module.state_dict())
+    runs = [trained(module, untested) for _ in range(2)]
+    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items()), "the caller's module has changed"
+    assert distance(everything(runs[0].model), everything(runs[1].model)) == 0
+    assert runs[0].choices["engine"] == "plain" and from_hand(runs[0], module, untested) < 1e-12
+
+
+def test_frozen_parameters_that_nobody_writes_are_not_copied():
+    module = Wrapped()
+    module.forward = module.inner.forward
+    module.inner[0].requires_grad_(False)
+    found = trained(module.inner)
+    assert found.choices["engine"] == "lanes"
+    assert found.model[0].weight.data_ptr() == module.inner[0].weight.data_ptr()
+    assert from_hand(found, module.inner) < 1e-12
+
+
+class Normed(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.drop, self.frozen = nn.Dropout(0.5), frozen
+        self.double()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.train(mode and not self.frozen)
+        return self
+
+    def forward(self, x):
+        return self.last(self.drop(self.norm(self.first(x))))
+
+
+def test_batch_norm_kept_in_evaluation_mode_by_train():
+    torch.manual_seed(0)
+    module = Normed(frozen=True)
+    module.drop.p = 0.0
+    found = trained(module)  # as built: train() has not been called yet
+    assert int(found.model.norm.num_batches_tracked) == 0
+    assert torch.equal(found.model.norm.running_mean, module.norm.running_mean)
+    assert from_hand(found, module) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_a_submodule_that_was_set_to_evaluation_mode_stays_there(engine):
+    module = net(dropout=0.5)
+    module[2].eval()
+    found = trained(module, engine=engine)
+    assert from_hand(found, net()) < 1e-12  # without dropout
+    module.eval()  # all of it, as after loading weights: that is what training mode is for
+    assert from_hand(trained(module, engine=engine), net()) > 1e-3
+
+
+def test_ids_among_floats_are_refused_where_they_would_be_rounded():
+    x = torch.tensor([[1001.0, 0.5], [257.0, 0.1], [3.0, 0.2]])
+    data = ud.FederatedDataset.from_clients([(x, torch.tensor([0, 1, 1]))])
+    with pytest.raises(ud.UndriftError, match=r"such as 1001, which torch\.bfloat16 rounds"):
+        trained(nn.Linear(2, 2), data, precision="bfloat16")
+    trained(nn.Linear(2, 2), data)
+    small = ud.FederatedDataset.from_clients([(x.clamp(max=256), torch.tensor([0, 1, 1]))])
+    trained(nn.Linear(2, 2), small, precision="bfloat16")
+
+
+def test_the_loss_is_given_what_the_model_returns():
+    kinds = []
+
+    def loss(z, y):
+        kinds.append(z.dtype)
+        return F.cross_entropy(z, y, reduction="none")
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.back, self.head = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.back(x.bfloat16()).float())
+
+    for engine in ("lanes", "plain"):
+        kinds.clear()
+        found = trained(Mixed(), make_clients(UNEVEN, torch.float32), loss=loss, engine=engine)
+        assert set(kinds) == {torch.float32}
+        assert [found.params[n].dtype for n in ("back.weight", "head.weight")] == [torch.bfloat16, torch.float32]
+
+
+class Bounded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens).mean(1))
+
+
+def test_an_embedding_with_a_largest_norm():
+    torch.manual_seed(0)
+    module = Bounded()
+    clients = [(torch.randint(0, 9, (n, 3)), torch.randint(0, 4, (n,))) for n in UNEVEN]
+    data = ud.FederatedDataset.from_clients(clients)
+    assert from_hand(trained(module, data), module, data) < 1e-12
+
+
+class Rebinding(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.w, self.how = nn.Parameter(torch.eye(6, 4, dtype=torch.float64) + 0.1), how
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "data":
+                self.w.data = F.normalize(self.w.data, dim=0)
+            else:
+                self.w.copy_(F.normalize(self.w, dim=0))
+        return x @ self.w
+
+
+def test_weights_that_forward_normalizes():
+    with pytest.raises(ud.UndriftError, match=r"sets w.data in its forward pass.*w.copy_"):
+        trained(Rebinding("data"))
+    data = make_clients(UNEVEN)
+    untested = ud.FederatedDataset(data.store, data.index, data.offsets)
+    assert from_hand(trained(Rebinding("copy"), untested), Rebinding("copy"), untested) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about things of its own
+def test_wrappers_are_taken_off():
+    wanted = trained(net()).params
+    for wrapped in (nn.DataParallel(net()), torch.compile(net())):
+        found = trained(wrapped)
+        assert found.choices["engine"] == "lanes" and distance(found.params, wanted) == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_what_cannot_be_trained_is_refused_with_a_way_out():
+    class Locked(Wrapped):
+        def __init__(self):
+            super().__init__()
+            import threading
+
+            self.lock = threading.Lock()
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(6, 4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.w).real
+
+    for module, words in [
+        (torch.jit.script(net()), "the Python module that it was made from"),
+        (Locked(), "cannot be copied.*locks"),
+        (Complex(), "'w' are complex.*view_as_real"),
+    ]:
+        with pytest.raises(ud.UndriftError, match=words):
+            trained(module)
+
+
+def pruned():
+    from torch.nn.utils import prune
+
+    module = net()
+    prune.random_unstructured(module[0], "weight", 0.4)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # the older weight norm is deprecated
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 4)).double(), pruned]
+)
+def test_weights_that_a_hook_computes(make):
+    torch.manual_seed(0)
+    module = make()
+    found = trained(module)
+    wanted = hand_loop(module, make_clients(UNEVEN), LOCAL, ROUNDS)
+    assert distance(found.params, {name: wanted[name] for name in found.params}) < 1e-12
+
+
+def test_sparse_gradients():
+    class Sparse(Bounded):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 6, sparse=True).double()
+
+    torch.manual_seed(0)
+    module = Sparse()
+    clients = [(torch.randint(0, 9, (n, 3)), torch.randint(0, 4, (n,))) for n in UNEVEN]
+    data = ud.FederatedDataset.from_clients(clients)
+    assert from_hand(trained(module, data), module, data) < 1e-12
