@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from undrift.errors import UndriftError
-from undrift.functional.draws import KeyedDraws, RefuseDraws
+from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.recurrent.layers import THEIRS
-from undrift.random import Key
 from undrift.tree import tree_expand
 
 if TYPE_CHECKING:
@@ -20,22 +19,25 @@ if TYPE_CHECKING:
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def examine(model: Model, x: Tensor) -> tuple[Tensor, list[str]]:
-    """Run a copy of the model on `x` in each mode: the output in evaluation mode, and which buffers training changes.
+def examine(model: Model, x: Tensor) -> tuple[Tensor, list[str], str, bool]:
+    """Run a copy of the model on `x` in each mode.
 
-    Raises `UndriftError` for draws that no key governs.
+    Returns the output in evaluation mode, which buffers training changes, the draws that no key governs as a sentence
+    (empty if there are none), and whether the model draws in evaluation mode. Raises `UndriftError` for a model whose
+    outputs differ for the same samples and the same draws.
     """
     twin = copy.copy(model)
     twin.module = copy.deepcopy(model.module, {id(p): p for p in model.module.parameters()})
     before = dict(twin.module.named_buffers())
     values = {name: b.clone() for name, b in before.items()}
-    key = _any_key(x.device)
+    trial = Trial(x.device)
     given = x.to(model.dtype) if x.is_floating_point() else x
     changed = []
-    with torch.no_grad(), RefuseDraws():
-        output = twin(twin.start, x)
+    with torch.no_grad():
+        with trial.draws() as draws_in_evaluation:
+            output = twin(twin.start, x)
         twin.module.train()
-        with KeyedDraws(key):
+        with trial.draws():
             first = twin.module(given)
         for name, after in twin.module.named_buffers():
             if before[name] is not after:
@@ -45,15 +47,15 @@ def examine(model: Model, x: Tensor) -> tuple[Tensor, list[str]]:
             if not torch.equal(values[name], after):
                 changed.append(name)
                 after.copy_(values[name])
-        with KeyedDraws(key):
+        with trial.draws():
             second = twin.module(given)
     if isinstance(first, Tensor) and not _alike(first, second):
         raise UndriftError(
             "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
-            "its forward pass draws from Python's or numpy's generator, or counts its calls. Use torch.rand or "
-            "torch.randn, which undrift draws from the client's key, and buffers for what must change."
+            "its forward pass draws from a generator of its own, or counts its calls. Use torch.rand or torch.randn, "
+            "which undrift draws from the client's key, and buffers for what must change."
         )
-    return output, changed
+    return output, changed, trial.unkeyed, draws_in_evaluation[0]
 
 
 def find_obstacle(model: Model) -> str | None:
@@ -61,18 +63,20 @@ def find_obstacle(model: Model) -> str | None:
     for layer in model.module.modules():
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
-            return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases, one direction and no dropout"
+            return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases and one direction"
         if isinstance(layer, NORMS) and (
             isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
         ):
             return f"{name} in training mode looks across the rows of a batch and changes its statistics"
+    if model.unkeyed:
+        return model.unkeyed
     return f"training changes its buffer {next(iter(model.tracked))!r}" if model.tracked else _vmap_failure(model)
 
 
 def _vmap_failure(model: Model) -> str | None:
     """Why vmap refuses the model, from a tiny step of two lanes, or None."""
     assert model.sample is not None
-    key, x = _any_key(model.sample.device), model.sample.expand(2, *model.sample.shape)
+    key, x = fixed_key(model.sample.device), model.sample.expand(2, *model.sample.shape)
 
     def output(params: Params, x: Tensor) -> Tensor:
         return model.train(params, x, key).sum()
@@ -84,11 +88,6 @@ def _vmap_failure(model: Model) -> str | None:
     except Exception as error:  # whatever a user's forward pass may raise under vmap
         return f"the model does not run under vmap ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
     return None
-
-
-def _any_key(device: torch.device) -> Key:
-    words = torch.zeros(2, dtype=torch.int64, device=device)
-    return Key(words, words[0])
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

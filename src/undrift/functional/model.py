@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
-from undrift.functional.draws import KeyedDraws, Row
+from undrift.functional.draws import KeyedDraws, Row, fixed_key
 from undrift.functional.examine import NORMS, examine, find_obstacle
+from undrift.functional.generators import seeded
 from undrift.functional.layers import LastInput, Layer, Watch
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
@@ -62,18 +63,22 @@ class Model:
         self.norms = _of_norms(self.module)
         self.outputs = 0
         self.tracked: Params = {}
+        self.unkeyed = ""
+        """Why draws in training cannot come from the client's key but need seeded generators; empty if they can."""
+        self.draws_in_evaluation = False
         self.sample: Tensor | None = None
 
     def examined(self, x: Tensor) -> tuple[Model, Tensor]:
         """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
 
-        Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for draws that no key
-        governs, and whatever the module itself raises.
+        Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for outputs that do not
+        repeat, and whatever the module itself raises.
         """
-        output, changed = examine(self, x)
+        output, changed, unkeyed, drew = examine(self, x)
         outputs = output.shape[-1] if output.dim() > 1 else 0
         tracked = {name: self.module.get_buffer(name).clone() for name in changed}
-        return self._with(outputs=outputs, tracked=tracked, sample=x), output
+        draws = {"unkeyed": unkeyed, "draws_in_evaluation": drew}
+        return self._with(outputs=outputs, tracked=tracked, sample=x, **draws), output
 
     def in_lanes(self) -> Model:
         """This model with recurrent layers that run under vmap, where it has torch's own."""
@@ -88,7 +93,7 @@ class Model:
     def _with(self, **changes: Any) -> Model:
         """A copy with these attributes changed. What was found out about another module or sample is dropped."""
         other = copy.copy(self)
-        if "module" in changes or "sample" in changes:
+        if changes.keys() & {"module", "sample", "unkeyed"}:
             for name in ("layers", "squares", "obstacle"):
                 other.__dict__.pop(name, None)
         other.__dict__ |= changes
@@ -147,9 +152,27 @@ class Model:
         if statistics is None:
             statistics = {name: value.clone() for name, value in self.tracked.items()}
         seen = LastInput() if watch else None
-        with KeyedDraws(key, row):
+        with self.seeding(key, row) if self.unkeyed else KeyedDraws(key, row):
             output = self._call(params, x, statistics, training=True, watch=seen)
         return output, (lambda: seen.features().to(self.dtype)) if seen else None
+
+    @contextlib.contextmanager
+    def seeding(self, key: Key, row: Row | None = None) -> Iterator[None]:
+        """Around a pass and its gradient: seeds the global generators, if the model's draws need them."""
+        if not self.unkeyed:
+            yield
+            return
+        # The dropout of cuDNN's recurrent layers draws from a state that cannot be seeded again.
+        theirs = any(isinstance(layer, nn.RNNBase) and layer.dropout for layer in self.module.modules())
+        with _without_cudnn() if theirs else contextlib.nullcontext(), seeded(key, row[0] if row else None):
+            yield
+
+    def _repeating(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Around a pass in evaluation mode: fixed draws, if the model draws there at all."""
+        if not self.draws_in_evaluation:
+            return contextlib.nullcontext()
+        key = fixed_key(device)
+        return seeded(key) if self.unkeyed else KeyedDraws(key)
 
     def squared(self, params: Params, x: Tensor) -> Tensor:
         """Outputs in evaluation mode whose gradient is, per parameter, the sum over samples of squared gradients.
@@ -192,7 +215,8 @@ class Model:
             own = dict(self.module.named_parameters())
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
         mode = convolutions(params, x, self.compute_dtype)
-        with mode, watch or contextlib.nullcontext(), self._differentiable(training):
+        draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
+        with draws, mode, watch or contextlib.nullcontext(), self._differentiable(training):
             output = functional_call(self.module, {**tensors, **statistics}, (x,))
         if not isinstance(output, Tensor):
             kind = type(output).__name__
@@ -206,8 +230,7 @@ class Model:
         theirs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
         if training or not theirs or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        cudnn = torch.backends.cudnn
-        return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
+        return _without_cudnn()
 
     def track(self, statistics: Params) -> None:
         """Make these this model's running statistics. The server's model is a copy for one round, which keeps them."""
@@ -228,6 +251,11 @@ class Model:
         """The module as users know it, with torch's own layers, in evaluation mode."""
         release(self.module)
         return self.module.eval()
+
+
+def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
 
 
 def as_buffer(value: Tensor, like: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def check_data(
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
     examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
-    check_gradient(model, own, device, loss)
+    check_gradient(examined["clients'"], own, device, loss)
     if data.augment:
         check_augment(data.augment, own, device)
     return examined["clients'"]
