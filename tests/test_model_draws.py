@@ -336,3 +336,37 @@ def test_server_training_seeds_its_steps():
     runs = [ud.train(model, data, method, seed=s, **OPTIONS | {"participation": 2}) for s in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), before)
     assert same_bits(runs[0].params, runs[1].params) and not same_bits(runs[0].params, runs[2].params)
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+
+def keyed_loss(output, target):
+    return F.cross_entropy(F.dropout(output, 0.3), target, reduction="none") * torch.rand(len(output)).to(output)
+
+
+def unkeyed_loss(output, target):
+    return F.cross_entropy(output, target, reduction="none") * torch.poisson(torch.full_like(output[:, 0], 5))
+
+
+@pytest.mark.parametrize("model", [None, depth])
+@pytest.mark.parametrize("loss", [keyed_loss, unkeyed_loss])
+def test_losses_that_draw_repeat(loss, model):
+    data, model = make_clients(SIZES), Drawing(model or (lambda x: x))
+    before = torch.get_rng_state()
+    auto, again, other = (ud.train(model, data, loss=loss, seed=seed, **OPTIONS) for seed in (0, 0, 1))
+    plain = ud.train(model, data, loss=loss, engine="plain", **OPTIONS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert auto.choices["engine"] == ("lanes" if loss is keyed_loss else "plain")
+    assert same_bits(auto.params, again.params) and auto.history[-1]["loss"] == again.history[-1]["loss"]
+    assert distance(auto.params, plain.params) < 1e-12 and distance(auto.params, other.params) > 1e-4
+    if loss is unkeyed_loss:
+        assert "the loss draws from aten.poisson" in auto.choices["why"]
+
+
+@pytest.mark.parametrize("loss", [keyed_loss, unkeyed_loss])
+def test_hooks_that_call_a_loss_that_draws_repeat(loss):
+    data, model = make_clients([9, 4]), Drawing(lambda x: x)
+    before = torch.get_rng_state()
+    runs = [ud.train(model, data, ud.FedCurv(0.1), loss=loss, rounds=2, local=LOCAL) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before) and same_bits(runs[0].params, runs[1].params)

@@ -66,6 +66,8 @@ class Model:
         self.unkeyed = ""
         """Why draws in training cannot come from the client's key but need seeded generators; empty if they can."""
         self.draws_in_evaluation = False
+        self.loss_draws = False
+        """Whether the loss, or a metric, draws."""
         self.sample: Tensor | None = None
 
     def examined(self, x: Tensor) -> tuple[Model, Tensor]:

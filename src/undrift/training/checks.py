@@ -10,6 +10,8 @@ from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.errors import UndriftError, first_line, quoted, require, whole
+from undrift.functional.draws import Trial
+from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.method.local import Local
@@ -56,12 +58,15 @@ def check_split(
             f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
             f"labels must be from 0 to {most}.",
         )
+    trial, drew = Trial(device, "the loss"), False
     for name, function in {"loss": loss, **metrics}.items():
         shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"
         try:
-            values = function(output, target)
+            with trial.draws() as draws:
+                values = function(output, target)
         except Exception as error:  # whatever a user's function may raise
             raise UndriftError(f"The {name} does not take {shapes}: {error}") from error
+        drew |= draws[0]
         for tensor in values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -69,7 +74,7 @@ def check_split(
                 fine,
                 f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}.",
             )
-    return examined
+    return with_draws_of_loss(examined, trial, drew)
 
 
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
@@ -78,7 +83,7 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
     leaves = {name: w.detach().clone().requires_grad_() for name, w in model.start.items()}
     with torch.enable_grad():
         output = model(leaves, x)
-        value = loss(output, target).sum()
+        value = repeating(model, loss)(output, target).sum()
     if not value.requires_grad:
         whose = "loss" if output.requires_grad else "model"
         raise UndriftError(
