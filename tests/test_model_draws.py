@@ -13,6 +13,7 @@ from torch import nn
 
 import undrift as ud
 from tests.problems import distance, make_clients, same_bits
+from undrift.functional.draws import Trial
 from undrift.functional.generators import host_states, seeded, seeded_depth
 from undrift.functional.model import Model
 from undrift.random import Key, keep_mask
@@ -260,6 +261,42 @@ def test_a_checkpoint_sees_the_same_draws_again():
     assert (dropped - mine).abs().max() < 1e-12
 
 
+class NoisyGradient(torch.autograd.Function):
+    """The identity; its gradient is drawn from the global generator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + torch.randn_like(g)
+
+
+class Noisy(Drawing):
+    def forward(self, x):
+        return NoisyGradient.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("draw", [poisson, lambda x: x])
+def test_draws_of_the_backward_pass_repeat_too(draw):
+    data, model = make_clients([9, 4]), Noisy(draw)
+    before = torch.get_rng_state()
+    runs = [ud.train(model, data, seed=seed, rounds=1, local=LOCAL) for seed in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), before) and "pass draws from" in runs[0].choices["why"]
+    assert same_bits(runs[0].params, runs[1].params) and not same_bits(runs[0].params, runs[2].params)
+
+
+def test_a_trial_without_a_key_counts_every_draw():
+    trial = Trial(torch.device("cpu"))
+    with trial.draws() as drew:
+        torch.rand(3)
+    assert drew == [True] and not trial.unkeyed
+    with trial.draws(keyed=False) as drew:
+        torch.rand(3)
+    assert drew == [True] and "draws from aten.rand" in trial.unkeyed
+
+
 def test_generators_are_put_back_when_forward_fails():
     calls = []
 
@@ -331,7 +368,7 @@ def test_per_sample_gradients_of_seeded_draws_differ_by_sample():
 
 def test_server_training_seeds_its_steps():
     data = make_clients([9, 4])
-    method, model = ud.FedAvg() + ud.ServerTraining(lr=0.1, batch_size=8), Drawing(poisson)
+    method, model = ud.FedAvg() + ud.ServerTraining(lr=0.1, batch_size=8), Noisy(poisson)
     before = torch.get_rng_state()
     runs = [ud.train(model, data, method, seed=s, **OPTIONS | {"participation": 2}) for s in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -127,16 +127,20 @@ class Trial:
         """Draws that no key governs, as a sentence; empty if there are none."""
 
     @contextmanager
-    def draws(self) -> Iterator[list[bool]]:
-        """For one pass, from the beginning of the generators. Afterwards the list says whether the pass drew."""
+    def draws(self, keyed: bool = True) -> Iterator[list[bool]]:
+        """For one pass, from the beginning of the generators. Afterwards the list says whether the pass drew.
+
+        With `keyed=False` every draw counts as one that no key governs, as in a backward pass.
+        """
         drew: list[bool] = []
         with seeded(self.key), NoticeDraws() as noticed:
             before = host_states()
-            with KeyedDraws(self.key) as keyed:
+            mode = KeyedDraws(self.key)
+            with mode if keyed else nullcontext():
                 yield drew
             changed = [a != b for a, b in zip(before, host_states(), strict=True)]
         sources = [noticed.found, "Python's random" if changed[0] else "", "numpy.random" if changed[1] else ""]
-        drew.append(keyed.calls > 0 or any(sources))
+        drew.append(mode.calls > 0 or any(sources))
         found = next((source for source in sources if source), "")
         if found and not self.unkeyed:
             self.unkeyed = f"{self.who} draws from {found}, for which there is no keyed form"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -77,8 +78,11 @@ def check_split(
     return with_draws_of_loss(examined, trial, drew)
 
 
-def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
-    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees."""
+def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> Model:
+    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees.
+
+    Returns the model that knows of draws in the backward pass, which have no key.
+    """
     x, target = two_samples(rows, device)
     leaves = {name: w.detach().clone().requires_grad_() for name, w in model.start.items()}
     with torch.enable_grad():
@@ -90,6 +94,11 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
             f"The {whose} has no gradient with respect to the model's parameters, so nothing would be trained; it must "
             "not detach what it computes, nor round, compare or convert it to whole numbers."
         )
+    trial = Trial(device, "its backward pass")
+    # A backward pass that fails here fails in training too, where the error says what it is about.
+    with trial.draws(keyed=False), contextlib.suppress(Exception):
+        torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return model._with(unkeyed=model.unkeyed or trial.unkeyed) if trial.unkeyed else model
 
 
 def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: torch.device) -> None:
