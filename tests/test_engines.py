@@ -319,13 +319,6 @@ def without_draws():
     return ud.train(Drawing(lambda x, training: x), data, rounds=2, local=LOCAL, participation=4, engine="plain").params
 
 
-@pytest.mark.parametrize("engine", ["lanes", "plain", "auto"])
-def test_draws_from_global_state_are_refused(uneven, engine):
-    model = Drawing(lambda x, training: x * torch.bernoulli(torch.full_like(x, 0.5)) if training else x)
-    with pytest.raises(ud.UndriftError, match="draws from torch's global generator"):
-        ud.train(model, uneven, rounds=1, local=LOCAL, engine=engine)
-
-
 @pytest.mark.long
 def test_a_million_parameters_and_many_clients_are_not_as_many_copies():
     """A few hundred clients here; `make soak` has a thousand."""
@@ -455,31 +448,6 @@ def test_buffers_that_training_changes_are_averaged_wherever_they_are(uneven):
     assert torch.allclose(run.model.mean, shares @ means, rtol=1e-12)
     with pytest.raises(ud.UndriftError, match="replaces its buffer 'mean'; change it in place"):
         ud.train(Counting(replaces=True), uneven, rounds=1, local=LOCAL)
-
-
-class Attention(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.head = layer.double(), torch.nn.Linear(2, 4).double()
-
-    def forward(self, x):
-        x = x.view(-1, 3, 2)
-        out = self.layer(x, x, x)[0] if isinstance(self.layer, torch.nn.MultiheadAttention) else self.layer(x)[0]
-        return self.head(out[:, -1])
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["attention", "recurrent"])
-def test_dropout_hidden_in_a_kernel_is_refused_and_none_is_fine(uneven, kind, dropout):
-    if kind == "attention":
-        layer = torch.nn.MultiheadAttention(2, 1, dropout=dropout, batch_first=True)
-    else:
-        layer = torch.nn.LSTM(2, 2, num_layers=2, dropout=dropout, batch_first=True)
-    if dropout:
-        with pytest.raises(ud.UndriftError, match="draws from torch's global generator"):
-            ud.train(Attention(layer), uneven, rounds=1, local=LOCAL)
-    else:
-        assert ud.train(Attention(layer), uneven, rounds=1, local=LOCAL).history
 
 
 @dataclass(frozen=True)

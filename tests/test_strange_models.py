@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import undrift as ud
 from tests.handloop import everything, hand_loop
 from tests.problems import distance, make_clients, net
+from undrift.functional.draws import fixed_key
+from undrift.functional.model import Model
 
 LOCAL, ROUNDS = ud.Local(epochs=2, batch_size=4, lr=0.1), 2
 UNEVEN = [10, 7, 4, 1]  # short last batches, one full batch, one sample
@@ -335,3 +337,30 @@ def test_sparse_gradients():
     clients = [(torch.randint(0, 9, (n, 3)), torch.randint(0, 4, (n,))) for n in UNEVEN]
     data = ud.FederatedDataset.from_clients(clients)
     assert from_hand(trained(module, data), module, data) < 1e-12
+
+
+class CheckpointedDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net(dropout=0.5)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_dropout_that_gradient_checkpointing_repeats():
+    """The mask of the recomputed pass must be the first one's: the gradients are those without checkpointing."""
+    module, bare = CheckpointedDropout(), net(dropout=0.5)
+    runs = [trained(module) for _ in range(2)]
+    assert runs[0].choices["engine"] == "plain" and "backward pass" in runs[0].choices["why"]
+    assert distance(runs[0].params, runs[1].params) == 0
+    wanted = Model(bare, torch.device("cpu"))._with(unkeyed="to compare")
+    found = Model(module, torch.device("cpu"))._with(unkeyed="to compare")
+    x, y = make_clients([8])[0]
+    key = fixed_key(torch.device("cpu"))
+    gradients = []
+    for model in (wanted, found):
+        with model.seeding(key):
+            loss = lambda w, model=model: F.cross_entropy(model.train(w, x, key), y)  # noqa: E731
+            gradients.append(model.gradient(loss, model.start))
+    assert distance({f"inner.{n}": g for n, g in gradients[0].items()}, gradients[1]) < 1e-14

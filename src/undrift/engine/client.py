@@ -23,6 +23,7 @@ from torch import Tensor
 from undrift.engine.gradients import Differentiate, StepGradients
 from undrift.errors import UndriftError, first_line
 from undrift.functional.draws import Row
+from undrift.functional.loss_draws import in_step, repeating
 from undrift.functional.model import Model, Params
 from undrift.losses import Loss
 from undrift.method.calls import aligned, call, pair, unchanged_form
@@ -110,7 +111,7 @@ class Program:
             begun=self.starting(given),
             key=Key(given["key"], step),
             model=self.model.at(given["tracked"]),
-            loss=self.loss,
+            loss=repeating(self.model, self.loss),
             step=step if local else None,
             personal=self.personal,
             decay=self.decay,
@@ -247,7 +248,8 @@ class Program:
         z, features = self.model.train_features(params, batch.x, key, statistics, bool(terms), row)
         for part, client in (clients[i] for i in self.using["logits"]):
             z = call(part, "logits", z, client)
-        losses = self._losses(z, batch.y, [type(clients[i][0]).__name__ for i in self.using["logits"]])
+        with in_step(self.model, key, row):
+            losses = self._losses(z, batch.y, [type(clients[i][0]).__name__ for i in self.using["logits"]])
         for part, client in (clients[i] for i in terms):
             found = call(part, "objective", losses, z, replace(batch, find_features=features), params, client)
             if getattr(found, "shape", None) != losses.shape:

@@ -78,7 +78,8 @@ class StepGradients:
                 buffers = tree_map(torch.clone, self.buffers)
                 return self.program.objective(w, sample, key, self.clients, buffers, (row, rows)).sum()
 
-            g = self.differentiate(loss, weights) if obstacle else grad(loss)(weights)
+            with self.program.model.seeding(key, (row, rows)):
+                g = self.differentiate(loss, weights) if obstacle else grad(loss)(weights)
             return tree_map(lambda t: t * mask.to(t.dtype), g)
 
         index, obstacle = torch.arange(rows, device=whole.mask.device), self.program.model.obstacle
@@ -93,7 +94,8 @@ class StepGradients:
         def loss(w: Params) -> Tensor:
             return mean_loss(self.program.objective(w, data, key, self.clients, statistics), data.mask)
 
-        return self.differentiate(loss, weights)
+        with self.program.model.seeding(key):
+            return self.differentiate(loss, weights)
 
     def _augmented(self, batch: Batch, key: Key) -> Batch:
         augment = self.program.augment

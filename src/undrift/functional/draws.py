@@ -1,8 +1,16 @@
-"""Random operations inside a model: they draw from a key where that is possible, and are refused where it is not."""
+"""Random operations inside a model draw from a key.
+
+`KeyedDraws` sees every call of a torch function in a forward pass and computes those that draw itself, from the tables
+of `distributions.py` and `dropouts.py`. What it cannot see, `NoticeDraws` finds: such models train on the plain engine
+inside `generators.seeded`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,37 +19,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from undrift.errors import UndriftError
-from undrift.random import Key, keep_mask, normal, uniform
-
-
-class RefuseDraws(TorchDispatchMode):
-    """Inside it, an operation that would draw from torch's global generator raises, wherever it is called from."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
-            raise UndriftError(
-                f"The model draws from torch's global generator ({func}), so runs would not repeat. Use nn.Dropout, "
-                "torch.rand or torch.randn (or their _like forms), which undrift draws from the client's key; set a "
-                "dropout inside an attention or recurrent layer to 0."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a random operation draws nothing, as attention and recurrent layers without dropout or in evaluation."""
-    schema = func._schema.arguments
-    named = {a.name: a.default_value for a in schema if a.has_default_value()}
-    named |= {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
-    chance = next((named[name] for name in ("dropout_p", "dropout", "p") if name in named), None)
-    return chance == 0 or named.get("train") is False or named.get("training") is False
-
+from undrift.functional.distributions import DISTRIBUTIONS, shape_of
+from undrift.functional.dropouts import DROPOUTS, recurrent
+from undrift.functional.generators import host_states, seeded
+from undrift.functional.recurrent.layers import gru, lstm
+from undrift.functional.vmap import mapped
+from undrift.random import Key
 
 Row = tuple[Tensor, int]
 """The position of a sample in a batch, and the size of that batch."""
+
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, lstm, gru)
+DRAWS: dict[Any, Callable[..., Any]] = DISTRIBUTIONS | DROPOUTS | {f: recurrent(f) for f in RECURRENT}
+INSIDE = {F.multi_head_attention_forward, F.gumbel_softmax}
+"""Functions of torch, in Python, that draw inside."""
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -59,10 +50,15 @@ class KeyedDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DRAWS:
-            return DRAWS[func](self._draw, *args, **kwargs)
+            return DRAWS[func](self.draw, *args, **kwargs)
+        if func in INSIDE:
+            with self:
+                return _inside(func)(*args, **kwargs)
+        if func is torch.empty:
+            return self._empty(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _draw(self, draw: Callable[..., Tensor], shape: Sequence[int], *args: Any) -> Tensor:
+    def draw(self, draw: Callable[..., Tensor], shape: Sequence[int], *args: Any) -> Tensor:
         """`draw(key, shape, …)` with the key of this call."""
         key = self.key.stream_at(self.calls)
         self.calls += 1
@@ -71,59 +67,88 @@ class KeyedDraws(TorchFunctionMode):
         row, rows = self.row
         return draw(key, (rows, *shape[1:]), *args).index_select(0, row.reshape(1))
 
+    def _empty(self, *size: Any, **options: Any) -> Tensor:
+        """`torch.empty`, in lanes with one tensor per lane: what fills it next may be a lane's own draws.
 
-Draw = Callable[..., Tensor]
-
-
-def _drop(draw: Draw, x: Tensor, shape: torch.Size, p: float, training: bool) -> Tensor:
-    if not training or p == 0:
-        return x
-    if p >= 1:
-        return torch.zeros_like(x)
-    return torch.where(draw(keep_mask, shape, p), x / (1 - p), 0.0)
-
-
-def _dropout(draw: Draw, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _drop(draw, input, input.shape, p, training)
+        vmap cannot write those into a tensor that all lanes share.
+        """
+        like = self.key.words[0] if self.row is None else self.key.words[0] + self.row[0]
+        if not mapped(like) or options.get("out") is not None:
+            return torch.empty(*size, **options)
+        shape = shape_of(size, options.pop("size", None))
+        kind, place = options.get("dtype") or torch.get_default_dtype(), options.get("device")
+        return like.new_empty(shape, dtype=kind, device=torch.get_default_device() if place is None else place)
 
 
-def _channel_dropout(draw: Draw, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Drops whole channels: the mask spans the first two axes, or of two axes the first."""
-    first = 1 if input.dim() == 2 else 2
-    return _drop(draw, input, torch.Size([*input.shape[:first], *[1] * (input.dim() - first)]), p, training)
+@cache
+def _inside(function: Any) -> Any:
+    """The function without its first check for function modes, so that they see the calls in its body instead."""
+    seen = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **seen}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
-def _alpha_dropout(draw: Draw, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
-    """Sets dropped entries to SELU's lower limit, then restores mean and variance (Klambauer et al., 2017)."""
-    if not training or p == 0:
-        return input
-    low = -1.0507009873554805 * 1.6732632423543772
-    a = ((1 - p) * (1 + p * low * low)) ** -0.5
-    return torch.where(draw(keep_mask, input.shape, p), input, low) * a - a * p * low
+class NoticeDraws(TorchDispatchMode):
+    """Notes the first operation that draws from torch's global generators, wherever it is called from."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
+            self.found = self.found or str(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
 
 
-def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random operation draws nothing, as attention and recurrent layers without dropout or in evaluation."""
+    schema = func._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named |= {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
+    chance = next((named[name] for name in ("dropout_p", "dropout", "p") if name in named), None)
+    return chance == 0 or named.get("train") is False or named.get("training") is False
 
 
-def _draw(kind: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
-    def drawn(draw: Draw, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        if like:
-            return draw(kind, args[0].shape, dtype or args[0].dtype)
-        return draw(kind, _shape(args or (kwargs["size"],)), dtype or torch.get_default_dtype())
+class Trial:
+    """What passes of a model draw, whatever they draw from: the generators are as before afterwards.
 
-    return drawn
+    Args:
+        device: Where the model is.
+        who: What draws, in the sentence `unkeyed`.
+    """
+
+    def __init__(self, device: torch.device, who: str = "its forward pass") -> None:
+        self.key, self.who = fixed_key(device), who
+        self.unkeyed = ""
+        """Draws that no key governs, as a sentence; empty if there are none."""
+
+    @contextmanager
+    def draws(self, keyed: bool = True) -> Iterator[list[bool]]:
+        """For one pass, from the beginning of the generators. Afterwards the list says whether the pass drew.
+
+        With `keyed=False` every draw counts as one that no key governs, as in a backward pass.
+        """
+        drew: list[bool] = []
+        with seeded(self.key), NoticeDraws() as noticed:
+            before = host_states()
+            mode = KeyedDraws(self.key)
+            try:
+                with mode if keyed else nullcontext():
+                    yield drew
+            finally:  # a pass that repeats another with other draws may fail for that very reason
+                changed = [a != b for a, b in zip(before, host_states(), strict=True)]
+                sources = [noticed.found, "Python's random" if changed[0] else "", "numpy.random" if changed[1] else ""]
+                drew.append(mode.calls > 0 or any(sources))
+                found = next((source for source in sources if source), "")
+                if found and not self.unkeyed:
+                    self.unkeyed = f"{self.who} draws from {found}, for which there is no keyed form"
 
 
-DRAWS: dict[Any, Callable[..., Tensor]] = {
-    F.dropout: _dropout,
-    torch.dropout: _dropout,
-    F.dropout1d: _channel_dropout,
-    F.dropout2d: _channel_dropout,
-    F.dropout3d: _channel_dropout,
-    F.alpha_dropout: _alpha_dropout,
-    torch.rand: _draw(uniform, like=False),
-    torch.rand_like: _draw(uniform, like=True),
-    torch.randn: _draw(normal, like=False),
-    torch.randn_like: _draw(normal, like=True),
-}
+def fixed_key(device: torch.device) -> Key:
+    """The key of passes that belong to no client's step: evaluation, and trials."""
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    return Key(words, words[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from undrift.errors import UndriftError, first_sentence
 from undrift.functional.arguments import arguments, floats_to
 from undrift.functional.copying import deep_copy
-from undrift.functional.draws import KeyedDraws, RefuseDraws
+from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.recurrent.layers import THEIRS
 from undrift.functional.writes import FrozenWriteError, RefuseWrites
-from undrift.random import Key
 from undrift.tree import Tree, tree_expand, tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -24,11 +23,23 @@ if TYPE_CHECKING:
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def examine(model: Model, x: Tree) -> tuple[Tree, list[str]]:
+class Findings(NamedTuple):
+    """What passes of a model show of it."""
+
+    output: Tree
+    """In evaluation mode."""
+    changed: list[str]
+    """The names of the buffers and frozen parameters that training changes."""
+    unkeyed: str
+    """The draws that no key governs, as a sentence; empty if there are none."""
+    draws_in_evaluation: bool
+
+
+def examine(model: Model, x: Tree) -> Findings:
     """Run a copy of the model on `x` in each mode.
 
-    Returns the output in evaluation mode, and the names of the buffers and frozen parameters that training changes.
-    Raises `UndriftError` for draws that no key governs, and `FrozenWriteError` before it would change the caller's own.
+    Raises `UndriftError` for a model whose outputs differ for the same samples and the same draws, and
+    `FrozenWriteError` before it would change the caller's own weights.
     """
     twin = copy.copy(model)
     frozen = {n: p for n, p in model.module.named_parameters() if n not in model.start}
@@ -36,17 +47,19 @@ def examine(model: Model, x: Tree) -> tuple[Tree, list[str]]:
     before = {n: t for n, t in _named(twin.module).items() if n not in model.start}
     values = {n: t.detach().clone() for n, t in before.items() if model.owns_frozen or n not in frozen}
     data = {n: p.data for n, p in twin.module.named_parameters()}
+    trial = Trial(tree_leaves(x)[0].device)
 
-    def once() -> Any:
+    def once() -> Tree:
         """A training pass on a copy of the samples, which it may write to."""
         args, kwargs = arguments(tree_map(torch.clone, floats_to(x, model.input_dtype)))
-        with KeyedDraws(key):
-            return twin.module(*args, **kwargs)
+        with trial.draws():
+            output = twin.module(*args, **kwargs)
+        return [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]  # it may be a view of a weight
 
-    key = _any_key(tree_leaves(x)[0].device)
     guard = contextlib.nullcontext() if model.owns_frozen else RefuseWrites(frozen.values())
-    with torch.no_grad(), RefuseDraws(), guard:
-        output = twin(twin.trial(), tree_map(torch.clone, x))
+    with torch.no_grad(), guard:
+        with trial.draws() as draws_in_evaluation:
+            output = twin(twin.trial(), tree_map(torch.clone, x))
         twin.set_mode(True)
         first = once()
         _refuse_new_data(twin.module, data, model)
@@ -64,10 +77,10 @@ def examine(model: Model, x: Tree) -> tuple[Tree, list[str]]:
     if not _alike(first, second):
         raise UndriftError(
             "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
-            "its forward pass draws from Python's or numpy's generator, or counts its calls. Use torch.rand or "
-            "torch.randn, which undrift draws from the client's key, and buffers for what must change."
+            "its forward pass draws from a generator of its own, or counts its calls. Use torch.rand or torch.randn, "
+            "which undrift draws from the client's key, and buffers for what must change."
         )
-    return output, changed
+    return Findings(output, changed, trial.unkeyed, draws_in_evaluation[0])
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
@@ -118,18 +131,20 @@ def find_obstacle(model: Model) -> str | None:
     for layer in model.module.modules():
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
-            return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases, one direction and no dropout"
+            return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases and one direction"
         if isinstance(layer, NORMS) and (
             isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
         ):
             return f"{name} in training mode looks across the rows of a batch and changes its statistics"
+    if model.unkeyed:
+        return model.unkeyed
     return f"training changes its buffer {next(iter(model.tracked))!r}" if model.tracked else _vmap_failure(model)
 
 
 def _vmap_failure(model: Model) -> str | None:
     """Why vmap refuses the model, from a tiny step of two lanes, or None."""
     assert model.sample is not None
-    key, x = _any_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
+    key, x = fixed_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
 
     def output(params: Params, x: Tree) -> Tensor:
         found = [t for t in tree_leaves(model.train(params, x, key)) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -144,15 +159,9 @@ def _vmap_failure(model: Model) -> str | None:
     return None
 
 
-def _any_key(device: torch.device) -> Key:
-    words = torch.zeros(2, dtype=torch.int64, device=device)
-    return Key(words, words[0])
-
-
-def _alike(a: Tree, b: Tree) -> bool:
+def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether two outputs are the same up to rounding; a GPU may add up in another order."""
-    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(_same(one, other) for one, other in pairs if isinstance(one, Tensor))
+    return len(a) == len(b) and all(_same(one, other) for one, other in zip(a, b, strict=True))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -15,8 +15,9 @@ from undrift.errors import UndriftError
 from undrift.functional.arguments import arguments, batch_size, floats_to, selected
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.copying import copy_of, deep_copy
-from undrift.functional.draws import KeyedDraws, Row
+from undrift.functional.draws import KeyedDraws, Row, fixed_key
 from undrift.functional.examine import NORMS, examine, find_obstacle, tensor_of
+from undrift.functional.generators import seeded
 from undrift.functional.gradient import Held, ordinary_gradient
 from undrift.functional.gradient import Params as Params
 from undrift.functional.layers import LastInput, Layer, Watch
@@ -59,6 +60,11 @@ class Model:
         self.norms = _of_norms(self.module)
         self.output, self.outputs = output, 0
         self.tracked: Params = {}
+        self.unkeyed = ""
+        """Why draws in training cannot come from the client's key but need seeded generators; empty if they can."""
+        self.draws_in_evaluation = False
+        self.loss_draws = False
+        """Whether the loss, or a metric, draws."""
         self.sample: Tree = None
         self.held = Held()
         self.owns_frozen = not any(not p.requires_grad for p in self.module.parameters())
@@ -67,16 +73,18 @@ class Model:
     def examined(self, x: Tree) -> tuple[Model, Tree]:
         """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
 
-        Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for draws that no key
-        governs, and whatever the module itself raises.
+        Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for outputs that do not
+        repeat, and whatever the module itself raises.
         """
         try:
-            output, changed = examine(self, x)
+            found = examine(self, x)
         except FrozenWriteError:  # which may be the caller's own; from now on they are not
             return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
+        output = found.output
         outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else 0
-        tracked = {name: tensor_of(self.module, name).detach().clone() for name in changed}
-        return self._with(outputs=outputs, tracked=tracked, sample=x), output
+        tracked = {name: tensor_of(self.module, name).detach().clone() for name in found.changed}
+        draws = {"unkeyed": found.unkeyed, "draws_in_evaluation": found.draws_in_evaluation}
+        return self._with(outputs=outputs, tracked=tracked, sample=x, **draws), output
 
     def in_lanes(self) -> Model:
         """This model with recurrent layers that run under vmap, where it has torch's own."""
@@ -95,7 +103,7 @@ class Model:
     def _with(self, **changes: Any) -> Model:
         """A copy with these attributes changed. What was found out about another module or sample is dropped."""
         other = copy.copy(self)
-        if "module" in changes or "sample" in changes:
+        if changes.keys() & {"module", "sample", "unkeyed"}:
             for name in ("layers", "squares", "obstacle"):
                 other.__dict__.pop(name, None)
         other.__dict__ |= changes
@@ -155,9 +163,27 @@ class Model:
         if statistics is None:
             statistics = {name: value.clone() for name, value in self.tracked.items()}
         seen = LastInput() if watch else None
-        with KeyedDraws(key, row):
+        with self.seeding(key, row) if self.unkeyed else KeyedDraws(key, row):
             output = self._call(params, x, statistics, training=True, watch=seen)
         return output, (lambda: seen.features().to(self.dtype)) if seen else None
+
+    @contextlib.contextmanager
+    def seeding(self, key: Key, row: Row | None = None) -> Iterator[None]:
+        """Around a pass and its gradient: seeds the global generators, if the model's draws need them."""
+        if not self.unkeyed:
+            yield
+            return
+        # The dropout of cuDNN's recurrent layers draws from a state that cannot be seeded again.
+        theirs = any(isinstance(layer, nn.RNNBase) and layer.dropout for layer in self.module.modules())
+        with _without_cudnn() if theirs else contextlib.nullcontext(), seeded(key, row[0] if row else None):
+            yield
+
+    def _repeating(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Around a pass in evaluation mode: fixed draws, if the model draws there at all."""
+        if not self.draws_in_evaluation:
+            return contextlib.nullcontext()
+        key = fixed_key(device)
+        return seeded(key) if self.unkeyed else KeyedDraws(key)
 
     def squared(self, params: Params, x: Tree) -> Tensor:
         """Outputs in evaluation mode whose gradient is, per parameter, the sum over samples of squared gradients.
@@ -204,7 +230,8 @@ class Model:
             own = dict(self.module.named_parameters())
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
         mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype)
-        with self._mode(training), mode, watch or contextlib.nullcontext(), self._differentiable(training):
+        draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
+        with self._mode(training), draws, mode, watch or contextlib.nullcontext(), self._differentiable(training):
             output = self.held.call(self.module, {**tensors, **statistics}, *arguments(x))
         output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects
@@ -231,8 +258,7 @@ class Model:
         theirs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
         if training or not theirs or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        cudnn = torch.backends.cudnn
-        return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
+        return _without_cudnn()
 
     def track(self, statistics: Params) -> None:
         """Make these this model's running statistics. The server's model is a copy for one round, which keeps them."""
@@ -253,6 +279,11 @@ class Model:
         """The module as users know it, with torch's own layers, in evaluation mode."""
         release(self.module)
         return self.module.eval()
+
+
+def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
 
 
 def as_buffer(value: Tensor, like: Tensor) -> Tensor:

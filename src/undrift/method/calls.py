@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from undrift.errors import UndriftError, first_line, machine_trouble
+from undrift.functional.generators import seeded_depth
 from undrift.tree import Tree, tree_leaves, tree_map, tree_structure
 
 DRAWS = {
@@ -118,8 +119,13 @@ class GlobalDrawError(UndriftError):
 class RefuseGlobalDraws(TorchFunctionMode):
     """Inside it, drawing from torch's global generator raises: runs would not repeat."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = seeded_depth()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {}))):
+        draws = func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {})))
+        if draws and seeded_depth() == self.depth:  # deeper, it is the model that draws
             raise GlobalDrawError(
                 f"with {func.__name__}, from a generator of torch, so runs would not repeat and clients would not have "
                 "draws of their own. Draw from the key: ud.random.normal(client.key, shape), "

@@ -134,7 +134,8 @@ class ServerTraining(Part):
                 def loss(params: Tree, batch: Tree = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:
                     return server.loss(server.model.train(params, batch, key, statistics), y[chosen]).mean()
 
-                g = server.model.gradient(loss, params)
+                with server.model.seeding(key):
+                    g = server.model.gradient(loss, params)
                 params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)
         server.model.track(statistics)
         return params, state

@@ -161,10 +161,10 @@ def check_data(
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
     examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
-    check_gradient(examined["clients'"], own, device, loss)
+    checked = check_gradient(examined["clients'"], own, device, loss)
     if data.augment:
         check_augment(data.augment, own, device)
-    return examined["clients'"]
+    return checked
 
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_step: int, loss: Loss) -> Choice:

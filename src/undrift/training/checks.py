@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.errors import UndriftError, first_line, listed, quoted, require, whole
 from undrift.functional.arguments import shapes
+from undrift.functional.draws import Trial, fixed_key
+from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.method.local import Local
@@ -64,13 +67,16 @@ def check_split(
             f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
             f"labels must be from 0 to {most}.",
         )
+    trial, drew = Trial(device, "the loss"), False
     for name, function in {"loss": loss, **metrics}.items():
         got = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         given = f"outputs {got} and the {whose} targets {tuple(target.shape)} {target.dtype}"
         try:
-            values = function(output, target)
+            with trial.draws() as draws:
+                values = function(output, target)
         except Exception as error:  # whatever a user's function may raise
             raise UndriftError(f"The {name} does not take {given}: {error}") from error
+        drew |= draws[0]
         for tensor in values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -78,16 +84,19 @@ def check_split(
                 fine,
                 f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {given}.",
             )
-    return examined
+    return with_draws_of_loss(examined, trial, drew)
 
 
-def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
-    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees."""
+def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> Model:
+    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees.
+
+    Returns the model that knows of draws in the backward pass, which have no key.
+    """
     x, target = two_samples(rows, device)
     leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
     with torch.enable_grad():
-        output = model({name: w.view_as(w) for name, w in leaves.items()}, x)
-        value = loss(output, target).sum()
+        output = model(leaves, x)
+        value = repeating(model, loss)(output, target).sum()
     if not value.requires_grad:
         known = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output))
         whose = "loss" if known else "model"
@@ -95,6 +104,25 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
             f"The {whose} has no gradient with respect to the model's parameters, so nothing would be trained; it must "
             "not detach what it computes, nor round, compare or convert it to whole numbers."
         )
+    drawn = draws_backward(model, x, target, loss)
+    return model._with(unkeyed=model.unkeyed or drawn) if drawn else model
+
+
+def draws_backward(model: Model, x: Tree, target: Tensor, loss: Loss) -> str:
+    """What draws in the backward pass of a step, as gradient checkpointing does, which repeats the forward pass there.
+
+    Torch's generators are set back for that, but keys are not. A sentence, empty if nothing draws.
+    """
+    key = fixed_key(target.device)
+    trial = Trial(target.device, "its backward pass")
+    # A pass that fails here fails in training too, where the error says what it is about.
+    with contextlib.suppress(Exception), torch.enable_grad(), model.held.open():
+        leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
+        with model.seeding(key):
+            value = repeating(model, loss)(model.train(leaves, x, key), target).sum()
+        with trial.draws(keyed=False):
+            torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return trial.unkeyed
 
 
 def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: torch.device) -> None:

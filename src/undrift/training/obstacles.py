@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from undrift.engine.device_data import DeviceData
+from undrift.functional.draws import fixed_key
+from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
 from undrift.losses import Loss
-from undrift.random import Key
 from undrift.tree import tree_leaves, tree_map
 
 SAMPLES = 8
@@ -30,11 +31,12 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     spread = torch.linspace(0, len(data.index) - 1, count).long().numpy()
     batch = data.batch(torch.from_numpy(data.index[spread]).to(data.device), torch.ones(count, device=data.device))
     half = max(count // 2, min(2, count - 1))
-    words = torch.zeros(2, dtype=torch.int64, device=data.device)
+    key, repeated = fixed_key(data.device), repeating(model, loss)
 
     def losses(rows: int) -> Tensor:
         x, y = tree_map(lambda t: t[:rows].clone(), (batch.x, batch.y))
-        return loss(model.train(model.trial(), x, Key(words, words[0])), y)[:half]
+        found: Tensor = repeated(model.train(model.trial(), x, key), y)[:half]
+        return found
 
     try:
         alone, beside = losses(half).double(), losses(count).double()

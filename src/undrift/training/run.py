@@ -16,6 +16,7 @@ from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
 from undrift.engine.inputs import build_inputs, mean_weights, on_device
 from undrift.errors import require
+from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric
 from undrift.method.context import Plan, Server
@@ -57,7 +58,7 @@ class Run:
     @property
     def measures(self) -> dict[str, Metric]:
         """The loss and every metric, which evaluations compute."""
-        return {"loss": self.loss, **self.metrics}
+        return {name: repeating(self.model, measure) for name, measure in {"loss": self.loss, **self.metrics}.items()}
 
     @property
     def population(self) -> int:
@@ -172,7 +173,7 @@ class Run:
         words = to_device(torch.tensor(derive(self.seed, "server", t)), self.device)
         return Server(
             model=self.model.at(state.tracked),
-            loss=self.loss,
+            loss=repeating(self.model, self.loss),
             data=self.server_data,
             round=t,
             key=Key(words, torch.zeros_like(words[0])),

@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
 
 def gru(x: Tensor, state: Tensor, weights: Sequence[Tensor], *settings: Any) -> tuple[Tensor, Tensor]:
-    """`torch.gru`, for layers with biases, in one direction and without dropout; `settings` are those of `Settings`.
+    """`torch.gru`, for layers with biases and in one direction; `settings` are those of `Settings`.
 
     Function modes see the call, and its arguments in the same positions, as they would see that of `torch.gru`.
     """
@@ -62,13 +62,12 @@ def _stacked(
     settings: Settings,
 ) -> tuple[Tensor, list[Any]]:
     """Apply the layers one after another. Returns the last one's states at all times, and the final state of each."""
-    if not settings.has_biases or settings.bidirectional or (settings.dropout and settings.training):
-        raise UndriftError(
-            'In lanes recurrent layers have biases, one direction and no dropout; use engine="plain" for others.'
-        )
+    if not settings.has_biases or settings.bidirectional:
+        raise UndriftError('In lanes recurrent layers have biases and one direction; use engine="plain" for others.')
     x = x.transpose(0, 1) if settings.batch_first else x
     ends = []
     for i in range(settings.num_layers):
+        x = F.dropout(x, settings.dropout, settings.training) if i else x
         x, end = layer(x, states[i], *weights[4 * i : 4 * i + 4])
         ends.append(end)
     return x.transpose(0, 1) if settings.batch_first else x, ends
@@ -144,6 +143,5 @@ def release(module: nn.Module) -> None:
 
 
 def _is_supported(layer: Any) -> bool:
-    """Whether a layer has biases, one direction, no dropout between layers and no projection."""
-    dropout = layer.dropout and layer.num_layers > 1
-    return layer.bias and not layer.bidirectional and not dropout and not layer.proj_size
+    """Whether a layer has biases, one direction and no projection."""
+    return layer.bias and not layer.bidirectional and not layer.proj_size
