@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from undrift.data.samples import chosen
 from undrift.engine.base import Engine
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
@@ -23,6 +24,7 @@ from undrift.engine.threads import ThreadedEngine
 from undrift.engine.vectorized import Vectorized
 from undrift.errors import UndriftError
 from undrift.functional.model import Model
+from undrift.tree import tree_bytes
 
 CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
@@ -101,7 +103,7 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
 def _largest(model: Model, width: int) -> float:
     """Bytes of the largest output that a layer gives for a batch."""
     with torch.no_grad():
-        outputs = [call.output for call in model.watch(model.start, model.sample[:1]).calls]  # type: ignore[index]
+        outputs = [call.output for call in model.watch(model.start, chosen(model.sample, slice(1))).calls]
     return width * max((out.numel() * out.element_size() for out in outputs), default=0)
 
 
@@ -112,7 +114,7 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width
         return 1, "on a CPU convolutions of this size are fastest one client at a time"
     busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
     x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
-    batch = 2 * width * x.numel() * x.element_size()  # and at least as much again for what the layers make of it
+    batch = 2 * width * tree_bytes(x)  # and at least as much again for what the layers make of it
     lane = batch + sum(w.numel() * w.element_size() for w in model.start.values())
     on_gpu = device.type == "cuda"
     memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.method.context import Batch
+from undrift.tree import tree_map
 
 MEASURE_BATCH = 256
 """The most samples of a client in one batch of a pass without training."""
@@ -37,5 +38,5 @@ class DeviceData:
     def batch(self, indices: Tensor, mask: Tensor) -> Batch:
         """The samples at `indices`, which may have any number of axes."""
         x, y = self.data.take(self.store, indices.reshape(-1))
-        x, y = (t.reshape(*indices.shape, *t.shape[1:]) for t in (x, y))
+        x, y = tree_map(lambda t: t.reshape(*indices.shape, *t.shape[1:]), (x, y))
         return Batch(x, y, mask.to(self.dtype))

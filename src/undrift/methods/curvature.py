@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from undrift.data.samples import Samples, split
 from undrift.errors import UndriftError
 from undrift.functional.model import Model, ordinary_gradient
 from undrift.method.context import Batch, Client, Server
@@ -31,9 +32,9 @@ def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], pa
     compute = _one_by_one if model.obstacle else _vmapped if model.squares is None else _one_pass
     # One pass needs memory for one layer's per-sample gradients at a time, the others for those of all layers.
     each = model.squares if compute is _one_pass else sum(w.numel() for w in params.values())
-    size = max(1, (ON_GPU if batch.x.is_cuda else ELEMENTS) // max(1, each or 0))
+    size = max(1, (ON_GPU if batch.mask.is_cuda else ELEMENTS) // max(1, each or 0))
     total = None
-    for x, y, mask in zip(batch.x.split(size), batch.y.split(size), batch.mask.split(size), strict=True):
+    for x, y, mask in zip(split(batch.x, size), batch.y.split(size), batch.mask.split(size), strict=True):
         sums = compute(model, loss, params, Batch(x, y, mask))
         total = sums if total is None else tree_add(total, sums)
     return total
@@ -44,8 +45,9 @@ def _one_pass(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tr
 
 
 def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    def one(x: Tensor, y: Tensor, real: Tensor) -> Tree:
-        g = grad(lambda p: loss(model(p, x[None]), y[None]).sum())(params)
+    def one(x: Samples, y: Tensor, real: Tensor) -> Tree:
+        alone = tree_map(lambda t: t[None], x)
+        g = grad(lambda p: loss(model(p, alone), y[None]).sum())(params)
         return tree_map(lambda g: g.square() * real, g)
 
     return tree_map(lambda f: f.sum(0), vmap(one)(batch.x, batch.y, batch.mask))
@@ -54,9 +56,9 @@ def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tre
 def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     """The same with ordinary autograd, for models that `vmap` does not support."""
     total = tree_zeros(params)
-    for x, y, real in zip(batch.x.split(1), batch.y.split(1), batch.mask, strict=True):
+    for x, y, real in zip(split(batch.x, 1), batch.y.split(1), batch.mask, strict=True):
 
-        def one(params: Tree, x: Tensor = x, y: Tensor = y) -> Tensor:
+        def one(params: Tree, x: Samples = x, y: Tensor = y) -> Tensor:
             return loss(model(params, x), y).sum()
 
         g = ordinary_gradient(one, params)
@@ -137,8 +139,8 @@ class FedCL(Targeted):
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         assert server.data is not None
         x, y = server.data
-        sums = squared_gradients(server.model, server.loss, params, Batch(x, y, torch.ones(len(x), device=x.device)))
-        return {**super().broadcast(params, state, server), "F": tree_map(lambda f: f / len(x), sums)}
+        sums = squared_gradients(server.model, server.loss, params, Batch(x, y, torch.ones(len(y), device=y.device)))
+        return {**super().broadcast(params, state, server), "F": tree_map(lambda f: f / len(y), sums)}
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
         fisher, anchor = client.received["F"], self.anchor(client)

@@ -125,13 +125,13 @@ class ServerTraining(Part):
         for epoch in range(self.epochs):
             # A new permutation per epoch, as on a client. Of this part's random streams, the first half is for the
             # model (dropout), the second for shuffling, and the very last for augmentation.
-            order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(x)), stable=True)
-            for step, chosen in enumerate(order.split(self.batch_size or len(x))):
+            order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(y)), stable=True)
+            for step, chosen in enumerate(order.split(self.batch_size or len(y))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
+                batch = tree_map(lambda t, chosen=chosen: t[chosen], x)
+                batch = server.augment(batch, key.stream_at((1 << 16) - 1)) if server.augment else batch
 
-                batch = server.augment(x[chosen], key.stream_at((1 << 16) - 1)) if server.augment else x[chosen]
-
-                def loss(params: Tree, batch: Tensor = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:
+                def loss(params: Tree, batch: Tree = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:
                     return server.loss(server.model.train(params, batch, key, statistics), y[chosen]).mean()
 
                 g = ordinary_gradient(loss, params)

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from undrift import models
 from undrift.data.dataset import FederatedDataset, Rows
+from undrift.data.samples import shape
 from undrift.engine.choose import Choice, build, choose, compiles
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
@@ -38,6 +39,7 @@ from undrift.training.checks import (
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.survivors import Conditions
+from undrift.tree import tree_map
 
 log = logging.getLogger("undrift")
 
@@ -78,7 +80,7 @@ def prepare(given: Settings) -> Run:
         metrics=chosen_metrics,
         test=device_data.place(data.test_rows) if data.test_rows else None,
         validation=device_data.place(data.validation_rows) if data.validation_rows else None,
-        server_data=tuple(t.to(where) for t in data.server) if data.server else None,
+        server_data=tree_map(lambda t: t.to(where), data.server) if data.server else None,
         rounds=rounds,
         cohort_size=cohort_size,
         seed=seed,
@@ -115,8 +117,10 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
     """The user's module, or a new one of the name that was given."""
     if isinstance(model, str):
         name, options = parse_model(model)
-        shape = data.take(data.store, data.index[:1])[0].shape[1:]
-        needs: dict[str, Any] = {"classes": data.outputs, "shape": shape, "vocabulary": data.task.vocabulary}
+        x = data.take(data.store, data.index[:1])[0]
+        several = f"The model {name!r} takes one input, but samples have several, of shape {shape(x)}; give a module."
+        require(isinstance(x, Tensor), several)
+        needs: dict[str, Any] = {"classes": data.outputs, "shape": x.shape[1:], "vocabulary": data.task.vocabulary}
         model = models.get(name, seed=seed, **needs, **options)
     kind = type(model).__name__
     require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")

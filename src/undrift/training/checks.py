@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
+from undrift.data.samples import Samples, kind, shape, take
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
 from undrift.method.local import Local
 from undrift.random import Key
 from undrift.training.settings import Settings
+from undrift.tree import tree_map
 
 
-def two_samples(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
     """The first sample of a split, twice, with its target."""
-    x, target = (t.to(device) for t in rows.take(rows.store, rows.index[:1].repeat(2)))
+    x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, rows.index[:1].repeat(2)))
     return x, target
 
 
@@ -43,9 +45,8 @@ def check_split(
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's forward pass may raise
-        hint = "" if x.is_floating_point() else f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
         raise UndriftError(
-            f"The model does not take the {whose} samples of shape {tuple(x.shape[1:])}: {error}{hint}"
+            f"The model does not take the {whose} samples of shape {shape(x)}: {error}{_hint(rows, x)}"
         ) from error
     if classes:
         outputs, taken = output.shape[-1], y[rows.index]
@@ -72,6 +73,17 @@ def check_split(
     return examined
 
 
+def _hint(rows: Rows, x: Samples) -> str:
+    """What the types of the samples may have to do with a model that does not take them."""
+    if not isinstance(x, Tensor):
+        return f" (They are {kind(x)}.)"
+    if not x.is_floating_point():
+        return f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
+    if "x" in rows.store and rows.store["x"].dtype == torch.uint8 and rows.take is take:
+        return " (They were given as uint8, which stands for pictures and is scaled to [0, 1]; tokens want x.long().)"
+    return ""
+
+
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> None:
     """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees."""
     x, target = two_samples(rows, device)
@@ -87,7 +99,7 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
         )
 
 
-def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: torch.device) -> None:
+def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device: torch.device) -> None:
     """One call: what changes batches takes these samples and gives as many of the same shape."""
     x, _ = two_samples(rows, device)
     words = torch.zeros(2, dtype=torch.int64, device=device)
@@ -96,12 +108,21 @@ def check_augment(augment: Callable[[Tensor, Key], Tensor], rows: Rows, device: 
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's function may raise
-        raise UndriftError(f"The augmentation does not take samples of shape {tuple(x.shape[1:])}: {error}") from error
-    fine = isinstance(found, Tensor) and found.shape == x.shape and found.dtype == x.dtype
-    shapes = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise UndriftError(f"The augmentation does not take samples of shape {shape(x)}: {error}") from error
+    whole = _batch_kind(found)
     require(
-        fine, f"The augmentation must keep a batch's shape and type, {tuple(x.shape)} {x.dtype}, not give {shapes}."
+        whole == _batch_kind(x),
+        f"The augmentation must keep a batch's shape and type, {_batch_kind(x)}, not give {whole}.",
     )
+
+
+def _batch_kind(x: Any) -> str:
+    """The shape and type of a batch, by input where there are several."""
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape)} {x.dtype}"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{name}: {_batch_kind(x[name])}" for name in sorted(x, key=str)) + "}"
+    return f"({', '.join(map(_batch_kind, x))})" if isinstance(x, tuple) else type(x).__name__
 
 
 def cohort_size_of(participation: Any, population: int) -> int:
