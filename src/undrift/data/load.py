@@ -172,8 +172,10 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
     if not isinstance(name, str | Path):
         sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
         if not isinstance(name, tuple | list) and not sequence:
+            splits = ' Name one of its splits: load(data["train"], …).' if hasattr(name, "column_names") else ""
             raise UndriftError(
-                f"load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not {type(name).__name__}."
+                "load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not "
+                f"{type(name).__name__}.{splits}"
             )
         return own.in_memory(name, test, label)
     if test is not None:

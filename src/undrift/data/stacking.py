@@ -60,18 +60,27 @@ def _columns(data: Any, label: str) -> tuple[Any, Sequence[Any]]:
         return _of_table(dict(data[:]), label)
     samples = [data[i] for i in range(len(data))]
     if samples and isinstance(samples[0], Mapping):
-        return _of_table({name: [sample[name] for sample in samples] for name in samples[0]}, label)
+        return _of_table(_by_name(samples), label)
     if not samples or not all(isinstance(sample, tuple | list) and len(sample) > 1 for sample in samples):
         raise ValueError("there are none" if not samples else f"the first is {quoted(samples[0])}")
     # (x1, x2, y): the target comes last
     xs = [sample[0] if len(sample) == 2 else tuple(sample[:-1]) for sample in samples]
     ys = [sample[-1] for sample in samples]
     if isinstance(xs[0], Mapping):
-        return {name: [x[name] for x in xs] for name in xs[0]}, ys
+        return _by_name(xs), ys
     # A tuple of numbers is a vector; one with an array in it has several inputs.
     if isinstance(xs[0], tuple) and (len(samples[0]) > 2 or any(getattr(part, "ndim", 0) for part in xs[0])):
         return tuple(zip(*xs, strict=True)), ys
     return xs, ys
+
+
+def _by_name(samples: list[Any]) -> dict[str, Sequence[Any]]:
+    for i, sample in enumerate(samples):
+        if sample.keys() != samples[0].keys():
+            missing = next(iter(samples[0].keys() - sample.keys() or sample.keys() - samples[0].keys()))
+            has = "no" if missing in samples[0] else "another entry,"
+            raise ValueError(f"sample {i} has {has} {missing!r}, unlike the first")
+    return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
 def _of_table(columns: dict[str, Sequence[Any]], label: str) -> tuple[Any, Sequence[Any]]:
@@ -86,7 +95,7 @@ def _of_table(columns: dict[str, Sequence[Any]], label: str) -> tuple[Any, Seque
     if not columns:
         raise ValueError(f"there are no numbers besides {quoted(target)}; tokenize the text first")
     alone = next(iter(columns.values()))
-    picture = len(columns) == 1 and len(alone) and hasattr(alone[0], "mode")  # as in a file of pictures
+    picture = len(columns) == 1 and len(alone) > 0 and _is_picture(alone[0])  # one tensor, as from a file of pictures
     return (alone if picture else columns), ys
 
 
@@ -133,11 +142,16 @@ def _stack(values: list[Tensor]) -> Tensor:
     return torch.stack(values)
 
 
+def _is_picture(x: Any) -> bool:
+    """Whether this is one of Pillow's, whose mode is a string such as "RGB"; tensors have a method of that name."""
+    return isinstance(getattr(x, "mode", None), str)
+
+
 def _tensor(x: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x
     refuse_masked(x)
     pixels = np.array(x)
-    if not hasattr(x, "mode"):
+    if not _is_picture(x):
         return torch.from_numpy(pixels) if pixels.ndim else torch.as_tensor(pixels)
     return torch.from_numpy(pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels[None])  # PIL: channels last
