@@ -16,6 +16,7 @@ from undrift.data import digest, samples
 from undrift.data.labels import FEW, sparse
 from undrift.data.samples import Samples, Store, Take, as_pair, stored, take
 from undrift.errors import UndriftError
+from undrift.losses import IGNORED
 from undrift.random import Key
 
 log = logging.getLogger("undrift")
@@ -247,11 +248,20 @@ class FederatedDataset:
             return 0
         if self.task.classes is not None:
             return self.task.classes
-        return max(int(y.max()) + 1 for y in self._all_labels() if len(y))
+        return max((int(y.max()) + 1 for y in self._all_labels() if len(y)), default=0)
 
-    def _all_labels(self) -> list[Tensor]:
+    @cached_property
+    def unlabelled(self) -> bool:
+        """Whether samples of some split have the label -100, which stands for none."""
+        return self.labels is not None and any(bool((y == IGNORED).any()) for y in self._targets())
+
+    def _targets(self) -> list[Tensor]:
         held = [split for split in (self.test_rows, self.validation_rows, self.server_rows) if split]
         return [self.store["y"], *(split.store["y"] for split in held)]
+
+    def _all_labels(self) -> list[Tensor]:
+        """The labels of all splits, without those below 0, which stand for none."""
+        return [y[y >= 0] for y in self._targets()]
 
     def _check_classes(self) -> None:
         """Warn if labels are unlikely to be classes from 0; raise if no model could have that many outputs."""
@@ -270,7 +280,7 @@ class FederatedDataset:
             )  # fmt: skip
 
     def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
-        """The number of samples per client and class.
+        """The number of samples per client and class. Samples with labels below 0, which stand for none, are left out.
 
         Args:
             clients: The clients to count for; all of them by default.
@@ -301,8 +311,8 @@ class FederatedDataset:
         assert self.labels is not None
         labels = self.labels[self.index[torch.from_numpy(position)]].long()
         owner = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
-        counts = torch.bincount(owner * self.classes + labels, minlength=len(clients) * self.classes)
-        return counts.view(len(clients), -1)
+        place = (owner * self.classes + labels)[labels >= 0]
+        return torch.bincount(place, minlength=len(clients) * self.classes).view(len(clients), self.classes)
 
     def _refuse_not_finite(self) -> None:
         for what, tensor in self.store.items():

@@ -13,13 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from undrift.data.samples import Samples, as_pair, refuse_masked
 from undrift.errors import UndriftError, listed, quoted
+from undrift.losses import IGNORED
 
 log = logging.getLogger("undrift")
 
 TOKENS, MASK = "input_ids", "attention_mask"
 """The names that Hugging Face's models give to tokens, and to the 1s and 0s that tell them from padding."""
-IGNORED = -100
-"""The label that torch's losses ignore: that of padding, where every token has a label."""
 
 
 def stacked(data: Any, whose: str, label: str = "label") -> tuple[Samples, Tensor]:

@@ -19,7 +19,7 @@ from undrift.engine.device_data import DeviceData
 from undrift.engine.graph import captures
 from undrift.errors import require
 from undrift.functional.model import Model
-from undrift.losses import Loss, Metric, get_loss, get_metrics
+from undrift.losses import Loss, Metric, for_labels, get_loss, get_metrics
 from undrift.method.calls import call
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -57,7 +57,7 @@ def prepare(given: Settings) -> Run:
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
 
-    chosen_loss = get_loss(given.loss if given.loss is not None else data.task.loss)
+    chosen_loss = for_labels(get_loss(given.loss if given.loss is not None else data.task.loss), data.unlabelled)
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
     function = Model(module_of(given.model, data, seed), where, given.precision)
     function = check_data(function, data, where, chosen_loss, chosen_metrics)

@@ -12,7 +12,7 @@ from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.samples import Samples, kind, shape, take
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.functional.model import Model
-from undrift.losses import Loss, Metric, cross_entropy, squared_hinge
+from undrift.losses import CLASSES, IGNORED, Loss, Metric, class_axis, squared_hinge
 from undrift.method.local import Local
 from undrift.random import Key
 from undrift.training.settings import Settings
@@ -33,12 +33,10 @@ def check_split(
     Returns the model with what these samples show of it.
     """
     y = rows.store["y"]
-    classes = loss in (cross_entropy, squared_hinge)
+    classes = loss in CLASSES
     if classes:
         sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
         require(not y.is_floating_point(), sentence + "or choose another loss.")
-        several = f"The {whose} labels have shape {tuple(y.shape)}, but this loss needs one per sample; "
-        require(y.dim() == 1, several + 'where a sample has several, choose loss="binary_cross_entropy".')
     x, target = two_samples(rows, device)
     try:
         examined, output = model.examined(x)
@@ -49,14 +47,7 @@ def check_split(
             f"The model does not take the {whose} samples of shape {shape(x)}: {error}{_hint(rows, x)}"
         ) from error
     if classes:
-        outputs, taken = output.shape[-1], y[rows.index]
-        low, high = int(taken.min()), int(taken.max())
-        most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
-        require(
-            low >= 0 and high <= most,
-            f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
-            f"labels must be from 0 to {most}.",
-        )
+        check_labels(whose, y[rows.index], output, target, loss)
     for name, function in {"loss": loss, **metrics}.items():
         shapes = f"outputs {tuple(output.shape)} and the {whose} targets {tuple(target.shape)} {target.dtype}"
         try:
@@ -71,6 +62,29 @@ def check_split(
                 f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}.",
             )
     return examined
+
+
+def check_labels(whose: str, taken: Tensor, output: Tensor, target: Tensor, loss: Loss) -> None:
+    """The labels fit the outputs: by their axes, and by how many classes the model has."""
+    try:
+        require(loss is not squared_hinge or target.dim() == 1, "this loss needs one per sample")
+        outputs = output.shape[class_axis(output, target)]
+    except ValueError as error:
+        raise UndriftError(
+            f"The {whose} labels have shape {tuple(taken.shape[1:])} per sample and the outputs "
+            f"{tuple(output.shape[1:])}: {error}. Where a sample may have several classes, marked by 0s and 1s, "
+            'choose loss="binary_cross_entropy".'
+        ) from error
+    if loss is not squared_hinge:
+        taken = taken[taken != IGNORED]
+        require(len(taken) > 0, f"The {whose} labels are all {IGNORED}, which stands for none; give some samples one.")
+    low, high = int(taken.min()), int(taken.max())
+    most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
+    require(
+        low >= 0 and high <= most,
+        f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
+        f"labels must be from 0 to {most}, or {IGNORED} for none with cross-entropy.",
+    )
 
 
 def _hint(rows: Rows, x: Samples) -> str:
