@@ -31,7 +31,7 @@ def trained_by_hand(model: nn.Module, data: ud.FederatedDataset, loss, rounds: i
                 grads = torch.autograd.grad(value, list(model.parameters()))
                 with torch.no_grad():
                     for p, g in zip(model.parameters(), grads, strict=True):
-                        p -= LOCAL.lr * g
+                        p.sub_(LOCAL.lr * g)
             for n, p in model.named_parameters():
                 total[n] += len(y) / data.sizes.sum() * p.detach()
         weights = total
@@ -98,7 +98,7 @@ def test_own_losses_may_use_any_label_below_0():
         z = found[0].model(data.test[0])
     right = (z.argmax(1) == data.test[1])[kept]
     assert found[0].history[-1]["accuracy"] == pytest.approx(float(right.double().mean()))
-    with pytest.raises(ud.UndriftError, match="labels run from -1 to 3.*or -100 for none"):
+    with pytest.raises(ud.UndriftError, match=r"labels run from -1 to 3.*or -100 for none"):
         ud.train(net(), data, rounds=1, local=LOCAL)
 
 
@@ -209,7 +209,7 @@ def test_shapes_that_do_not_tell_the_classes_are_refused(output, target, sentenc
 def test_a_class_that_the_model_does_not_have_is_refused_at_any_position(wrong):
     data = positions((4, 3), 5)
     data.store["y"][-1, -1, -1] = wrong
-    with pytest.raises(ud.UndriftError, match="clients' labels run from .* but the model has 5 outputs"):
+    with pytest.raises(ud.UndriftError, match=r"clients' labels run from .* but the model has 5 outputs"):
         ud.train(segmenter(), data, rounds=1, local=LOCAL)
 
 

@@ -6,7 +6,7 @@ pair (numerators, denominators), whose sums are divided, as for recall in the to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.errors import UndriftError, unknown
+from undrift.loss_modules import per_sample, reduces
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[Tensor, Tensor], Any]
@@ -113,9 +114,22 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (right, labelled) if target.dim() == 1 else (right.flatten(1).sum(1), labelled.flatten(1).sum(1))
 
 
+def model_loss(output: Any, target: Tensor) -> Tensor:
+    """The loss that the model itself computed: its output's `loss`, per sample or as one number for the batch."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise UndriftError(
+            'loss="model" needs a model whose output has a "loss"; a Hugging Face model computes one if x has "labels".'
+        )
+    if found.dim() == 0:
+        return found.expand(len(target))
+    return found.flatten(1).mean(1) if found.dim() > 1 else found
+
+
 CLASSES = (cross_entropy, cross_entropy_of_labelled, squared_hinge)
 """The losses whose targets are classes."""
 LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)}
+LOSSES["model"] = model_loss
 METRICS: dict[str, Metric] = {f.__name__: f for f in (accuracy, recall_at_5)}
 
 
@@ -141,7 +155,7 @@ def get_loss(loss: str | Loss | None) -> Loss:
         return LOSSES[loss]
     if not callable(loss):
         raise UndriftError(f"loss must be a name or a function of (output, target), not {loss!r}.")
-    return loss
+    return per_sample(loss) if reduces(loss) else loss  # type: ignore[arg-type]
 
 
 def for_labels(loss: Loss, unlabelled: bool) -> Loss:

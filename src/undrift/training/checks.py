@@ -59,9 +59,19 @@ def check_split(
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             require(
                 fine,
-                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}.",
+                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {shapes}."
+                + _way_out(tensor),
             )
     return examined
+
+
+def _way_out(value: Any) -> str:
+    """How to get one value per sample from this."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return ' A function of torch\'s gives one with reduction="none".'
+    if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
+        return " To average over a sample's own values, append .flatten(1).mean(1)."
+    return ""
 
 
 def check_labels(whose: str, taken: Tensor, output: Tensor, target: Tensor, loss: Loss) -> None:
