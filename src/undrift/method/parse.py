@@ -33,7 +33,7 @@ def parse_method(text: str) -> Method:
 
 def known_parts() -> dict[str, Callable[..., Any]]:
     """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
-    return _known(Part, undrift.METHODS)
+    return _known(Part, [*undrift.METHODS, *undrift.PARTS])
 
 
 def known_optimizers() -> dict[str, Callable[..., Any]]:
