@@ -33,6 +33,8 @@ METHODS = {
     "ServerYogi": "undrift.methods.server",
     "ServerAdagrad": "undrift.methods.server",
 }
+PARTS = {"BalancedLoss": "undrift.methods.balanced"}
+"""Parts that expressions know like methods, but that are changes to a loss rather than methods of a paper."""
 PARTITIONS = dict.fromkeys(
     (
         "IID", "Dirichlet", "DirichletPrior", "Shards", "ClassesPerClient", "SortedShards", "LabelSplit",
@@ -43,6 +45,7 @@ PARTITIONS = dict.fromkeys(
 OPTIMIZERS = dict.fromkeys(("SGD", "Adam", "AdamW"), "undrift.method.optimizers")
 _PUBLIC = (
     METHODS
+    | PARTS
     | PARTITIONS
     | {
         "TemporalEnsemble": "undrift.methods.temporal",
@@ -113,6 +116,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.method.optimizers import Optimizer as Optimizer
     from undrift.method.part import Method as Method
     from undrift.method.part import Part as Part
+    from undrift.methods.balanced import BalancedLoss as BalancedLoss
     from undrift.methods.ccvr import CCVR as CCVR
     from undrift.methods.curvature import FedCL as FedCL
     from undrift.methods.curvature import FedCurv as FedCurv

@@ -6,7 +6,7 @@ pair (numerators, denominators), whose sums are divided, as for recall in the to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,55 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.errors import UndriftError, unknown
+from undrift.loss_modules import per_sample, reduces
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[Tensor, Tensor], Any]
 
 
+IGNORED = -100
+"""The label of a sample, or of a position in one, that has none: the default `ignore_index` of torch's losses."""
+
+
+def class_axis(output: Tensor, target: Tensor) -> int:
+    """The axis of the outputs that holds the classes: the last (N×T×C for N×T), or the second (N×C×H×W for N×H×W).
+
+    Raises `ValueError` where neither fits, or both do: with as many classes as positions the shapes do not tell.
+    """
+    last = output.shape[:-1] == target.shape
+    second = output.dim() > 1 and (output.shape[:1], output.shape[2:]) == (target.shape[:1], target.shape[1:])
+    if last and second and output.dim() > 2:
+        raise ValueError(
+            "the classes may be the last axis or the second, since there are as many as positions; give a loss of your "
+            "own, such as torch.nn.CrossEntropyLoss(), whose classes are the second"
+        )
+    if not last and not second:
+        raise ValueError("labels need one axis less than outputs, that of the classes (the last or the second)")
+    return -1 if last else 1
+
+
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """`−log softmax(z)_y`. The classes are the last axis."""
+    """`−log softmax(z)_y`, averaged over a sample's labels where it has several; labels of -100 are left out.
+
+    A sample without any other label has the loss 0, and counts in the mean over a batch like every sample.
+    """
+    if target.dim() > 1:
+        return cross_entropy_of_labelled(output, target)
     return -torch.log_softmax(output, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def cross_entropy_of_labelled(output: Tensor, target: Tensor) -> Tensor:
+    """The same, where samples may be without a label.
+
+    A function of its own, since looking for -100 adds about a tenth to a small model's step on a CPU.
+    """
+    axis = class_axis(output, target)
+    labelled = target != IGNORED
+    index = torch.where(labelled, target, 0).unsqueeze(axis)
+    losses = torch.where(labelled, -torch.log_softmax(output, axis).gather(axis, index).squeeze(axis), 0)
+    if target.dim() == 1:
+        return losses
+    return losses.flatten(1).sum(1) / labelled.flatten(1).sum(1).clamp(min=1)
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -57,14 +98,38 @@ def recall_at_5(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return target.gather(-1, top).sum(-1), target.sum(-1)
 
 
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """1 if the highest output is the label, else 0; with one output, if it is above 0 just when the label is."""
-    if output.shape[-1] == 1:
-        return (output.squeeze(-1) > 0) == (target > 0)
-    return output.argmax(-1) == target
+def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of labels that have the highest output; with one output, whether it is above 0 as the label is.
+
+    Labels of -100, and with several outputs all below 0, are not counted.
+    """
+    axis = class_axis(output, target)
+    if output.shape[axis] == 1:
+        labelled = target != IGNORED
+        right = (output.squeeze(axis) > 0) == (target > 0)
+    else:
+        labelled = target >= 0
+        right = output.argmax(axis) == target
+    right = right & labelled
+    return (right, labelled) if target.dim() == 1 else (right.flatten(1).sum(1), labelled.flatten(1).sum(1))
 
 
+def model_loss(output: Any, target: Tensor) -> Tensor:
+    """The loss that the model itself computed: its output's `loss`, per sample or as one number for the batch."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise UndriftError(
+            'loss="model" needs a model whose output has a "loss"; a Hugging Face model computes one if x has "labels".'
+        )
+    if found.dim() == 0:
+        return found.expand(len(target))
+    return found.flatten(1).mean(1) if found.dim() > 1 else found
+
+
+CLASSES = (cross_entropy, cross_entropy_of_labelled, squared_hinge)
+"""The losses whose targets are classes."""
 LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)}
+LOSSES["model"] = model_loss
 METRICS: dict[str, Metric] = {f.__name__: f for f in (accuracy, recall_at_5)}
 
 
@@ -91,13 +156,24 @@ def get_loss(loss: str | Loss | None) -> Loss:
         return LOSSES[loss]
     if not callable(loss):
         raise UndriftError(f"loss must be a name or a function of (output, target), not {loss!r}.")
-    return loss
+    return per_sample(loss) if reduces(loss) else loss  # type: ignore[arg-type]
+
+
+def for_labels(loss: Loss, unlabelled: bool) -> Loss:
+    """The loss for data of which some samples have no label."""
+    return cross_entropy_of_labelled if loss is cross_entropy and unlabelled else loss
+
+
+def name_of(loss: Loss) -> str | None:
+    """The name that `get_loss` knows this loss by."""
+    loss = cross_entropy if loss is cross_entropy_of_labelled else loss
+    return next((name for name, known in LOSSES.items() if known is loss), None)
 
 
 def get_metrics(metrics: Any, loss: Loss) -> dict[str, Metric]:
     """The metrics by name. The default is accuracy if the loss is for classes, otherwise none."""
     if metrics is None:
-        return {"accuracy": accuracy} if loss in (cross_entropy, squared_hinge) else {}
+        return {"accuracy": accuracy} if loss in CLASSES else {}
     if isinstance(metrics, str):
         metrics = [metrics]
     if isinstance(metrics, list | tuple):

@@ -1,7 +1,7 @@
 """Augmentations of a batch before each local step, drawn from the client's key: on the device, inside the lanes.
 
-An augmentation is a function of `(x, key)` that returns a tensor of x's shape. Draws follow the order of the batch,
-and padding comes last, so that padding changes no sample's draws.
+An augmentation is a function of `(x, key)` that returns a tensor of x's shape, or a tuple or dict of such tensors where
+x is one. Draws follow the order of the batch, and padding comes last, so that padding changes no sample's draws.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from undrift.data.samples import shape
 from undrift.errors import UndriftError, quoted
 from undrift.expressions import parse
 from undrift.random import Key, bits
@@ -46,10 +47,11 @@ class CropFlip:
             raise UndriftError(f"CropFlip(padding) must be a whole number from 0, not {quoted(self.padding)}.")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
-        if x.dim() != 4 or self.padding >= min(x.shape[2:]):  # a shift by the whole size would leave nothing
+        # A shift by the whole size would leave nothing.
+        if not isinstance(x, Tensor) or x.dim() != 4 or self.padding >= min(x.shape[2:]):
             raise UndriftError(
                 f"CropFlip needs images of channels × height × width that are larger than its padding of "
-                f"{self.padding}, not samples of shape {tuple(x.shape[1:])}."
+                f"{self.padding}, not samples of shape {shape(x)}."
             )
         n, channels, height, width = x.shape
         down, right, coin = bits(key, 3 * n).reshape(n, 3, 1).unbind(1)

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data import digest
+from undrift.data import digest, samples
 from undrift.data.labels import FEW, sparse
+from undrift.data.samples import Samples, Store, Take, as_pair, stored, take
 from undrift.errors import UndriftError
+from undrift.losses import IGNORED
 from undrift.random import Key
 
 log = logging.getLogger("undrift")
@@ -23,15 +25,6 @@ MOST_OUTPUTS = 1_000_000
 """More classes than any data set has: larger labels are codes of some kind."""
 MOST_COUNTS = 1_000_000_000
 """The most entries of a table of clients × classes: more would fill the memory of a large machine."""
-
-Store = dict[str, Tensor]
-Take = Callable[[Store, Tensor], tuple[Tensor, Tensor]]
-
-
-def take(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The samples at `indices`, on the store's device, with uint8 values scaled to [0, 1]."""
-    x, y = store["x"][indices], store["y"][indices]
-    return (x.float() / 255 if x.dtype == torch.uint8 else x), y
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.index)
 
-    def all(self) -> tuple[Tensor, Tensor]:
+    def all(self) -> tuple[Samples, Tensor]:
         return self.take(self.store, self.index)
 
     def to(self, device: torch.device) -> Rows:
@@ -81,8 +74,9 @@ class Task:
 class FederatedDataset:
     """The data of all clients, and the test, validation and server data.
 
-    `len(data)` is the number of clients, and `data[i]` the pair `(x, y)` of client i. `data.test`, `data.validation`
-    and `data.server` are such pairs too, or None. Make one with `ud.load` or `FederatedDataset.from_clients`.
+    `len(data)` is the number of clients, and `data[i]` the pair `(x, y)` of client i; x is a tensor, or a tuple or dict
+    of tensors for a model with several inputs. `data.test`, `data.validation` and `data.server` are such pairs too, or
+    None. Make one with `ud.load` or `FederatedDataset.from_clients`.
 
     Client i holds the samples at `index[offsets[i]:offsets[i+1]]` of the store, so that a client costs one number.
 
@@ -104,7 +98,7 @@ class FederatedDataset:
     task: Task = field(default_factory=Task)
     client_test: FederatedDataset | None = None
     """Each client's own held-out data, if `ud.load` was given a `client_test_fraction`."""
-    augment: Callable[[Tensor, Key], Tensor] | None = None
+    augment: Callable[[Samples, Key], Samples] | None = None
     """A function of `(x, key)`, applied to each training batch."""
     names: list[str] | None = None
     """The classes' names."""
@@ -137,7 +131,8 @@ class FederatedDataset:
             2
 
         Args:
-            clients: One pair `(x, y)` of arrays or tensors per client. They are copied; samples keep their order.
+            clients: One pair `(x, y)` of arrays or tensors per client; for a model with several inputs, x is a tuple or
+                a dict of them. They are copied; samples keep their order.
             test: The pair to test on.
             server: The pair that the server holds, for methods that train there.
             validation: The pair to choose settings by.
@@ -150,23 +145,23 @@ class FederatedDataset:
         if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
             raise UndriftError(f"from_clients needs a list with one (x, y) per client, not {type(clients).__name__}.")
         pairs = [as_pair(pair, f"client {i}", copy=False) for i, pair in enumerate(clients)]
-        full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[0])]
+        full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[1])]
         if not full:
             raise UndriftError("No client has any data; give from_clients at least one (x, y) with samples.")
         first, (x0, y0) = full[0]
         for i, (x, y) in full[1:]:
-            if x.shape[1:] != x0.shape[1:] or y.shape[1:] != y0.shape[1:] or x.dtype != x0.dtype or y.dtype != y0.dtype:
+            if not (samples.alike(x, x0) and samples.alike(y, y0)):
                 raise UndriftError(
-                    f"Client {i}'s samples are {tuple(x.shape[1:])} {x.dtype} with targets {tuple(y.shape[1:])} "
-                    f"{y.dtype}, but client {first}'s are {tuple(x0.shape[1:])} {x0.dtype} with "
-                    f"{tuple(y0.shape[1:])} {y0.dtype}; make them alike."
+                    f"Client {i}'s samples are {samples.kind(x)} with targets {samples.kind(y)}, but client {first}'s "
+                    f"are {samples.kind(x0)} with {samples.kind(y0)}; make them alike."
                 )
         # Concatenating copies the data, so later changes to the caller's arrays have no effect here.
-        store = {"x": torch.cat([x for _, (x, _) in full]), "y": torch.cat([y for _, (_, y) in full])}
+        flat = [{**stored(x), "y": y} for _, (x, y) in full]
+        store = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
         return cls(
             store,
-            torch.arange(len(store["x"])),
-            np.cumsum([0] + [len(x) for x, _ in pairs]),
+            torch.arange(len(store["y"])),
+            np.cumsum([0] + [len(y) for _, y in pairs]),
             test_rows=_rows(test, "test"),
             server_rows=_rows(server, "server"),
             validation_rows=_rows(validation, "validation"),
@@ -186,7 +181,7 @@ class FederatedDataset:
         return len(self.offsets) - 1
 
     def __repr__(self) -> str:
-        shape = tuple(self.take(self.store, self.index[:1])[0].shape[1:]) if len(self.index) else None
+        shape = samples.shape(self.take(self.store, self.index[:1])[0]) if len(self.index) else None
         kind = f", {self.classes} classes" if self.labels is not None else ""
         sizes = f"{self.sizes.min():,} to {self.sizes.max():,} per client" if len(self) else "none"
         lines = [
@@ -197,22 +192,22 @@ class FederatedDataset:
         held += [f"clients' own tests {len(self.client_test.index):,}"] if self.client_test is not None else []
         return "\n".join([*lines, f"  held out: {', '.join(held)}"] if held else lines)
 
-    def __getitem__(self, client: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, client: int) -> tuple[Samples, Tensor]:
         if not -len(self) <= client < len(self):
             raise IndexError(f"There are {len(self)} clients, so no client {client}.")
         client %= len(self)
         return self.take(self.store, self.index[self.offsets[client] : self.offsets[client + 1]])
 
     @property
-    def test(self) -> tuple[Tensor, Tensor] | None:
+    def test(self) -> tuple[Samples, Tensor] | None:
         return self.test_rows.all() if self.test_rows else None
 
     @property
-    def validation(self) -> tuple[Tensor, Tensor] | None:
+    def validation(self) -> tuple[Samples, Tensor] | None:
         return self.validation_rows.all() if self.validation_rows else None
 
     @property
-    def server(self) -> tuple[Tensor, Tensor] | None:
+    def server(self) -> tuple[Samples, Tensor] | None:
         return self.server_rows.all() if self.server_rows else None
 
     @property
@@ -253,11 +248,20 @@ class FederatedDataset:
             return 0
         if self.task.classes is not None:
             return self.task.classes
-        return max(int(y.max()) + 1 for y in self._all_labels() if len(y))
+        return max((int(y.max()) + 1 for y in self._all_labels() if len(y)), default=0)
 
-    def _all_labels(self) -> list[Tensor]:
+    @cached_property
+    def unlabelled(self) -> bool:
+        """Whether samples of some split have the label -100, which stands for none."""
+        return self.labels is not None and any(bool((y == IGNORED).any()) for y in self._targets())
+
+    def _targets(self) -> list[Tensor]:
         held = [split for split in (self.test_rows, self.validation_rows, self.server_rows) if split]
         return [self.store["y"], *(split.store["y"] for split in held)]
+
+    def _all_labels(self) -> list[Tensor]:
+        """The labels of all splits, without those below 0, which stand for none."""
+        return [y[y >= 0] for y in self._targets()]
 
     def _check_classes(self) -> None:
         """Warn if labels are unlikely to be classes from 0; raise if no model could have that many outputs."""
@@ -276,7 +280,7 @@ class FederatedDataset:
             )  # fmt: skip
 
     def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
-        """The number of samples per client and class.
+        """The number of samples per client and class. Samples with labels below 0, which stand for none, are left out.
 
         Args:
             clients: The clients to count for; all of them by default.
@@ -307,8 +311,8 @@ class FederatedDataset:
         assert self.labels is not None
         labels = self.labels[self.index[torch.from_numpy(position)]].long()
         owner = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
-        counts = torch.bincount(owner * self.classes + labels, minlength=len(clients) * self.classes)
-        return counts.view(len(clients), -1)
+        place = (owner * self.classes + labels)[labels >= 0]
+        return torch.bincount(place, minlength=len(clients) * self.classes).view(len(clients), self.classes)
 
     def _refuse_not_finite(self) -> None:
         for what, tensor in self.store.items():
@@ -339,45 +343,8 @@ def _what(sample: Tensor) -> str:
     return "NaN" if bool(torch.isnan(sample).any()) else "infinity"
 
 
-def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Tensor, Tensor]:
-    """Samples and targets as tensors, copied unless the caller will copy them."""
-    try:
-        x, y = (_as_tensor(part, copy) for part in pair)
-    except (TypeError, ValueError) as error:
-        raise UndriftError(f"The data of {whose} must be a pair (x, y) of arrays or tensors ({error}).") from error
-    if x.dim() == 0 or y.dim() == 0 or len(x) != len(y):
-        raise UndriftError(
-            f"The data of {whose} must have as many x as y, not shapes {tuple(x.shape)} and {tuple(y.shape)}."
-        )
-    # Labels are indices; with one integer type, no later step has to convert them.
-    return x, y if y.is_floating_point() else y.long()
-
-
-def _as_tensor(part: Any, copy: bool) -> Tensor:
-    if isinstance(part, Tensor):
-        if part.layout is not torch.strided or part.is_meta or part.is_quantized:
-            raise ValueError(f"a tensor must be dense and in memory, not {part.layout} on {part.device}")
-        found = part.detach().to("cpu", copy=copy)
-    else:
-        if hasattr(part, "toarray"):
-            raise ValueError("a sparse matrix must be made dense with .toarray()")
-        refuse_masked(part)
-        array = np.array(part) if copy else np.asarray(part)
-        found = torch.as_tensor(array if array.flags.writeable else array.copy())  # torch has no read-only tensors
-    if found.is_complex():
-        raise ValueError("complex numbers must be given as two real ones, such as z.real and z.imag")
-    return found
-
-
-def refuse_masked(part: Any) -> None:
-    """Raise for masked values: converting the array would drop the mask and train on them."""
-    several = part if isinstance(part, list | tuple) else (part,)
-    if any(isinstance(one, np.ma.MaskedArray) and np.ma.is_masked(one) for one in several):
-        raise ValueError("some values are masked; drop those samples, or fill them in with .filled(…)")
-
-
 def _rows(pair: tuple[Any, Any] | None, name: str) -> Rows | None:
     if pair is None:
         return None
     x, y = as_pair(pair, f"the {name} set")
-    return Rows({"x": x, "y": y}, torch.arange(len(x))) if len(x) else None
+    return Rows({**stored(x), "y": y}, torch.arange(len(y))) if len(y) else None

@@ -53,7 +53,7 @@ def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
         "median": float(np.median(sizes)),
         "largest": int(sizes.max()),
     }
-    if data.labels is None and not data.task.classes:
+    if not data.classes and not data.task.classes:
         return found
     counts = class_counts(data)[data.nonempty]
     by_chance = host_generator(0, "heterogeneity").multivariate_hypergeometric

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from undrift.data.cache import Notes, Writer
-from undrift.data.dataset import Rows, Store, take
+from undrift.data.dataset import Rows
 from undrift.data.labels import Labels, encoded
 from undrift.data.paths import read_bytes
+from undrift.data.samples import Store, take
 from undrift.data.source import Source
 from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted

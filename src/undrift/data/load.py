@@ -13,11 +13,12 @@ import torch
 
 from undrift.data import own, sources
 from undrift.data.augment import parse_augmentation
-from undrift.data.dataset import FederatedDataset, Rows, take
+from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
 from undrift.data.images import standardised
 from undrift.data.partition import MOST, ByKey, Partition, parse_partition
 from undrift.data.paths import as_path
+from undrift.data.samples import take
 from undrift.data.source import Source
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
@@ -55,7 +56,8 @@ def load(
     Args:
         name: One of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
             `client` column), of such files in hub layout, or of a folder of images with one subfolder per class; the
-            id of any data set of the Hugging Face hub; a pair `(x, y)`; or a torch `Dataset`.
+            id of any data set of the Hugging Face hub; a pair `(x, y)`, where x may be a tuple or a dict of arrays; a
+            torch `Dataset` that yields `(x, y)`, `(x1, x2, y)` or a dict; or a tokenized `datasets.Dataset`.
         partition: How samples are assigned to clients, such as `ud.Dirichlet(0.1)`, or the same as a string.
         clients: The number of clients. Leave it out with `ud.ByKey()`, which takes the data's own clients.
         seed: Decides the partition and what is held out for the server, for validation and for clients' tests.
@@ -65,7 +67,7 @@ def load(
         test: The test data, where `name` is a pair or a `Dataset`.
         test_fraction: The share to test on if the data have no test set; the same samples whatever the seed.
         test_size: The most samples to test on.
-        label: The column of the labels, in your own files.
+        label: The column of the labels, in your own files and in data sets of dicts (there also "labels").
         client: The column of the client ids, in your own files.
         normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
         augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
@@ -170,10 +172,12 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
     if not isinstance(name, str | Path):
         sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
         if not isinstance(name, tuple | list) and not sequence:
+            splits = ' Name one of its splits: load(data["train"], …).' if hasattr(name, "column_names") else ""
             raise UndriftError(
-                f"load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not {type(name).__name__}."
+                "load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not "
+                f"{type(name).__name__}.{splits}"
             )
-        return own.in_memory(name, test)
+        return own.in_memory(name, test, label)
     if test is not None:
         raise UndriftError(
             "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."

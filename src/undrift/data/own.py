@@ -14,12 +14,14 @@ from torch import Tensor
 
 from undrift.data import tables
 from undrift.data.cache import Notes, Writer
-from undrift.data.dataset import Rows, Task, as_pair, refuse_masked
+from undrift.data.dataset import Rows, Task
 from undrift.data.images import ImageFolder, Images
 from undrift.data.labels import MOST, Labels, encoded, not_utf8
 from undrift.data.paths import as_path, files_below, folders_in, kind
+from undrift.data.samples import stored
 from undrift.data.source import Source
 from undrift.data.sources import Recipe, opened
+from undrift.data.stacking import partition_labels, stacked
 from undrift.data.tables import Place
 from undrift.errors import UndriftError, listed, quoted, shortened
 
@@ -28,19 +30,16 @@ log = logging.getLogger("undrift")
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
-def in_memory(data: Any, test: Any = None) -> Source:
-    """A pair (x, y), or a torch `Dataset` of such pairs, with its own test set where one is given."""
-    x, y = _stacked(data, "the training set")
-    labels = np.zeros(len(y), np.int64)  # a partition treats regression targets as one class
-    if not y.is_floating_point() or (y.dim() == 2 and y.shape[1] > 1):
-        labels = (y if y.dim() == 1 else y.flatten(1).argmax(1)).numpy()  # the first of several labels
+def in_memory(data: Any, test: Any = None, label: str = "label") -> Source:
+    """A pair (x, y), or a `Dataset` of such samples, with its own test set where one is given."""
+    x, y = stacked(data, "the training set", label)
     held_out = None
     if test is not None:
-        store = dict(zip("xy", _stacked(test, "the test set"), strict=True))
-        if not len(store["y"]):
+        test_x, test_y = stacked(test, "the test set", label)
+        if not len(test_y):
             raise UndriftError("The test set is empty; leave test out, or give it some samples.")
-        held_out = Rows(store, torch.arange(len(store["y"])))
-    return Source({"x": x, "y": y}, labels, test=held_out)
+        held_out = Rows({**stored(test_x), "y": test_y}, torch.arange(len(test_y)))
+    return Source({**stored(x), "y": y}, partition_labels(y), test=held_out)
 
 
 def on_disk(where: str | Path, label: str, client: str | None, data_dir: str | Path | None) -> Source:
@@ -220,28 +219,3 @@ def _in_classes(folder: Path) -> list[Path]:
 def _is_index(column: str) -> bool:
     """Whether pandas gives this name to an index that it writes."""
     return column in ("", "Unnamed: 0") or column.startswith("__index_level_")
-
-
-def _stacked(data: Any, whose: str) -> tuple[Tensor, Tensor]:
-    if isinstance(data, tuple | list):
-        return as_pair(data, whose)
-    samples = [data[i] for i in range(len(data))]
-    try:
-        xs, ys = zip(*samples, strict=True)
-        refuse_masked(ys)
-        x, y = torch.stack([_tensor(x) for x in xs]), torch.stack([torch.as_tensor(y) for y in ys])
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UndriftError(
-            f"The samples of {whose} must be pairs (x, y) that stack into two arrays ({error})."
-        ) from error
-    return as_pair((x, y), whose, copy=False)  # stacking has copied them
-
-
-def _tensor(x: Any) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
-    refuse_masked(x)
-    pixels = np.array(x)
-    if not hasattr(x, "mode"):
-        return torch.from_numpy(pixels)
-    return torch.from_numpy(pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels[None])  # PIL: channels last

@@ -24,7 +24,7 @@ def picture(data: FederatedDataset, title: str, file: str | Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    classes = data.labels is not None or bool(data.task.classes)
+    classes = bool(data.classes or data.task.classes)
     counts = class_counts(data) if classes else data.sizes[:, None]
     what = "samples" if data.labels is not None or not classes else "labels"  # a sample may have several
     clients = np.arange(len(counts))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from undrift.data.dataset import Rows, Store, Take, Task, take
+from undrift.data.dataset import Rows, Task
+from undrift.data.samples import Store, Take, take
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from undrift.data.cache import Notes, Writer
-from undrift.data.dataset import Rows, Store, Task
+from undrift.data.dataset import Rows, Task
 from undrift.data.labels import Labels, encoded
+from undrift.data.samples import Store
 from undrift.data.source import Source
 from undrift.data.tables import Place
 from undrift.errors import UndriftError

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from undrift.data.samples import chosen
 from undrift.engine.base import Engine
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
@@ -23,7 +24,7 @@ from undrift.engine.threads import ThreadedEngine
 from undrift.engine.vectorized import Vectorized
 from undrift.errors import UndriftError
 from undrift.functional.model import Model
-from undrift.tree import tree_bytes, tree_map
+from undrift.tree import tree_bytes
 
 CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
@@ -111,8 +112,7 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
 def _largest(model: Model, width: int) -> float:
     """Bytes of the largest output that a layer gives for a batch."""
     with torch.no_grad():
-        one = tree_map(lambda t: t[:1], model.sample)
-        outputs = [call.output for call in model.watch(model.trial(), one).calls]
+        outputs = [call.output for call in model.watch(model.trial(), chosen(model.sample, slice(1))).calls]
     return width * max((out.numel() * out.element_size() for out in outputs), default=0)
 
 

@@ -30,15 +30,6 @@ def batch_size(x: Tree) -> int:
     return len(tree_leaves(x)[0])
 
 
-def shapes(x: Tree) -> str:
-    """The shapes of a batch's samples, for messages."""
-    if isinstance(x, Mapping):
-        return "{" + ", ".join(f"{name}: {tuple(t.shape[1:])}" for name, t in x.items()) + "}"
-    if isinstance(x, tuple | list):
-        return "(" + ", ".join(str(tuple(t.shape[1:])) for t in x) + ")"
-    return str(tuple(x.shape[1:]))
-
-
 def floats_to(tree: Tree, dtype: torch.dtype) -> Tree:
     """The tree with its tensors of floats in `dtype`; whole numbers are indices, which stay as they are."""
 

@@ -15,6 +15,7 @@ from undrift.data.dataset import FederatedDataset
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.groups import Group, check_groups
 from undrift.method.optimizers import Optimizer, check_optimizer
+from undrift.method.sampling import Order, balanced
 from undrift.random import derive, philox
 from undrift.schedule import Number, StepSchedule, check_number, decay, inside, inverse, value, whole_steps
 
@@ -68,6 +69,9 @@ class Local:
             mean.
         clip_norm: The largest norm of the gradient, over all parameters together; longer ones are scaled down to it.
             None does not clip.
+        sampling: `"shuffle"`: batches are cut from fresh permutations of the client's samples. `"balanced"`: samples
+            of a batch are drawn with replacement, such that all classes that the client holds are equally likely; an
+            epoch is as many draws as the client has samples.
         step_schedule: A factor of the learning rate by local step: `ud.warmup`, `ud.cosine`, their product, or a
             function `f(k, steps)` of the local step k, counted from 0, and the client's number of steps. Both are
             tensors, so it must use tensor operations, without an `if` on k.
@@ -91,6 +95,7 @@ class Local:
     clip_norm: Number | None = field(default=None, metadata=ADDED)
     step_schedule: StepSchedule | Callable[[Any, Any], Any] | None = field(default=None, metadata=ADDED)
     groups: Mapping[str, Group] | None = field(default=None, metadata=ADDED)
+    sampling: str = field(default="shuffle", metadata=ADDED)
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -103,10 +108,16 @@ class Local:
         if self.optimizer is not None:
             _check_beside(self, self.optimizer)
         _check_state(self.optimizer_state, self.optimizer)
+        known = self.sampling in ("shuffle", "balanced")
+        require(known, f'Local(sampling) must be "shuffle" or "balanced", not {quoted(self.sampling)}.')
+        all_at_once = self.sampling == "balanced" and size is None
+        require(not all_at_once, 'Local(sampling="balanced") draws batches; give it a batch_size.')
         if self.groups is not None:
             object.__setattr__(self, "groups", check_groups(self.groups))
 
     def check(self, data: FederatedDataset, rounds: int) -> None:
+        if self.sampling == "balanced" and data.labels is None:
+            raise UndriftError('Local(sampling="balanced") needs labels that are classes, one whole number per sample.')
         check_number(self.lr, rounds, "Local(lr)")
         check_number(self.momentum, rounds, "Local(momentum)", "[0, 1)")
         check_number(self.weight_decay, rounds, "Local(weight_decay)")
@@ -146,6 +157,10 @@ class Local:
         return np.array(
             [whole_steps(epochs * per / per_step) for per in steps_per_epoch(sizes, self.batch_size).tolist()], np.int64
         )
+
+    def order(self, data: FederatedDataset, clients: Array) -> Order | None:
+        """How these clients' samples are drawn; None for permutations."""
+        return balanced(data, clients) if self.sampling == "balanced" else None
 
     def widest(self, sizes: Array) -> int:
         """The largest batch that any client of these sizes can have."""
@@ -231,10 +246,12 @@ def cohort_batches(
     batch_size: int | None,
     width: int,
     per_step: int = 1,
+    draw: Order | None = None,
 ) -> Batches:
     """The batches of each client's steps: step k takes those from `k·per_step` on.
 
-    Batches are successive fresh permutations of a client's samples, the last of a permutation short.
+    Batches are successive fresh permutations of a client's samples, the last of a permutation short; or what `draw`
+    gives in the place of permutations.
 
     Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
     else: not on the cohort, the lanes or the engine. All clients' permutations are sorted in one call.
@@ -250,7 +267,7 @@ def cohort_batches(
         order = np.arange(lengths.sum()) - np.repeat(begins, lengths)
     else:
         epoch_of = np.arange(len(client_of)) - first_segment[client_of]
-        order = _permutations(derive(seed, "batches", t, clients), client_of, epoch_of, lengths, begins)
+        order = (draw or _permutations)(derive(seed, "batches", t, clients), client_of, epoch_of, lengths, begins)
 
     # Batch j of client c is the (j mod per)-th slice of its (j div per)-th segment.
     owner = np.repeat(np.arange(len(clients)), count)
@@ -296,5 +313,7 @@ def batches(
     if not sizes[0]:
         return []
     steps = local.step_counts(round, ids, sizes, per_step)
-    made = cohort_batches(seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes), per_step)
+    made = cohort_batches(
+        seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes), per_step, draw=local.order(data, ids)
+    )
     return [torch.from_numpy(row[:count]) for row, count in zip(made.positions, made.counts, strict=True)]

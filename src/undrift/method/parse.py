@@ -33,7 +33,7 @@ def parse_method(text: str) -> Method:
 
 def known_parts() -> dict[str, Callable[..., Any]]:
     """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
-    return _known(Part, undrift.METHODS)
+    return _known(Part, [*undrift.METHODS, *undrift.PARTS])
 
 
 def known_optimizers() -> dict[str, Callable[..., Any]]:
@@ -64,7 +64,7 @@ def parse_local(key: str, value: Any) -> Any:
     """The value of a key of `[local]` as `ud.Local` takes it; most strings are schedules of the round."""
     if key == "groups" and value is not None:
         return {pattern: Group(**factors) for pattern, factors in value.items()}
-    if not isinstance(value, str) or key == "optimizer_state":
+    if not isinstance(value, str) or key in ("optimizer_state", "sampling"):
         return value
     if key == "optimizer":
         return parse_optimizer(value)

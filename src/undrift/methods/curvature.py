@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from undrift.data.samples import Samples, split
 from undrift.errors import UndriftError
 from undrift.functional.model import Model
 from undrift.method.context import Batch, Client, Server
@@ -33,14 +34,10 @@ def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], pa
     each = model.squares if compute is _one_pass else sum(w.numel() for w in params.values())
     size = max(1, (ON_GPU if batch.mask.is_cuda else ELEMENTS) // max(1, each or 0))
     total = None
-    for begin in range(0, len(batch.mask), size):
-        sums = compute(model, loss, params, _rows(batch, slice(begin, begin + size)))
+    for x, y, mask in zip(split(batch.x, size), batch.y.split(size), batch.mask.split(size), strict=True):
+        sums = compute(model, loss, params, Batch(x, y, mask))
         total = sums if total is None else tree_add(total, sums)
     return total
-
-
-def _rows(batch: Batch, rows: slice) -> Batch:
-    return Batch(*tree_map(lambda t: t[rows], (batch.x, batch.y, batch.mask)))
 
 
 def _one_pass(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
@@ -48,9 +45,9 @@ def _one_pass(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tr
 
 
 def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    def one(x: Tree, y: Tree, real: Tensor) -> Tree:
-        x, y = tree_map(lambda t: t[None], (x, y))
-        g = grad(lambda p: loss(model(p, x), y).sum())(params)
+    def one(x: Samples, y: Tensor, real: Tensor) -> Tree:
+        alone = tree_map(lambda t: t[None], x)
+        g = grad(lambda p: loss(model(p, alone), y[None]).sum())(params)
         return tree_map(lambda g: g.square() * real, g)
 
     return tree_map(lambda f: f.sum(0), vmap(one)(batch.x, batch.y, batch.mask))
@@ -59,10 +56,10 @@ def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tre
 def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
     """The same with ordinary autograd, for models that `vmap` does not support."""
     total = tree_zeros(params)
-    for i, real in enumerate(batch.mask):
+    for x, y, real in zip(split(batch.x, 1), batch.y.split(1), batch.mask, strict=True):
 
-        def one(params: Tree, row: Batch = _rows(batch, slice(i, i + 1))) -> Tensor:  # noqa: B008
-            return loss(model(params, row.x), row.y).sum()
+        def one(params: Tree, x: Samples = x, y: Tensor = y) -> Tensor:
+            return loss(model(params, x), y).sum()
 
         g = model.gradient(one, params)
         total = tree_map(lambda t, g, real=real: t + g.square() * real, total, g)

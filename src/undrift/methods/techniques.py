@@ -127,8 +127,7 @@ class ServerTraining(Part):
             order = torch.argsort(bits(server.key.stream_at((1 << 15) + epoch), len(y)), stable=True)
             for step, chosen in enumerate(order.split(self.batch_size or len(y))):
                 key = replace(server.key, step=torch.full_like(server.key.step, epoch * len(order) + step))
-
-                batch = tree_map(lambda t, rows=chosen: t[rows], x)
+                batch = tree_map(lambda t, chosen=chosen: t[chosen], x)
                 batch = server.augment(batch, key.stream_at((1 << 16) - 1)) if server.augment else batch
 
                 def loss(params: Tree, batch: Tree = batch, chosen: Tensor = chosen, key: Key = key) -> Tensor:

@@ -51,7 +51,8 @@ class Run:
         if not unfinished and not why and not ended:
             raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
         with damage(folder, "config.toml"):
-            older = {"on_nonfinite": "stop", "local.optimizer_state": "reset"}  # which older folders do not mention
+            # What folders of earlier versions do not mention.
+            older = {"on_nonfinite": "stop", "local.optimizer_state": "reset", "local.sampling": "shuffle"}
             settings = older | flat(read(folder))
             _check_settings(settings)
             if not repeats((folder / "config.toml").read_text(encoding="utf-8-sig")):

@@ -74,6 +74,7 @@ class Work(Section):
     clip_norm: Number | None = None
     step_schedule: StrictStr | None = None
     groups: dict[StrictStr, Factors] | None = None
+    sampling: StrictStr = "shuffle"
 
 
 class Failures(Section):

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from undrift import models
 from undrift.data.dataset import FederatedDataset, Rows
+from undrift.data.samples import shape
 from undrift.engine.base import Engine
 from undrift.engine.choose import Choice, build, choose, compiles
 from undrift.engine.client import Program
@@ -22,7 +23,7 @@ from undrift.engine.graph import captures
 from undrift.engine.plain import PlainEngine
 from undrift.errors import require
 from undrift.functional.model import Model
-from undrift.losses import Loss, Metric, get_loss, get_metrics
+from undrift.losses import Loss, Metric, for_labels, get_loss, get_metrics
 from undrift.method.calls import call
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -31,18 +32,12 @@ from undrift.method.part import Method
 from undrift.method.work import with_local_work
 from undrift.models import parse_model
 from undrift.random import derive
-from undrift.training.checks import (
-    check_augment,
-    check_gradient,
-    check_split,
-    check_types,
-    cohort_size_of,
-    find_device,
-)
+from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.obstacles import reason
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.survivors import Conditions
+from undrift.training.trials import check_augment, check_gradient, check_split
 from undrift.tree import tree_map
 
 log = logging.getLogger("undrift")
@@ -61,7 +56,7 @@ def prepare(given: Settings) -> Run:
     method.check(local, data, rounds)
     derive(seed, "check")  # a seed that is no whole number is refused here
 
-    chosen_loss = get_loss(given.loss if given.loss is not None else data.task.loss)
+    chosen_loss = for_labels(get_loss(given.loss if given.loss is not None else data.task.loss), data.unlabelled)
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
     function = Model(module_of(given.model, data, seed), where, given.precision, given.output)
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
@@ -139,8 +134,10 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
     """The user's module, or a new one of the name that was given."""
     if isinstance(model, str):
         name, options = parse_model(model)
-        shape = data.take(data.store, data.index[:1])[0].shape[1:]
-        needs: dict[str, Any] = {"classes": data.outputs, "shape": shape, "vocabulary": data.task.vocabulary}
+        x = data.take(data.store, data.index[:1])[0]
+        several = f"The model {name!r} takes one input, but samples have several, of shape {shape(x)}; give a module."
+        require(isinstance(x, Tensor), several)
+        needs: dict[str, Any] = {"classes": data.outputs, "shape": x.shape[1:], "vocabulary": data.task.vocabulary}
         model = models.get(name, seed=seed, **needs, **options)
     kind = type(model).__name__
     require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")

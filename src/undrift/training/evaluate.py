@@ -37,8 +37,9 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
             top, bottom = parts_of(metric(output, y))
             sums[name] = [sums[name][0] + top.sum(), sums[name][1] + bottom.sum()]
         if by_class:
-            right.index_add_(0, y, accuracy(output, y).to(right.dtype))
-            seen.index_add_(0, y, torch.ones_like(y, dtype=right.dtype))
+            top, bottom = (t * (y >= 0) for t in accuracy(output, y))
+            right.index_add_(0, y.clamp(min=0), top.to(right.dtype))
+            seen.index_add_(0, y.clamp(min=0), bottom.to(right.dtype))
     found: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in sums.items()}
     if by_class:
         found["class_accuracy"] = [r / s if s else None for r, s in zip(right.tolist(), seen.tolist(), strict=True)]

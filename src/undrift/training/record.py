@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from undrift.losses import LOSSES, METRICS
+from undrift.losses import METRICS, name_of
 from undrift.method.groups import Group
 from undrift.method.optimizers import Optimizer
 from undrift.method.part import Method, Part
@@ -49,7 +49,7 @@ def record(run: Run, given: Settings) -> str:
     if given.engine == "auto" and chosen["engine"] == "lanes":
         chosen["engine"] = "auto"  # which goes on where lanes fail
     settings = {**vars(given), **chosen, "method": run.method, "threads": torch.get_num_threads()}
-    settings["loss"] = next((name for name, loss in LOSSES.items() if loss is run.loss), run.loss)
+    settings["loss"] = name_of(run.loss) or run.loss
     ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())
     settings["metrics"] = list(run.metrics) if ours else run.metrics
     lines = [

@@ -155,6 +155,7 @@ class Run:
             self.local.batch_size,
             width,
             self.composed.batches,
+            draw=self.local.order(self.data, filled.clients),
         )
         model = self.model.at(state.tracked)
         inputs = build_inputs(

@@ -1,0 +1,147 @@
+"""Samples as a tensor, or as a tuple or dict of tensors, for models with several inputs.
+
+The store stays a flat dict of tensors, one entry per input: `x` for a single tensor, `x/0`, `x/1`, … for a tuple and
+`x/input_ids`, … for a dict. So whatever goes through a store tensor by tensor need not know of trees; `take` puts the
+samples together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.errors import UndriftError, quoted
+from undrift.tree import tree_leaves, tree_map, tree_structure, tree_unflatten
+
+Samples = Any
+"""A tensor with the samples along the first axis, or a tuple or dict of such tensors."""
+Store = dict[str, Tensor]
+Take = Callable[[Store, Tensor], tuple[Samples, Tensor]]
+
+INPUT = "x/"
+"""What the store's name of one of several inputs begins with."""
+
+
+def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
+    """The samples at `indices`, on the store's device.
+
+    uint8 values of a single tensor are pictures, and are scaled to [0, 1]. In a tuple or dict nothing is converted:
+    next to other inputs, small integers are as likely to be tokens or a mask.
+    """
+    y = store["y"][indices]
+    if "x" in store:
+        x = store["x"][indices]
+        return (x.float() / 255 if x.dtype == torch.uint8 else x), y
+    inputs = {name.removeprefix(INPUT): t[indices] for name, t in store.items() if name.startswith(INPUT)}
+    if "0" in inputs:
+        return tuple(inputs[str(i)] for i in range(len(inputs))), y
+    return inputs, y
+
+
+def stored(x: Samples) -> Store:
+    """The entries of a store that hold these samples."""
+    if isinstance(x, Tensor):
+        return {"x": x}
+    inputs = x.items() if isinstance(x, dict) else enumerate(x)
+    return {f"{INPUT}{name}": t for name, t in inputs}
+
+
+def count(x: Samples) -> int:
+    """How many samples these are."""
+    return len(tree_leaves(x)[0])
+
+
+def chosen(x: Samples, indices: Tensor | slice) -> Samples:
+    """The samples at `indices`."""
+    return tree_map(lambda t: t[indices], x)
+
+
+def split(x: Samples, size: int) -> list[Samples]:
+    """The samples in pieces of `size`, the last of which may be smaller, as `Tensor.split` gives them."""
+    leaves = [t.split(size) for t in tree_leaves(x)]
+    return [tree_unflatten(list(piece), tree_structure(x)) for piece in zip(*leaves, strict=True)]
+
+
+def shape(x: Samples) -> str:
+    """The shape of one sample, for messages: `(3, 32, 32)`, `((3,), (5,))` or `{input_ids: (16,), mask: (16,)}`."""
+    return _written(x, lambda t: str(tuple(t.shape[1:])))
+
+
+def kind(x: Samples) -> str:
+    """The shape and type of one sample, for messages."""
+    return _written(x, lambda t: f"{tuple(t.shape[1:])} {t.dtype}")
+
+
+def alike(x: Samples, other: Samples) -> bool:
+    """Whether samples have the same inputs, of the same shapes and types."""
+    one, two = ({name: (t.shape[1:], t.dtype) for name, t in stored(each).items()} for each in (x, other))
+    return one == two
+
+
+def _written(x: Samples, leaf: Callable[[Tensor], str]) -> str:
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{name}: {leaf(t)}" for name, t in x.items()) + "}"
+    return f"({', '.join(map(leaf, x))})" if isinstance(x, tuple) else leaf(x)
+
+
+def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
+    """Samples and targets as tensors, copied unless the caller will copy them."""
+    if isinstance(pair, tuple | list) and len(pair) > 2 and all(hasattr(part, "shape") for part in pair):
+        raise UndriftError(
+            f"The data of {whose} must be a pair (x, y), not {len(pair)} arrays; with several inputs, x is a tuple or "
+            "a dict of them: ((x1, x2), y)."
+        )
+    try:
+        x, y = pair
+        x, y = _samples(x, copy), _as_tensor(y, copy)
+    except (TypeError, ValueError) as error:
+        raise UndriftError(f"The data of {whose} must be a pair (x, y) of arrays or tensors ({error}).") from error
+    if any(t.dim() == 0 or len(t) != len(y) for t in tree_leaves(x) if y.dim()) or y.dim() == 0:
+        shapes = _written(x, lambda t: str(tuple(t.shape)))
+        raise UndriftError(f"The data of {whose} must have as many x as y, not shapes {shapes} and {tuple(y.shape)}.")
+    # Labels are indices; with one integer type, no later step has to convert them.
+    return x, y if y.is_floating_point() else y.long()
+
+
+def _samples(x: Any, copy: bool) -> Samples:
+    """x as tensors: a mapping, or a tuple of arrays, has one entry per input; anything else is a single array."""
+    if isinstance(x, Mapping):
+        if not x or not all(isinstance(name, str) and name and not name.isdigit() for name in x):
+            raise ValueError(f"the inputs in a dict need names that are words, not {quoted(list(x))}")
+        return {name: _input(name, t, copy) for name, t in x.items()}
+    if isinstance(x, tuple) and x and all(hasattr(t, "shape") for t in x):
+        return tuple(_input(i, t, copy) for i, t in enumerate(x))
+    return _as_tensor(x, copy)
+
+
+def _input(name: str | int, x: Any, copy: bool) -> Tensor:
+    if isinstance(x, Mapping):
+        raise ValueError(f"the input {name!r} is itself a dict; a sample may have one level of inputs")
+    return _as_tensor(x, copy)
+
+
+def _as_tensor(part: Any, copy: bool) -> Tensor:
+    if isinstance(part, Tensor):
+        if part.layout is not torch.strided or part.is_meta or part.is_quantized:
+            raise ValueError(f"a tensor must be dense and in memory, not {part.layout} on {part.device}")
+        found = part.detach().to("cpu", copy=copy)
+    else:
+        if hasattr(part, "toarray"):
+            raise ValueError("a sparse matrix must be made dense with .toarray()")
+        refuse_masked(part)
+        array = np.array(part) if copy else np.asarray(part)
+        found = torch.as_tensor(array if array.flags.writeable else array.copy())  # torch has no read-only tensors
+    if found.is_complex():
+        raise ValueError("complex numbers must be given as two real ones, such as z.real and z.imag")
+    return found
+
+
+def refuse_masked(part: Any) -> None:
+    """Raise for masked values: converting the array would drop the mask and train on them."""
+    several = part if isinstance(part, list | tuple) else (part,)
+    if any(isinstance(one, np.ma.MaskedArray) and np.ma.is_masked(one) for one in several):
+        raise ValueError("some values are masked; drop those samples, or fill them in with .filled(…)")

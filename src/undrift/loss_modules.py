@@ -1,0 +1,91 @@
+"""Loss modules of torch, and of libraries that follow it, as functions with one value per sample.
+
+A module such as `nn.CrossEntropyLoss()` reduces a batch to one number. undrift weighs samples itself (padding, uneven
+clients, per-sample gradients), so it needs the values before that.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrift.errors import UndriftError
+
+log = logging.getLogger("undrift")
+
+REDUCTIONS = ("none", "mean", "sum", "batchmean")
+ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss, nn.PoissonNLLLoss, nn.KLDivLoss,
+    nn.BCELoss, nn.BCEWithLogitsLoss,
+)  # fmt: skip
+"""Those that compare outputs and targets entry by entry; some of them broadcast silently where shapes differ."""
+
+
+@dataclass(eq=False)
+class PerSample:
+    """A copy of a loss module, called so that it gives one value per sample."""
+
+    module: nn.Module
+    total: bool
+    """Whether a sample's own values are summed rather than averaged."""
+    alone: bool
+    """Whether the module is called on one sample at a time."""
+    options: dict[str, Any]
+    """The module's settings, of which its own `repr` shows few: they tell one run from another."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if isinstance(self.module, ELEMENTWISE) and output.shape != target.shape:
+            raise ValueError(
+                f"outputs of shape {tuple(output.shape)} and targets of shape {tuple(target.shape)} would be "
+                "broadcast; give both one shape, for example by y[:, None]"
+            )
+        if any(t.device != output.device for t in (*self.module.buffers(), *self.module.parameters())):
+            self.module.to(output.device)  # in the check before a run, and never again
+        if self.alone:
+            pairs = zip(output.split(1), target.split(1), strict=True)
+            return torch.stack([self.module(z, y).mean() for z, y in pairs])
+        values: Tensor = self.module(output, target)
+        if values.dim() < 2:
+            return values
+        own = values.flatten(1)
+        if self.total:
+            return own.sum(1)
+        ignored = getattr(self.module, "ignore_index", None)
+        if ignored is None or values.shape != target.shape or target.is_floating_point():
+            return own.mean(1)
+        return own.sum(1) / (target != ignored).flatten(1).sum(1).clamp(min=1)
+
+
+def reduces(loss: Any) -> bool:
+    """Whether this is a loss module that reduces a batch as torch's do."""
+    return isinstance(loss, nn.Module) and getattr(loss, "reduction", None) in REDUCTIONS
+
+
+def per_sample(loss: nn.Module) -> PerSample:
+    """The loss module as a function with one value per sample: the mean over a sample's own values.
+
+    With reduction="sum" or "batchmean", their sum. Raises `UndriftError` for modules that cannot be taken apart.
+    """
+    name = type(loss).__name__
+    if any(p.requires_grad for p in loss.parameters()):
+        raise UndriftError(f"{name} has parameters of its own, which would not be trained; put them into the model.")
+    if getattr(loss, "batch", False) is True:  # as monai's do
+        raise UndriftError(f"{name}(batch=True) looks across a batch and has no value per sample; leave batch out.")
+    if loss.reduction == "sum":
+        log.warning("%s sums over a sample's own values; over the samples of a batch, undrift takes the mean", name)
+    module, inner = copy.deepcopy(loss), [m for m in loss.modules() if m is not loss and hasattr(m, "reduction")]
+    if not inner:
+        module.reduction = "none"  # type: ignore[assignment]
+    simple = (bool, int, float, str, type(None), list, tuple)
+    options = {
+        f"{prefix}.{key}".lstrip("."): value
+        for prefix, each in loss.named_modules()
+        for key, value in vars(each).items()
+        if isinstance(value, simple) and not key.startswith("_") and key != "training"
+    }
+    return PerSample(module, loss.reduction in ("sum", "batchmean"), bool(inner), options)

@@ -1,0 +1,207 @@
+"""Trial passes before a run: the model takes the samples of every split, and loss, metrics and augmentation fit them.
+
+Each refusal says what to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrift.data.dataset import Rows
+from undrift.data.samples import Samples, kind, shape, take
+from undrift.errors import UndriftError, listed, require
+from undrift.functional.draws import Trial, fixed_key
+from undrift.functional.loss_draws import repeating, with_draws_of_loss
+from undrift.functional.model import Model
+from undrift.losses import CLASSES, IGNORED, Loss, Metric, class_axis, squared_hinge
+from undrift.random import Key
+from undrift.tree import tree_leaves, tree_map
+
+
+def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
+    """The first sample of a split, twice, with its target."""
+    x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, rows.index[:1].repeat(2)))
+    return x, target
+
+
+def check_split(
+    model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
+) -> Model:
+    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels.
+
+    Returns the model with what these samples show of it.
+    """
+    y = rows.store["y"]
+    classes = loss in CLASSES
+    if classes:
+        sentence = f"Cross-entropy needs whole-number labels, but the {whose} are floats; convert them with y.long(), "
+        require(not y.is_floating_point(), sentence + "or choose another loss.")
+    x, target = two_samples(rows, device)
+    try:
+        examined, output = model.examined(tree_map(torch.clone, x))
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a user's forward pass may raise
+        raise UndriftError(
+            f"The model does not take the {whose} samples of shape {shape(x)}: {error}{_hint(model, rows, x)}"
+        ) from error
+    refuse_rounding(model, whose, x, rows)
+    if classes and not isinstance(output, Tensor):
+        names = listed(output) if isinstance(output, dict) else f'"0" to "{len(output) - 1}"'
+        raise UndriftError(
+            f'The model returns several outputs ({names}); name the one that the loss is about: output="…", or give '
+            "a loss of your own, which takes them all."
+        )
+    if classes:
+        check_labels(whose, y[rows.index], output, target, loss)
+    trial, drew = Trial(device, "the loss"), False
+    for name, function in {"loss": loss, **metrics}.items():
+        got = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        given = f"outputs {got} and the {whose} targets {tuple(target.shape)} {target.dtype}"
+        try:
+            with trial.draws() as draws:
+                values = function(output, target)
+        except Exception as error:  # whatever a user's function may raise
+            raise UndriftError(f"The {name} does not take {given}: {error}") from error
+        drew |= draws[0]
+        for tensor in values if isinstance(values, tuple) else (values,):
+            fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            require(
+                fine,
+                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {given}."
+                + _way_out(tensor),
+            )
+    return with_draws_of_loss(examined, trial, drew)
+
+
+def _way_out(value: Any) -> str:
+    """How to get one value per sample from this."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return ' A function of torch\'s gives one with reduction="none".'
+    if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
+        return " To average over a sample's own values, append .flatten(1).mean(1)."
+    return ""
+
+
+def check_labels(whose: str, taken: Tensor, output: Tensor, target: Tensor, loss: Loss) -> None:
+    """The labels fit the outputs: by their axes, and by how many classes the model has."""
+    try:
+        require(loss is not squared_hinge or target.dim() == 1, "this loss needs one per sample")
+        outputs = output.shape[class_axis(output, target)]
+    except ValueError as error:
+        raise UndriftError(
+            f"The {whose} labels have shape {tuple(taken.shape[1:])} per sample and the outputs "
+            f"{tuple(output.shape[1:])}: {error}. Where a sample may have several classes, marked by 0s and 1s, "
+            'choose loss="binary_cross_entropy".'
+        ) from error
+    if loss is not squared_hinge:
+        taken = taken[taken != IGNORED]
+        require(len(taken) > 0, f"The {whose} labels are all {IGNORED}, which stands for none; give some samples one.")
+    low, high = int(taken.min()), int(taken.max())
+    most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
+    require(
+        low >= 0 and high <= most,
+        f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
+        f"labels must be from 0 to {most}, or {IGNORED} for none with cross-entropy.",
+    )
+
+
+def _hint(model: Model, rows: Rows, x: Samples) -> str:
+    """What may be behind a model's refusal of samples: their types, or that it is a copy."""
+    if not isinstance(x, Tensor):
+        return f" (They are {kind(x)}.)"
+    if not x.is_floating_point():
+        return f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
+    if "x" in rows.store and rows.store["x"].dtype == torch.uint8 and rows.take is take:
+        return " (They were given as uint8, which stands for pictures and is scaled to [0, 1]; tokens want x.long().)"
+    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.module.modules()):
+        return " (undrift trains a copy of the model: a hook must use the module that it is given, not one it knows.)"
+    return ""
+
+
+def refuse_rounding(model: Model, whose: str, x: Samples, rows: Rows) -> None:
+    """Refuse whole numbers among floats that the model's precision would round: they are indices."""
+    low = torch.finfo(model.compute_dtype).eps > torch.finfo(torch.float32).eps
+    if not low or not isinstance(x, Tensor) or not x.is_floating_point():
+        return
+    values = rows.take(rows.store, rows.index[:1000])[0].double()
+    whole = values == values.round()
+    rounded = values.to(model.compute_dtype).double() != values
+    # Numbers that are measured are whole by chance; indices are whole in every sample, at the same place.
+    places = whole.flatten(1).all(0) & rounded.flatten(1).any(0)
+    if bool(places.any()):
+        first = values.flatten(1)[:, places][rounded.flatten(1)[:, places]][0]
+        raise UndriftError(
+            f"The {whose} samples hold whole numbers among floats, such as {first:g}, which {model.compute_dtype} "
+            "rounds. Give indices as an integer tensor (samples may be tuples or dicts of tensors); scale measurements."
+        )
+
+
+def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> Model:
+    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees.
+
+    Returns the model that knows of draws in the backward pass, which have no key.
+    """
+    x, target = two_samples(rows, device)
+    leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
+    with torch.enable_grad():
+        output = model(leaves, x)
+        value = repeating(model, loss)(output, target).sum()
+    if not value.requires_grad:
+        known = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output))
+        whose = "loss" if known else "model"
+        raise UndriftError(
+            f"The {whose} has no gradient with respect to the model's parameters, so nothing would be trained; it must "
+            "not detach what it computes, nor round, compare or convert it to whole numbers."
+        )
+    drawn = draws_backward(model, x, target, loss)
+    return model._with(unkeyed=model.unkeyed or drawn) if drawn else model
+
+
+def draws_backward(model: Model, x: Samples, target: Tensor, loss: Loss) -> str:
+    """What draws in the backward pass of a step, as gradient checkpointing does, which repeats the forward pass there.
+
+    Torch's generators are set back for that, but keys are not. A sentence, empty if nothing draws.
+    """
+    key = fixed_key(target.device)
+    trial = Trial(target.device, "its backward pass")
+    # A pass that fails here fails in training too, where the error says what it is about.
+    with contextlib.suppress(Exception), torch.enable_grad(), model.held.open():
+        leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
+        with model.seeding(key):
+            value = repeating(model, loss)(model.train(leaves, x, key), target).sum()
+        with trial.draws(keyed=False):
+            torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return trial.unkeyed
+
+
+def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device: torch.device) -> None:
+    """One call: what changes batches takes these samples and gives as many of the same shape."""
+    x, _ = two_samples(rows, device)
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    try:
+        found = augment(x, Key(words, words[0]))
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever a user's function may raise
+        raise UndriftError(f"The augmentation does not take samples of shape {shape(x)}: {error}") from error
+    whole = _batch_kind(found)
+    require(
+        whole == _batch_kind(x),
+        f"The augmentation must keep a batch's shape and type, {_batch_kind(x)}, not give {whole}.",
+    )
+
+
+def _batch_kind(x: Any) -> str:
+    """The shape and type of a batch, by input where there are several."""
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape)} {x.dtype}"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{name}: {_batch_kind(x[name])}" for name in sorted(x, key=str)) + "}"
+    return f"({', '.join(map(_batch_kind, x))})" if isinstance(x, tuple) else type(x).__name__

@@ -1,0 +1,236 @@
+"""Samples that are tuples or dicts of tensors, from the data set to the trained weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import undrift as ud
+from tests.problems import distance, same_bits
+from undrift.data.samples import chosen
+from undrift.random import uniform
+
+SIZES = [7, 1, 4, 10]
+WORDS, LENGTH = 11, 5
+
+
+def texts(n: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Tokens, of which the last are padding, and their mask."""
+    rng = np.random.default_rng(seed)
+    tokens = torch.tensor(rng.integers(1, WORDS, (n, LENGTH)))
+    mask = torch.tensor(np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (n, 1))).long()
+    return {"input_ids": tokens * mask, "attention_mask": mask}, torch.tensor(rng.integers(0, 3, n))
+
+
+def tables(n: int, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Numbers and categories."""
+    rng = np.random.default_rng(seed)
+    numbers, codes = torch.tensor(rng.normal(size=(n, 4))), torch.tensor(rng.integers(0, WORDS, (n, 2)))
+    return (numbers, codes), torch.tensor(rng.integers(0, 3, n))
+
+
+class Reader(nn.Module):
+    """The mean embedding of the tokens that are no padding; takes its inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.embedding, self.head = nn.Embedding(WORDS, 6).double(), nn.Linear(6, 3).double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        weight = attention_mask.to(torch.float64).unsqueeze(-1)
+        return self.head((self.embedding(input_ids) * weight).sum(-2) / weight.sum(-2))
+
+
+class Mixed(nn.Module):
+    """Numbers and embedded categories; takes its inputs in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.embedding, self.head = nn.Embedding(WORDS, 2).double(), nn.Linear(8, 3).double()
+
+    def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
+        return self.head(torch.cat([numbers, self.embedding(codes).flatten(-2)], -1))
+
+
+def clients_of(make, sizes=SIZES) -> ud.FederatedDataset:
+    pairs = [make(n, i) for i, n in enumerate(sizes)]
+    return ud.FederatedDataset.from_clients(pairs, test=make(12, 90), server=make(9, 91), validation=make(6, 92))
+
+
+def call(model: nn.Module, x) -> Tensor:
+    return model(**x) if isinstance(x, dict) else model(*x)
+
+
+def by_hand(model: nn.Module, data, local: ud.Local, rounds: int) -> dict[str, Tensor]:
+    """FedAvg as a loop: every client takes SGD steps on `ud.batches`, and the server the mean weighted by samples."""
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for t in range(rounds):
+        total = {n: torch.zeros_like(w) for n, w in weights.items()}
+        for c in range(len(data)):
+            model.load_state_dict(weights)
+            x, y = data[c]
+            for rows in ud.batches(data, local, client=c, round=t, seed=0):
+                loss = nn.functional.cross_entropy(call(model, chosen(x, rows)), y[rows])
+                grads = torch.autograd.grad(loss, list(model.parameters()))
+                with torch.no_grad():
+                    for p, g in zip(model.parameters(), grads, strict=True):
+                        p.sub_(local.lr * g)
+            for n, p in model.named_parameters():
+                total[n] += len(y) / data.sizes.sum() * p.detach()
+        weights = total
+    return weights
+
+
+@pytest.mark.parametrize("make", [texts, tables])
+def test_the_store_is_flat_and_samples_are_trees(make):
+    data = clients_of(make)
+    names = {texts: ["x/input_ids", "x/attention_mask", "y"], tables: ["x/0", "x/1", "y"]}[make]
+    for store in (data.store, data.test_rows.store, data.server_rows.store):
+        assert list(store) == names
+    for i, n in enumerate(SIZES):
+        (x, y), (given, labels) = data[i], make(n, i)
+        assert type(x) is type(given) and torch.equal(y, labels)
+        pairs = zip(x.values(), given.values(), strict=True) if isinstance(x, dict) else zip(x, given, strict=True)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+    assert isinstance(data.test[0], type(data[0][0])) and data.classes == 3
+    assert ("{input_ids: (5,), attention_mask: (5,)}" if make is texts else "((4,), (2,))") in repr(data)
+
+
+@pytest.mark.parametrize(("make", "net"), [(texts, Reader), (tables, Mixed)])
+@pytest.mark.parametrize("engine", ["plain", "lanes"])
+def test_training_is_that_of_a_loop_by_hand(make, net, engine):
+    data, local = clients_of(make), ud.Local(epochs=2, batch_size=3, lr=0.3)  # clients of 7, 4 and 10: short batches
+    result = ud.train(net(), data, rounds=3, local=local, engine=engine, lanes=None if engine == "plain" else 2)
+    want = by_hand(net(), data, local, 3)
+    found = dict(result.model.named_parameters())
+    assert distance(found, want) < 1e-12
+    model = net()
+    model.load_state_dict(want)
+    x, y = data.test
+    with torch.no_grad():
+        z = call(model, x)
+    assert result.history[-1]["loss"] == pytest.approx(float(nn.functional.cross_entropy(z, y)))
+    assert result.history[-1]["accuracy"] == pytest.approx(float((z.argmax(-1) == y).double().mean()))
+    assert "validation_loss" in result.history[-1]
+
+
+@pytest.mark.parametrize("method", ["FedCurv(0.1)", "FedCL(0.1)", "ServerTraining(0.1, batch_size=4)", "CCVR()"])
+def test_methods_that_look_at_samples_take_trees(method):
+    data, local = clients_of(texts, [7, 3, 4]), ud.Local(steps=2, batch_size=3, lr=0.1)
+    found = [
+        ud.train(Reader(), data, method=method, rounds=2, local=local, engine=engine).model.state_dict()
+        for engine in ("plain", "lanes")
+    ]
+    assert distance(*found) < 1e-10
+
+
+def test_an_augmentation_is_given_the_tree():
+    seen = []
+
+    def drop(x: dict[str, Tensor], key) -> dict[str, Tensor]:
+        seen.append(sorted(x))
+        keep = uniform(key, x["input_ids"].shape) > 0.3
+        first = torch.arange(LENGTH) == 0
+        return {**x, "attention_mask": x["attention_mask"] * (keep | first)}
+
+    local = ud.Local(epochs=1, batch_size=3, lr=0.3)
+    weights = []
+    for engine in ("plain", "lanes"):
+        data = clients_of(texts)
+        data.augment = drop
+        weights.append(ud.train(Reader(), data, rounds=2, local=local, engine=engine).model.state_dict())
+    without = ud.train(Reader(), clients_of(texts), rounds=2, local=local).model.state_dict()
+    assert distance(*weights) < 1e-12 and distance(weights[0], without) > 1e-4
+    assert seen[0] == ["attention_mask", "input_ids"]
+    data = clients_of(texts)
+    data.augment = lambda x, key: x["input_ids"]
+    with pytest.raises(ud.UndriftError, match=r"must keep a batch's shape and type, {attention_mask: .2, 5."):
+        ud.train(Reader(), data, rounds=1, local=local)
+    data.augment = ud.CropFlip()
+    with pytest.raises(ud.UndriftError, match=r"CropFlip needs images .* not samples of shape {input_ids: "):
+        ud.train(Reader(), data, rounds=1, local=local)
+
+
+def test_load_partitions_trees_and_holds_some_out():
+    x, y = texts(60, 5)
+    data = ud.load(
+        (x, y), ud.Dirichlet(0.5), 4, server_fraction=0.1, client_test_fraction=0.2, test=texts(12, 6),
+    )  # fmt: skip
+    held = [data[i] for i in range(4)] + [data.client_test[i] for i in range(4)] + [data.server]
+    found = torch.cat([x["input_ids"] * 3 + y[:, None] for x, y in held])
+    assert sorted(found.tolist()) == sorted((x["input_ids"] * 3 + y[:, None]).tolist())
+    local = ud.Local(steps=2, batch_size=4, lr=0.2)
+    row = ud.train(Reader(), data, rounds=1, local=local, personalize_every=1).history[-1]
+    assert {"loss", "client_loss", "tuned_loss"} <= row.keys()
+    assert ud.load(((x["input_ids"], x["attention_mask"]), y), ud.IID(), 3)[0][0][0].shape == (20, LENGTH)
+
+
+def test_integers_in_a_tree_stay_and_a_single_uint8_tensor_is_a_picture():
+    pixels, y = torch.full((2, 3), 255, dtype=torch.uint8), torch.tensor([0, 1])
+    assert ud.FederatedDataset.from_clients([(pixels, y)])[0][0].tolist() == [[1.0] * 3] * 2
+    x, _ = ud.FederatedDataset.from_clients([({"tokens": pixels, "size": torch.ones(2)}, y)])[0]
+    assert x["tokens"].dtype == torch.uint8 and x["tokens"].tolist() == [[255] * 3] * 2
+    data = ud.FederatedDataset.from_clients([(pixels, y)])
+    model = nn.Sequential(nn.Embedding(256, 2), nn.Flatten(), nn.Linear(6, 2))
+    with pytest.raises(ud.UndriftError, match=r"given as uint8, which stands for pictures .* tokens want x.long"):
+        ud.train(model, data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+
+
+def test_the_digest_sees_every_input():
+    data, other = clients_of(texts), clients_of(texts)
+    assert data.digests == other.digests
+    other.store["x/attention_mask"][0, 0] = 1 - other.store["x/attention_mask"][0, 0]
+    assert data.digests["training data"] != other.digests["training data"]
+
+
+def test_bits_repeat():
+    data, local = clients_of(texts), ud.Local(steps=2, batch_size=2, lr=0.1)
+    runs = [ud.train(Reader(), data, rounds=2, local=local) for _ in range(2)]
+    assert same_bits(*(run.model.state_dict() for run in runs))
+
+
+A, B, LABELS = torch.zeros(3, 2), torch.zeros(3, 4), torch.tensor([0, 1, 0])
+NAN = torch.tensor([[0.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("clients", "sentence"),
+    [
+        ([((A, B[:2]), LABELS)], "as many x as y, not shapes ..3, 2., .2, 4.. and .3,."),
+        ([({"a": A, "b": torch.tensor(0.0)}, LABELS)], "as many x as y"),
+        ([(A, B, LABELS)], r"not 3 arrays; .*\(\(x1, x2\), y\)"),
+        ([({"a": {"b": A}}, LABELS)], "'a' is itself a dict"),
+        ([({}, LABELS)], "names that are words"),
+        ([({0: A}, LABELS)], "names that are words"),
+        ([({"0": A}, LABELS)], "names that are words"),
+        ([({"a": A}, LABELS), ({"b": A}, LABELS)], "Client 1's samples are {b: .2,. torch.float32}"),
+        ([((A, B), LABELS), ((B, A), LABELS)], "make them alike"),
+        ([(A, LABELS), ((A,), LABELS)], "make them alike"),
+        ([({"a": A, "b": NAN}, LABELS)], "Client 0, sample 1 has NaN in its x/b"),
+    ],
+)
+def test_wrong_trees_get_a_sentence(clients, sentence):
+    with pytest.raises(ud.UndriftError, match=sentence):
+        ud.FederatedDataset.from_clients(clients)
+
+
+def test_the_order_of_names_is_the_first_clients():
+    data = ud.FederatedDataset.from_clients([({"a": A, "b": B}, LABELS), ({"b": B + 1, "a": A + 2}, LABELS)])
+    x, _ = data[1]
+    assert list(x) == ["a", "b"] and x["a"].tolist() == (A + 2).tolist() and x["b"].tolist() == (B + 1).tolist()
+
+
+def test_models_by_name_take_one_input():
+    with pytest.raises(ud.UndriftError, match=r"'mlp' takes one input, but samples have several, of shape .*give"):
+        ud.train("mlp", clients_of(tables), rounds=1, local=ud.Local(steps=1, lr=0.1))
+
+
+def test_a_model_that_does_not_take_the_inputs_gets_their_names():
+    with pytest.raises(ud.UndriftError, match=r"samples of shape {input_ids: .5,., attention_mask: .5,.}: .*keyword"):
+        ud.train(nn.Linear(5, 3), clients_of(texts), rounds=1, local=ud.Local(steps=1, lr=0.1))
