@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from undrift.errors import UndriftError
 from undrift.functional.draws import KeyedDraws, RefuseDraws
+from undrift.functional.norm_trials import find_norm_obstacle
 from undrift.functional.recurrent.layers import THEIRS
 from undrift.random import Key
 from undrift.tree import tree_expand
 
 if TYPE_CHECKING:
     from undrift.functional.model import Model, Params
-
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def examine(model: Model, x: Tensor) -> tuple[Tensor, list[str]]:
@@ -62,11 +61,7 @@ def find_obstacle(model: Model) -> str | None:
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
             return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases, one direction and no dropout"
-        if isinstance(layer, NORMS) and (
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
-        ):
-            return f"{name} in training mode looks across the rows of a batch and changes its statistics"
-    return f"training changes its buffer {next(iter(model.tracked))!r}" if model.tracked else _vmap_failure(model)
+    return find_norm_obstacle(model) or _vmap_failure(model)
 
 
 def _vmap_failure(model: Model) -> str | None:
@@ -75,7 +70,7 @@ def _vmap_failure(model: Model) -> str | None:
     key, x = _any_key(model.sample.device), model.sample.expand(2, *model.sample.shape)
 
     def output(params: Params, x: Tensor) -> Tensor:
-        return model.train(params, x, key).sum()
+        return model.train(params, x, key, mask=torch.ones(len(x), device=x.device)).sum()
 
     try:
         torch.func.vmap(torch.func.grad(output))(tree_expand(model.start, 2), x)

@@ -14,10 +14,12 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError
+from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, explaining_single_samples, release_norms
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.draws import KeyedDraws, Row
-from undrift.functional.examine import NORMS, examine, find_obstacle
+from undrift.functional.examine import examine, find_obstacle
 from undrift.functional.layers import LastInput, Layer, Watch
+from undrift.functional.norm_trials import refuses_single
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
 from undrift.random import Key
@@ -63,6 +65,8 @@ class Model:
         self.outputs = 0
         self.tracked: Params = {}
         self.sample: Tensor | None = None
+        self.vectorized = False
+        """Whether this is the model as lanes train it."""
 
     def examined(self, x: Tensor) -> tuple[Model, Tensor]:
         """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
@@ -76,10 +80,11 @@ class Model:
         return self._with(outputs=outputs, tracked=tracked, sample=x), output
 
     def in_lanes(self) -> Model:
-        """This model with recurrent layers that run under vmap, where it has torch's own."""
+        """This model with recurrent layers and batch norms that run under vmap, where it has torch's own."""
         module = copy.deepcopy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
         adopt(module)
-        return self._with(module=module)
+        adopt_norms(module)
+        return self._with(module=module, vectorized=True)
 
     def at(self, tracked: Params) -> Model:
         """This model with these running statistics."""
@@ -89,7 +94,7 @@ class Model:
         """A copy with these attributes changed. What was found out about another module or sample is dropped."""
         other = copy.copy(self)
         if "module" in changes or "sample" in changes:
-            for name in ("layers", "squares", "obstacle"):
+            for name in ("layers", "squares", "obstacle", "refuses_single"):
                 other.__dict__.pop(name, None)
         other.__dict__ |= changes
         return other
@@ -123,13 +128,20 @@ class Model:
         """Why this model cannot run under vmap; None if it can."""
         return find_obstacle(self)
 
+    @cached_property
+    def refuses_single(self) -> bool:
+        """Whether a batch of one sample cannot train this model: batch norm needs two values per channel."""
+        return refuses_single(self)
+
     def __call__(self, params: Params, x: Tensor) -> Tensor:
         """Outputs in evaluation mode: no dropout, running statistics as they are."""
         return self._call(params, x, {}, training=False)
 
-    def train(self, params: Params, x: Tensor, key: Key, statistics: Params | None = None) -> Tensor:
+    def train(
+        self, params: Params, x: Tensor, key: Key, statistics: Params | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`, if given."""
-        return self.train_features(params, x, key, statistics, watch=False)[0]
+        return self.train_features(params, x, key, statistics, watch=False, mask=mask)[0]
 
     def train_features(
         self,
@@ -139,16 +151,20 @@ class Model:
         statistics: Params | None = None,
         watch: bool = True,
         row: Row | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """`train`, and a function that returns the input of the last layer in that pass; None without `watch`.
 
-        With `row`, `x` is one sample that has the draws of that row of a larger batch.
+        With `row`, `x` is one sample that has the draws of that row of a larger batch. `mask` says which samples are
+        real; norms leave the others out. Values in `statistics` are written in place or, in lanes, replaced.
         """
         if statistics is None:
             statistics = {name: value.clone() for name, value in self.tracked.items()}
         seen = LastInput() if watch else None
-        with KeyedDraws(key, row):
+        norms = LaneNorms(statistics, mask) if self.vectorized else None
+        with KeyedDraws(key, row), norms or contextlib.nullcontext():
             output = self._call(params, x, statistics, training=True, watch=seen)
+        statistics |= norms.changed if norms else {}
         return output, (lambda: seen.features().to(self.dtype)) if seen else None
 
     def squared(self, params: Params, x: Tensor) -> Tensor:
@@ -227,6 +243,7 @@ class Model:
     def released(self) -> nn.Module:
         """The module as users know it, with torch's own layers, in evaluation mode."""
         release(self.module)
+        release_norms(self.module)
         return self.module.eval()
 
 
@@ -237,19 +254,19 @@ def as_buffer(value: Tensor, like: Tensor) -> Tensor:
 
 def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
     """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses."""
+    return ordinary_gradient_and_buffers(lambda w: (loss(w), {}), params)[0]
+
+
+def ordinary_gradient_and_buffers(
+    loss: Callable[[Params], tuple[Tensor, Params]], params: Params
+) -> tuple[Params, Params]:
+    """The same for a `loss` that also returns the buffers it changed."""
     with torch.enable_grad():
         leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
-        try:
-            value = loss(leaves)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise UndriftError(
-                "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that "
-                "leaves no client a last batch of one, or a norm that does not look across samples (GroupNorm)."
-            ) from error
+        with explaining_single_samples():
+            value, buffers = loss(leaves)
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(params, found, strict=True))
+    return dict(zip(params, found, strict=True)), {name: b.detach() for name, b in buffers.items()}
 
 
 def _of_norms(module: nn.Module) -> set[str]:

@@ -37,6 +37,7 @@ from undrift.training.checks import (
 )
 from undrift.training.run import Run
 from undrift.training.settings import Settings
+from undrift.training.singles import check_singles
 from undrift.training.survivors import Conditions
 
 log = logging.getLogger("undrift")
@@ -66,6 +67,7 @@ def prepare(given: Settings) -> Run:
         in_lanes = function.in_lanes()
         choice = chosen(given, in_lanes, device_data, cohort_size, method.batches)
     function = in_lanes if choice.engine == "lanes" else function
+    check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     return Run(
         method=method,
