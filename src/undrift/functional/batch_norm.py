@@ -23,8 +23,11 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from undrift.errors import UndriftError
+from undrift.functional.vmap import mapped
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+COUNTER = "num_batches_tracked"
+"""The buffer in which a batch norm counts batches; it adds 1 in place before it calls `F.batch_norm`."""
 SINGLE = (
     "A client's batch has one sample, on which batch norm cannot train; use Local(drop_last=True), choose a batch_size "
     "that leaves no client a last batch of one, or a norm that does not look across samples (GroupNorm)."
@@ -60,7 +63,7 @@ class LaneNorms(TorchFunctionMode):
         if func in (F.instance_norm, torch.instance_norm):
             call = Call.of(func, args, kwargs)
             return func(*args, **kwargs) if call.mean is None else self._instance_norm(call)
-        if func in (Tensor.add_, Tensor.__iadd__) and id(args[0]) in self.names:  # a layer counts its batches
+        if func in (Tensor.add_, Tensor.__iadd__) and self.names.get(id(args[0]), "").endswith(COUNTER):
             name = self.names[id(args[0])]
             self.changed[name] = torch.add(self._current(args[0]), *args[1:], **kwargs)
             return args[0]
@@ -78,8 +81,7 @@ class LaneNorms(TorchFunctionMode):
             self._update(call, mean, var * (count / (count - 1)))
         weight = mean.new_ones(len(mean)) if call.weight is None else call.weight
         bias = mean.new_zeros(len(mean)) if call.bias is None else call.bias
-        rstd = torch.rsqrt(var + call.eps)
-        return Normalize.apply(x, weight, bias, mean, rstd, share)  # type: ignore[no-untyped-call]
+        return Normalize.apply(x, weight, bias, mean, var, share, call.eps)  # type: ignore[no-untyped-call]
 
     def _instance_norm(self, call: Call) -> Tensor:
         """Every sample has statistics of its own, so only the running ones are affected by padding."""
@@ -125,7 +127,7 @@ class LaneNorms(TorchFunctionMode):
     def _factor(self, momentum: float, name: str, dtype: torch.dtype) -> float | Tensor:
         if not isinstance(momentum, Cumulative):
             return momentum
-        counter = f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
+        counter = f"{name.rpartition('.')[0]}.{COUNTER}".lstrip(".")
         return 1.0 / self.changed[counter].to(dtype)
 
     def _current(self, buffer: Tensor) -> Tensor:
@@ -160,34 +162,38 @@ OWN_NAMES = {"input": "x", "running_mean": "mean", "running_var": "var", "use_in
 
 
 class Normalize(Function):
-    """`γ (x − μ)·r + β`, where `mean` μ and `rstd` r = 1/√(σ² + ε) are those of `x` itself, with the weights `share`.
+    """`γ (x − μ) / √(σ² + ε) + β`, where `mean` μ and `var` σ² are those of `x` itself, with the weights `share`.
 
-    The gradient with respect to `x` includes that through μ and r; so they must be given detached.
+    The gradient with respect to `x` includes that through μ and σ²; so they must be given detached.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, share: Tensor) -> Tensor:
-        axes = x.dim() - 2
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, share: Tensor, eps: float
+    ) -> Tensor:
+        if _has_kernel(x, weight, bias, mean):
+            return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+        axes, scale = x.dim() - 2, weight.to(mean.dtype) * torch.rsqrt(var + eps)
         centred = x.to(mean.dtype) - per_channel(mean, axes)
-        return torch.addcmul(
-            per_channel(bias.to(mean.dtype), axes), centred, per_channel(weight.to(mean.dtype) * rstd, axes)
-        ).to(x.dtype)
+        return torch.addcmul(per_channel(bias.to(mean.dtype), axes), centred, per_channel(scale, axes)).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, _, mean, rstd, share = inputs
-        ctx.save_for_backward(x, weight, mean, rstd, share)
+        x, weight, _, mean, var, share, ctx.eps = inputs
+        ctx.save_for_backward(x, weight, mean, var, share)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        grads = NormalizeBackward.apply(g, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return *grads, None, None, None
+        grads = NormalizeBackward.apply(g, *ctx.saved_tensors, ctx.eps)  # type: ignore[no-untyped-call]
+        return *grads, None, None, None, None
 
 
 class NormalizeBackward(Function):
-    """The gradients of `Normalize` with respect to input, weight and bias. With x̂ = (x − μ)·r, and sums over a channel:
+    """The gradients of `Normalize` with respect to input, weight and bias.
+
+    With r = 1/√(σ² + ε), x̂ = (x − μ) r, and sums over a channel:
 
         dβ = Σ g,   dγ = Σ g x̂,   dx = γ r (g − share·(dβ + x̂ dγ)).
 
@@ -197,16 +203,22 @@ class NormalizeBackward(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, share: Tensor) -> Any:
-        axes, wide = x.dim() - 2, g.to(mean.dtype)
-        centred = x.to(mean.dtype) - per_channel(mean, axes)
-        bias_grad = positions_sum(wide).sum(0)
-        weight_grad = positions_sum(wide * centred).sum(0) * rstd
+    def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, share: Tensor, eps: float) -> Any:
+        axes, rstd = x.dim() - 2, torch.rsqrt(var + eps)
         scale = weight.to(mean.dtype) * rstd
-        # Per sample and channel, so that what is added to every position is small next to the input.
-        constant, slope = share[:, None] * (scale * bias_grad), share[:, None] * (scale * rstd * weight_grad)
-        back = torch.addcmul(per_channel(constant, axes), centred, per_channel(slope, axes))
-        dx = wide * per_channel(scale, axes) - back
+        if _has_kernel(g, x, weight, mean):  # it treats the statistics as constants, and leaves γ r g to begin with
+            dx, weight_grad, bias_grad = torch.ops.aten.native_batch_norm_backward(
+                g, x, weight, mean, var, None, None, False, eps, [True, True, True]
+            )
+            constant, slope = _through_statistics(scale, rstd, share, weight_grad, bias_grad)
+            # In place: on a CPU, memory for another activation costs more than the arithmetic on it.
+            dx.addcmul_(x, per_channel(slope, axes), value=-1).sub_(per_channel(constant - slope * mean, axes))
+            return dx, weight_grad, bias_grad
+        wide, centred = g.to(mean.dtype), x.to(mean.dtype) - per_channel(mean, axes)
+        bias_grad, weight_grad = positions_sum(wide).sum(0), positions_sum(wide * centred).sum(0) * rstd
+        constant, slope = _through_statistics(scale, rstd, share, weight_grad, bias_grad)
+        dx = wide * per_channel(scale, axes)
+        dx = dx - torch.addcmul(per_channel(constant, axes), centred, per_channel(slope, axes))
         return dx.to(x.dtype), weight_grad.to(weight.dtype), bias_grad.to(weight.dtype)
 
     @staticmethod
@@ -220,12 +232,26 @@ class NormalizeBackward(Function):
         )
 
 
+def _through_statistics(
+    scale: Tensor, rstd: Tensor, share: Tensor, weight_grad: Tensor, bias_grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What dx loses by the statistics' dependence on x, as c + s (x − μ): c and s, both samples × channels."""
+    return share[:, None] * (scale * bias_grad), share[:, None] * (scale * rstd * weight_grad)
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Whether torch's own kernels, which fuse all of it, can be used: on a CPU without vmap, in one precision."""
+    first = tensors[0]
+    same = all(t.dtype == first.dtype for t in tensors)
+    return first.device.type == "cpu" and same and not any(map(mapped, tensors))
+
+
 def moments(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and the variance of each channel, detached: the mean first, since differences of squares cancel."""
     wide = x.detach().to(share.dtype)
     mean = (share[:, None] * positions_sum(wide)).sum(0)
-    centred = wide - per_channel(mean, x.dim() - 2)
-    return mean, (share[:, None] * positions_sum(centred * centred)).sum(0)
+    squares = (wide - per_channel(mean, x.dim() - 2)).square_()
+    return mean, (share[:, None] * positions_sum(squares)).sum(0)
 
 
 def positions_sum(x: Tensor) -> Tensor:
