@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu import bits, draws, engines, equations, field, gradients, pytests, real
+from gpu import bits, draws, engines, equations, field, gradients, norms, pytests, real
 from gpu.checks import Check
 
 GROUPS = {
@@ -18,7 +18,7 @@ GROUPS = {
 
 
 def collect() -> list[Check]:
-    modules = (equations, engines, gradients, draws, bits, real, field, pytests)
+    modules = (equations, engines, norms, gradients, draws, bits, real, field, pytests)
     found = [check for module in modules for check in module.checks()]
     assert len({check.key for check in found}) == len(found), "two checks have the same name"
     return found

@@ -222,9 +222,7 @@ def unstacked(weights, ids):
     return {int(c): {n: w[i].clone() for n, w in weights.items()} for i, c in enumerate(ids)}
 
 
-@pytest.mark.parametrize(
-    ("module", "why"), [(Branching, "vmap"), (Recurrent, "nn.GRU has no vmap rule"), (Normed, "BatchNorm1d")]
-)
+@pytest.mark.parametrize(("module", "why"), [(Branching, "vmap"), (Recurrent, "nn.GRU has no vmap rule")])
 def test_models_that_do_not_vmap_run_on_the_plain_engine(module, why):
     data = make_clients([12, 8, 20])
     run = ud.train(module(), data, rounds=2, local=ud.Local(epochs=1, batch_size=8, lr=0.1))

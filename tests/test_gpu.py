@@ -79,7 +79,7 @@ def test_lower_precisions_train_and_keep_the_parameters_in_float32(precision):
 def test_batch_norm_and_switches_are_put_back():
     before = torch.backends.cuda.matmul.allow_tf32
     run = ud.train(Normed(), make_clients([12, 8, 20]), rounds=2, local=LOCAL, precision="tf32", deterministic=True)
-    assert run.choices["engine"] == "plain" and torch.backends.cuda.matmul.allow_tf32 == before
+    assert run.choices["engine"] == "lanes" and torch.backends.cuda.matmul.allow_tf32 == before
 
 
 def pictures(sizes: list[int]) -> ud.FederatedDataset:

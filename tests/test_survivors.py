@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import undrift as ud
+from tests.parts import Branching
 from tests.problems import Point, make_clients, net, quadratics
 from undrift import random
 from undrift.engine import choose, compiler
@@ -420,13 +421,13 @@ def test_how_far_a_compiled_program_is_off():
     assert compiler.distance([torch.tensor([3.0])], [torch.tensor([2.0])], [torch.tensor([1.0])]) == 1.0
 
 
-@pytest.mark.parametrize(("model", "way"), [(net(), "_one_pass"), (None, "_one_by_one")])
+@pytest.mark.parametrize(("model", "way"), [(net(), "_one_pass"), (None, "_vmapped"), (Branching(), "_one_by_one")])
 def test_squared_gradients_go_row_by_row_only_where_a_model_does_not_vmap(model, way, monkeypatch):
     used = []
     for name in ("_one_pass", "_vmapped", "_one_by_one"):
         function = getattr(curvature, name)
         monkeypatch.setattr(curvature, name, lambda *a, f=function, n=name: used.append(n) or f(*a))
-    if model is None:  # batch norm looks across a batch
+    if model is None:  # the squares of a norm's scale need every sample's gradient
         model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)).double()
     ud.train(model, make_clients([6, 6]), ud.FedCurv(0.1), rounds=1, local=ud.Local(steps=1, lr=0.1))
     assert set(used) == {way}

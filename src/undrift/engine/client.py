@@ -6,8 +6,8 @@ the rate, the step, and the `project` hooks. The lanes engine maps these functio
 calls them as they are.
 
 `given` is what the client is given: one client's entries of `RoundInputs`, both trees merged by `Program.given`.
-`state` is what training changes: `params`; `carry`, per part; `rate_sum`, `work` and `momentum_sum` where a part reads
-the rates.
+`state` is what training changes: `params`; `statistics`, the buffers that the forward pass changes; `carry`, per part;
+`rate_sum`, `work` and `momentum_sum` where a part reads the rates.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The functions of one client's round, fixed for the whole run: pure, but for `step` writing `statistics`."""
+    """The functions of one client's round, fixed for the whole run; all of them are pure."""
 
     model: Model
     method: Method
@@ -158,6 +158,8 @@ class Program:
         """Training state before the first step."""
         params = self.starting(given)
         state: dict[str, Any] = {"params": tree_map(torch.clone, params)}
+        if given["tracked"]:
+            state["statistics"] = tree_map(torch.clone, given["tracked"])
         carries: list[Tree] = []
         if self.using["step"]:
             clients = self.clients(given, PREPARE)
@@ -182,7 +184,6 @@ class Program:
         batches: list[Batch],
         k: Tensor,
         differentiate: Differentiate,
-        statistics: Params | None = None,
     ) -> Tree:
         """One local step on the first of its batches.
 
@@ -192,11 +193,12 @@ class Program:
             batches: The batches of this step: one, unless a part asks for more.
             k: The step's index.
             differentiate: The engine's gradient of a function of the weights.
-            statistics: Gets the buffers that the forward pass changes.
         """
         params, after, clients = state["params"], dict(state), self.clients(given, k, local=True)
         gradients = StepGradients(self, given, batches, k, differentiate, clients)
-        g = gradients.first(params, statistics)
+        g, statistics = gradients.first(params, state.get("statistics", {}))
+        if statistics:
+            after["statistics"] = statistics
         if self.weight_decay:
             g = {n: t if self.decay.get(n) == 0 else t + self._decay(n, given) * params[n] for n, t in g.items()}
         carries = list(state.get("carry", ()))
@@ -245,7 +247,7 @@ class Program:
         With `row`, the batch is that row of a larger one, whose draws it has.
         """
         terms = self.using["objective"]
-        z, features = self.model.train_features(params, batch.x, key, statistics, bool(terms), row)
+        z, features = self.model.train_features(params, batch.x, key, statistics, bool(terms), row, batch.mask)
         for part, client in (clients[i] for i in self.using["logits"]):
             z = call(part, "logits", z, client)
         with in_step(self.model, key, row):
@@ -297,12 +299,12 @@ class Program:
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
-    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> Sent:
+    def conclude(self, state: Tree, given: Tree, skip: bool = False) -> Sent:
         """What a client sends and keeps; see `Sent`. With `skip`, one whose numbers are not finite sends zeros."""
         final, start, begun = state["params"], given["start"], self.starting(given)
         trained = tree_sub(final, begun)
         update = trained if begun is start else tree_sub(final, start)
-        delta, statistics = update, statistics or {}
+        delta, statistics = update, state.get("statistics", {})
         sums: list[Tree] = [() for _ in self.method.parts]
         kept: list[Tree] = list(given["kept"])
         after: dict[str, Any] = {"final": final, "buffers": statistics}

@@ -19,8 +19,9 @@ from undrift.tree import Tree, tree_map, tree_stack
 if TYPE_CHECKING:
     from undrift.engine.client import Clients, Program
 
-Differentiate = Callable[[Callable[[Params], Tensor], Params], Params]
-"""The gradient of a function of the weights, as an engine computes it."""
+Differentiate = Callable[[Callable[[Params], tuple[Tensor, Params]], Params], tuple[Params, Params]]
+"""The gradient of a function of the weights, as an engine computes it. The function also returns the buffers that it
+changed, which are passed on beside the gradient."""
 
 AUGMENT = 2**16 - 1
 """The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
@@ -50,20 +51,21 @@ class StepGradients:
         self.g: Params = {}
         self.buffers: Params = {}
 
-    def first(self, params: Params, statistics: Params | None) -> Params:
-        """The gradient of the step itself, which is kept for hooks that ask for it again.
+    def first(self, params: Params, statistics: Params) -> tuple[Params, Params]:
+        """The gradient of the step itself, which is kept for hooks that ask for it again, and the buffers after it.
 
-        So are the buffers before the step, which gradients at other weights start from too.
+        The buffers before the step are kept, too: gradients at other weights start from these.
         """
-        self.buffers = tree_map(torch.clone, statistics or {})
-        self.params, self.g = params, self._at(params, 0, statistics)
-        return self.g
+        self.buffers = statistics
+        g, after = self._at(params, 0)
+        self.params, self.g = params, g
+        return g, after
 
     def gradient(self, weights: Tree, batch: int) -> Tree:
         self._check(weights, batch)
         if batch == 0 and all(weights[n] is w for n, w in self.params.items()):
             return dict(self.g)
-        return self._at(weights, batch, tree_map(torch.clone, self.buffers))
+        return self._at(weights, batch)[0]
 
     def per_sample(self, weights: Tree, batch: int) -> Tree:
         self._check(weights, batch)
@@ -74,12 +76,12 @@ class StepGradients:
             x, y = tree_map(lambda t: t[None], (x, y))
             sample = Batch(x, y, torch.ones_like(mask)[None])
 
-            def loss(w: Params) -> Tensor:
+            def loss(w: Params) -> tuple[Tensor, Params]:
                 buffers = tree_map(torch.clone, self.buffers)
-                return self.program.objective(w, sample, key, self.clients, buffers, (row, rows)).sum()
+                return self.program.objective(w, sample, key, self.clients, buffers, (row, rows)).sum(), {}
 
             with self.program.model.seeding(key, (row, rows)):
-                g = self.differentiate(loss, weights) if obstacle else grad(loss)(weights)
+                g, _ = self.differentiate(loss, weights) if obstacle else grad(loss, has_aux=True)(weights)
             return tree_map(lambda t: t * mask.to(t.dtype), g)
 
         index, obstacle = torch.arange(rows, device=whole.mask.device), self.program.model.obstacle
@@ -88,11 +90,12 @@ class StepGradients:
             return tree_stack([one(*tree_map(lambda t, i=i: t[i], samples)) for i in range(rows)])
         return vmap(one)(*samples)
 
-    def _at(self, weights: Params, batch: int, statistics: Params | None = None) -> Params:
+    def _at(self, weights: Params, batch: int) -> tuple[Params, Params]:
         data, key = self.batches[batch], self.keys[batch]
 
-        def loss(w: Params) -> Tensor:
-            return mean_loss(self.program.objective(w, data, key, self.clients, statistics), data.mask)
+        def loss(w: Params) -> tuple[Tensor, Params]:
+            buffers = tree_map(torch.clone, self.buffers)  # here, for `grad` refuses to write to what is outside of it
+            return mean_loss(self.program.objective(w, data, key, self.clients, buffers), data.mask), buffers
 
         with self.program.model.seeding(key):
             return self.differentiate(loss, weights)

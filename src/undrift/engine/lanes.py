@@ -68,7 +68,7 @@ class LanesEngine:
                 whole = len(where) == len(queues)
                 done, own = (state, lanes) if whole else self.take((state, lanes), where)
                 if visit:
-                    self.visit(visit, done["params"], inputs, clients)
+                    self.visit(visit, {**done["params"], **done.get("statistics", {})}, inputs, clients)
                 self.end(inputs, done, own, clients, sums, skip)
         return sums
 

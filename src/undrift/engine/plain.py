@@ -1,7 +1,7 @@
 """The plain engine: one client at a time, with ordinary autograd. Slow, simple, and right for every module.
 
 It is the reference for the lanes engine, the place to debug a hook, and the engine for models that do not vmap
-(`nn.RNN`) or whose training mode looks across a batch (batch norm).
+(`nn.RNN`) or that change buffers in ways of their own.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class PlainEngine:
             given["measured"] = self.measure(program.starting(given), given, client, "before")
             given["prepared"] = program.prepare(given)
             state = program.initial(given)
-            statistics = tree_map(torch.clone, given["tracked"])
             first, per_step = inputs.batches.first[c], inputs.batches.per_step
             for k in range(int(inputs.filled.steps[c])):
                 batches = [self.batch_at(inputs, client, first + k * per_step + j) for j in range(per_step)]
                 step = torch.tensor(k, device=self.data.device)
                 with blaming_the_model():
-                    state = program.step(state, given, batches, step, program.model.gradient, statistics)
+                    state = program.step(state, given, batches, step, program.model.gradient_and_buffers)
             if visit and c < inputs.cohort:
-                visit(tree_map(lambda t: t[None], {**state["params"], **statistics}), np.array([client]))
+                trained = {**state["params"], **state.get("statistics", {})}
+                visit(tree_map(lambda t: t[None], trained), np.array([client]))
             after = self.measure(state["params"], given, client, "after")
             given["measured"] = program.latest(given["measured"], after)
-            sent = program.conclude(state, given, statistics, skip)
+            sent = program.conclude(state, given, skip)
             sums.add(sent.sums)
             sums.collect(tree_map(lambda t: t[None], sent), [c])
         return sums.outcome()

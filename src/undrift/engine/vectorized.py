@@ -14,6 +14,7 @@ from torch.func import grad, vmap
 
 from undrift.engine.client import Program, Sent
 from undrift.engine.device_data import DeviceData
+from undrift.functional.batch_norm import explaining_single_samples
 from undrift.functional.model import Params
 from undrift.method.context import Batch
 from undrift.tree import Tree, tree_leaves, tree_map, tree_structure, tree_unflatten
@@ -80,9 +81,11 @@ class Vectorized:
         return vmap(one, (0 if params else None, 0, 0, 0, 0))(params, lanes, batch.x, batch.y, batch.mask)
 
 
-def functional_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
-    """The gradient of `loss` by `torch.func`, which holds under vmap."""
-    return grad(loss)(params)
+def functional_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
+    """The gradient of `loss` by `torch.func`, which holds under vmap, and the buffers that it changed."""
+    with explaining_single_samples():
+        found: tuple[Params, Params] = grad(loss, has_aux=True)(params)
+    return found
 
 
 def distinct(new: Tree, given: Tree) -> Tree:

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from undrift.errors import UndriftError, first_sentence
-from undrift.functional.arguments import arguments, floats_to
+from undrift.functional.arguments import arguments, batch_size, floats_to
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial, fixed_key
+from undrift.functional.norm_trials import find_norm_obstacle
 from undrift.functional.recurrent.layers import THEIRS
 from undrift.functional.writes import FrozenWriteError, RefuseWrites
 from undrift.tree import Tree, tree_expand, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from undrift.functional.model import Model, Params
-
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class Findings(NamedTuple):
@@ -132,13 +131,7 @@ def find_obstacle(model: Model) -> str | None:
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
             return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases and one direction"
-        if isinstance(layer, NORMS) and (
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats
-        ):
-            return f"{name} in training mode looks across the rows of a batch and changes its statistics"
-    if model.unkeyed:
-        return model.unkeyed
-    return f"training changes its buffer {next(iter(model.tracked))!r}" if model.tracked else _vmap_failure(model)
+    return model.unkeyed or find_norm_obstacle(model) or _vmap_failure(model)
 
 
 def _vmap_failure(model: Model) -> str | None:
@@ -146,9 +139,11 @@ def _vmap_failure(model: Model) -> str | None:
     assert model.sample is not None
     key, x = fixed_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
 
+    mask = torch.ones(batch_size(model.sample), device=key.words.device)
+
     def output(params: Params, x: Tree) -> Tensor:
-        found = [t for t in tree_leaves(model.train(params, x, key)) if isinstance(t, Tensor) and t.is_floating_point()]
-        return torch.stack([t.sum() for t in found]).sum()
+        found = tree_leaves(model.train(params, x, key, mask=mask))
+        return torch.stack([t.sum() for t in found if isinstance(t, Tensor) and t.is_floating_point()]).sum()
 
     try:
         torch.func.vmap(torch.func.grad(output))(tree_expand(model.trial(), 2), x)

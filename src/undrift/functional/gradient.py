@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from undrift.errors import UndriftError
+from undrift.functional.batch_norm import SINGLE
 
 Params = dict[str, Tensor]
 
@@ -45,26 +46,27 @@ class Held:
         return module(*args, **kwargs)
 
 
-def ordinary_gradient(loss: Callable[[Params], Tensor], params: Params) -> Params:
-    """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses."""
+def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
+    """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses.
+
+    `loss` also returns the buffers that it changed, which are handed on.
+    """
     with torch.enable_grad():
         leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
         try:
-            value = loss(leaves)
+            value, buffers = loss(leaves)
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         except (ValueError, RuntimeError) as error:
             for words, sentence in EXPLAINED.items():
                 if words in str(error):
                     raise UndriftError(sentence) from error
             raise
-    return {name: g if g.layout is torch.strided else g.to_dense() for name, g in zip(params, found, strict=True)}
+    dense = [g if g.layout is torch.strided else g.to_dense() for g in found]
+    return dict(zip(params, dense, strict=True)), {name: b.detach() for name, b in buffers.items()}
 
 
 EXPLAINED = {
-    "more than 1 value per channel": (
-        "A client's batch has one sample, on which batch norm cannot train; choose a batch_size that leaves no client "
-        "a last batch of one, or a norm that does not look across samples (GroupNorm)."
-    ),
+    "more than 1 value per channel": SINGLE,
     "Checkpointing is not compatible with .grad()": (
         "The model uses the reentrant form of gradient checkpointing, which gives gradients to .backward() alone; pass "
         "use_reentrant=False to torch.utils.checkpoint."

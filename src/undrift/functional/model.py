@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from undrift.errors import UndriftError
 from undrift.functional.arguments import arguments, batch_size, floats_to, selected
+from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, release_norms
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.copying import copy_of, deep_copy
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
-from undrift.functional.examine import NORMS, examine, find_obstacle, tensor_of
+from undrift.functional.examine import examine, find_obstacle, tensor_of
 from undrift.functional.generators import seeded
 from undrift.functional.gradient import Held, ordinary_gradient
 from undrift.functional.gradient import Params as Params
 from undrift.functional.layers import LastInput, Layer, Watch
+from undrift.functional.norm_trials import refuses_single
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
 from undrift.functional.writes import FrozenWriteError
@@ -69,6 +71,8 @@ class Model:
         self.held = Held()
         self.owns_frozen = not any(not p.requires_grad for p in self.module.parameters())
         """Whether frozen parameters are this model's own, which a forward pass may then change."""
+        self.vectorized = False
+        """Whether this is the model as lanes train it."""
 
     def examined(self, x: Tree) -> tuple[Model, Tree]:
         """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
@@ -87,10 +91,11 @@ class Model:
         return self._with(outputs=outputs, tracked=tracked, sample=x, **draws), output
 
     def in_lanes(self) -> Model:
-        """This model with recurrent layers that run under vmap, where it has torch's own."""
+        """This model with recurrent layers and batch norms that run under vmap, where it has torch's own."""
         module = deep_copy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
         adopt(module)
-        return self._with(module=module)
+        adopt_norms(module)
+        return self._with(module=module, vectorized=True)
 
     def trial(self) -> Params:
         """The starting weights, copied: a forward pass may write to them, as that of `Embedding(max_norm=…)` does."""
@@ -104,7 +109,7 @@ class Model:
         """A copy with these attributes changed. What was found out about another module or sample is dropped."""
         other = copy.copy(self)
         if changes.keys() & {"module", "sample", "unkeyed"}:
-            for name in ("layers", "squares", "obstacle"):
+            for name in ("layers", "squares", "obstacle", "refuses_single"):
                 other.__dict__.pop(name, None)
         other.__dict__ |= changes
         return other
@@ -139,13 +144,20 @@ class Model:
         """Why this model cannot run under vmap; None if it can."""
         return find_obstacle(self)
 
+    @cached_property
+    def refuses_single(self) -> bool:
+        """Whether a batch of one sample cannot train this model: batch norm needs two values per channel."""
+        return refuses_single(self)
+
     def __call__(self, params: Params, x: Tree) -> Tree:
         """Outputs in evaluation mode: no dropout, running statistics as they are."""
         return self._call(params, x, {}, training=False)
 
-    def train(self, params: Params, x: Tree, key: Key, statistics: Params | None = None) -> Tensor:
+    def train(
+        self, params: Params, x: Tree, key: Key, statistics: Params | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`, if given."""
-        return self.train_features(params, x, key, statistics, watch=False)[0]
+        return self.train_features(params, x, key, statistics, watch=False, mask=mask)[0]
 
     def train_features(
         self,
@@ -155,16 +167,21 @@ class Model:
         statistics: Params | None = None,
         watch: bool = True,
         row: Row | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """`train`, and a function that returns the input of the last layer in that pass; None without `watch`.
 
-        With `row`, `x` is one sample that has the draws of that row of a larger batch.
+        With `row`, `x` is one sample that has the draws of that row of a larger batch. `mask` says which samples are
+        real; norms leave the others out. Values in `statistics` are written in place or, in lanes, replaced.
         """
         if statistics is None:
             statistics = {name: value.clone() for name, value in self.tracked.items()}
         seen = LastInput() if watch else None
-        with self.seeding(key, row) if self.unkeyed else KeyedDraws(key, row):
+        norms = LaneNorms(statistics, mask) if self.vectorized else None
+        draws = self.seeding(key, row) if self.unkeyed else KeyedDraws(key, row)
+        with draws, norms or contextlib.nullcontext():
             output = self._call(params, x, statistics, training=True, watch=seen)
+        statistics |= norms.changed if norms else {}
         return output, (lambda: seen.features().to(self.dtype)) if seen else None
 
     @contextlib.contextmanager
@@ -208,6 +225,12 @@ class Model:
 
     def gradient(self, loss: Callable[[Params], Tensor], params: Params) -> Params:
         """The gradient of a loss that calls this model, by ordinary autograd."""
+        return self.gradient_and_buffers(lambda w: (loss(w), {}), params)[0]
+
+    def gradient_and_buffers(
+        self, loss: Callable[[Params], tuple[Tensor, Params]], params: Params
+    ) -> tuple[Params, Params]:
+        """The same for a `loss` that also returns the buffers it changed."""
         with self.held.open():
             return ordinary_gradient(loss, params)
 
@@ -278,6 +301,7 @@ class Model:
     def released(self) -> nn.Module:
         """The module as users know it, with torch's own layers, in evaluation mode."""
         release(self.module)
+        release_norms(self.module)
         return self.module.eval()
 
 

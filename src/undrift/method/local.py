@@ -56,6 +56,9 @@ class Local:
         steps: The number of local steps, or a list with one entry per client. Give either `steps` or `epochs`.
         epochs: Passes over the client's samples: E epochs are `E·⌈n/B⌉` steps for n samples and batches of B.
         batch_size: Samples per step; None takes all of a client's samples at each step.
+        drop_last: Leave out the last batch of a pass over the client's samples where it is short, so that E epochs are
+            `E·⌊n/B⌋` steps. Which samples these are differs from pass to pass. A client with less than one batch of
+            samples keeps its one short batch.
         lr: The learning rate.
         momentum: The momentum of SGD, as in `ud.SGD(momentum)`. Starts at zero in every round. Short form, for use
             without `optimizer`.
@@ -87,6 +90,7 @@ class Local:
     steps: Number | Sequence[int] | None = None
     epochs: Number | None = None
     batch_size: int | None = None
+    drop_last: bool = field(default=False, metadata=ADDED)
     lr: Number
     momentum: Number = 0.0
     weight_decay: Number = 0.0
@@ -105,6 +109,13 @@ class Local:
             raise UndriftError(
                 f"Local(batch_size) must be a whole number from 1, or None for all samples, not {quoted(size)}."
             )
+        require(
+            self.drop_last in (True, False), f"Local(drop_last) must be True or False, not {quoted(self.drop_last)}."
+        )
+        require(
+            size is not None or not self.drop_last,
+            "Local(drop_last=True) needs a batch_size: without one a batch is all of a client's samples, never short.",
+        )
         if self.optimizer is not None:
             _check_beside(self, self.optimizer)
         _check_state(self.optimizer_state, self.optimizer)
@@ -140,7 +151,7 @@ class Local:
         elif self.steps is not None:
             check_number(self.steps, rounds, "Local(steps)", f"(0, {MOST_STEPS}]")
         else:
-            longest = int(steps_per_epoch(data.sizes, self.batch_size).max(initial=1))
+            longest = int(self.per_epoch(data.sizes).max(initial=1))
             check_number(self.epochs, rounds, "Local(epochs)", f"(0, {max(1, MOST_STEPS // longest)}]")
 
     @property
@@ -154,9 +165,11 @@ class Local:
         if self.steps is not None:
             return np.full(len(clients), whole_steps(value(self.steps, t)))
         epochs = value(self.epochs, t)
-        return np.array(
-            [whole_steps(epochs * per / per_step) for per in steps_per_epoch(sizes, self.batch_size).tolist()], np.int64
-        )
+        return np.array([whole_steps(epochs * per / per_step) for per in self.per_epoch(sizes).tolist()], np.int64)
+
+    def per_epoch(self, sizes: Array) -> Array:
+        """How many batches make up one pass over the samples of clients of these sizes."""
+        return steps_per_epoch(sizes, self.batch_size, self.drop_last)
 
     def order(self, data: FederatedDataset, clients: Array) -> Order | None:
         """How these clients' samples are drawn; None for permutations."""
@@ -165,6 +178,16 @@ class Local:
     def widest(self, sizes: Array) -> int:
         """The largest batch that any client of these sizes can have."""
         return int(sizes.max()) if self.batch_size is None else min(self.batch_size, int(sizes.max()))
+
+    def last_batches(self, sizes: Array) -> Array:
+        """How many samples the last batch of a pass has, for clients of these sizes. No other batch has fewer."""
+        size = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
+        return np.minimum(size, sizes - (self.per_epoch(sizes) - 1) * size)
+
+    def may_be_short(self, sizes: Array) -> bool:
+        """Whether a batch of a client of these sizes may have fewer samples than the largest, so that lanes pad it."""
+        some = sizes[sizes > 0]
+        return bool(len(some)) and bool((self.last_batches(some) < self.widest(some)).any())
 
 
 def _check_beside(local: Local, optimizer: Any) -> None:
@@ -219,8 +242,12 @@ def _check_step_schedule(schedule: Any) -> None:
         require(fine, f"{where} is {factor:g} in step {step} of {count}; it must be in [0, inf).")
 
 
-def steps_per_epoch(sizes: Array, batch_size: int | None) -> Array:
-    return np.ones_like(sizes) if batch_size is None else -(-sizes // batch_size)
+def steps_per_epoch(sizes: Array, batch_size: int | None, drop_last: bool = False) -> Array:
+    """How many batches make up one pass: all of them, or with `drop_last` the whole ones, but at least one."""
+    if batch_size is None:
+        return np.ones_like(sizes)
+    all_of_them = -(-sizes // batch_size)
+    return np.where(sizes >= batch_size, sizes // batch_size, all_of_them) if drop_last else all_of_them
 
 
 @dataclass(frozen=True)
@@ -246,17 +273,18 @@ def cohort_batches(
     batch_size: int | None,
     width: int,
     per_step: int = 1,
+    drop_last: bool = False,
     draw: Order | None = None,
 ) -> Batches:
     """The batches of each client's steps: step k takes those from `k·per_step` on.
 
-    Batches are successive fresh permutations of a client's samples, the last of a permutation short; or what `draw`
-    gives in the place of permutations.
+    Batches are successive fresh permutations of a client's samples, the last of a permutation short or left out; or
+    what `draw` gives in the place of permutations.
 
     Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
     else: not on the cohort, the lanes or the engine. All clients' permutations are sorted in one call.
     """
-    per, count = steps_per_epoch(sizes, batch_size), steps * per_step
+    per, count = steps_per_epoch(sizes, batch_size, drop_last), steps * per_step
     epochs = -(-count // per)
     # One segment per client and epoch: its length, and where it begins in the sequence of all of them.
     client_of = np.repeat(np.arange(len(clients)), epochs)
@@ -313,7 +341,6 @@ def batches(
     if not sizes[0]:
         return []
     steps = local.step_counts(round, ids, sizes, per_step)
-    made = cohort_batches(
-        seed, round, ids, sizes, steps, local.batch_size, local.widest(sizes), per_step, draw=local.order(data, ids)
-    )
+    width, draw = local.widest(sizes), local.order(data, ids)
+    made = cohort_batches(seed, round, ids, sizes, steps, local.batch_size, width, per_step, local.drop_last, draw=draw)
     return [torch.from_numpy(row[:count]) for row, count in zip(made.positions, made.counts, strict=True)]

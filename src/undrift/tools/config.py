@@ -66,6 +66,7 @@ class Work(Section):
     steps: Number | list[Count] | None = None
     epochs: Number | None = None
     batch_size: Count | None = None
+    drop_last: StrictBool = False
     lr: Number
     momentum: Number = 0.0
     weight_decay: Number = 0.0

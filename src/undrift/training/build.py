@@ -36,6 +36,7 @@ from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.obstacles import reason
 from undrift.training.run import Run
 from undrift.training.settings import Settings
+from undrift.training.singles import check_singles
 from undrift.training.survivors import Conditions
 from undrift.training.trials import check_augment, check_gradient, check_split
 from undrift.tree import tree_map
@@ -67,6 +68,7 @@ def prepare(given: Settings) -> Run:
         in_lanes = examined.in_lanes()
         choice = chosen(given, in_lanes, device_data, cohort_size, method.batches, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
+    check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given)
     return Run(
@@ -168,7 +170,7 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_ste
     """The engine that was asked for, or that suits the model, the data and the device."""
     local, clients = given.local, data.data.nonempty
     steps, width = local.step_counts(0, clients, data.data.sizes[clients], per_step), local.widest(data.data.sizes)
-    may_be_short = bool((data.data.sizes[clients] % width).any())
+    may_be_short = local.may_be_short(data.data.sizes[clients])
     obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, may_be_short)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * float(steps.mean())

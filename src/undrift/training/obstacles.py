@@ -23,26 +23,29 @@ SAMPLES = 8
 def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     """Whether the loss of a sample in training depends on the other samples of its batch, as a contrastive one does.
 
-    Half of a batch alone must have the losses that it has beside the other half, with the same draws.
+    Half of a batch, or one sample, must have the losses that it has beside the rest as padding, with the same draws.
     """
     count = min(SAMPLES, len(data.index))
     if count < 2:
         return False
     spread = torch.linspace(0, len(data.index) - 1, count).long().numpy()
     batch = data.batch(torch.from_numpy(data.index[spread]).to(data.device), torch.ones(count, device=data.device))
-    half = max(count // 2, min(2, count - 1))
     key, repeated = fixed_key(data.device), repeating(model, loss)
 
-    def losses(rows: int) -> Tensor:
+    def losses(rows: int, real: int) -> Tensor:
         x, y = tree_map(lambda t: t[:rows].clone(), (batch.x, batch.y))
-        found: Tensor = repeated(model.train(model.trial(), x, key), y)[:half]
-        return found
+        mask = (torch.arange(rows, device=data.device) < real).to(data.dtype)  # which norms in lanes know
+        found: Tensor = repeated(model.train(model.trial(), x, key, mask=mask), y)[:real]
+        return found.double()
 
-    try:
-        alone, beside = losses(half).double(), losses(count).double()
-    except Exception:  # what the model or the loss cannot take is reported where training meets it
-        return False
-    return not close(alone, beside, model.compute_dtype)
+    for real in {1, max(count // 2, min(2, count - 1))}:
+        try:
+            alone, padded = losses(real, real), losses(count, real)
+        except Exception:  # what the model or the loss cannot take is reported where training meets it
+            continue
+        if not close(alone, padded, model.compute_dtype):
+            return True
+    return False
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

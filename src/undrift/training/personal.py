@@ -17,7 +17,6 @@ from torch import Tensor
 from undrift.data.dataset import Rows
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
-from undrift.method.local import steps_per_epoch
 from undrift.method.part import Method
 from undrift.random import choose, derive
 from undrift.training.evaluate import BATCH, parts_of
@@ -96,7 +95,7 @@ class Personal:
         # One cohort at a time, since the states of all clients may not fit into memory at once.
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
-            epoch = -(-steps_per_epoch(run.data.sizes[clients], run.local.batch_size) // run.composed.batches)
+            epoch = -(-run.local.per_epoch(run.data.sizes[clients]) // run.composed.batches)
             here = replace(plan, clients=clients, steps=epoch)
             server = replace(server, cohort=clients, client_weights=run.weights(clients))
             if received is None or method.measuring("cohort"):

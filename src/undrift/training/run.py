@@ -25,6 +25,7 @@ from undrift.method.part import Method
 from undrift.method.work import Momentum
 from undrift.random import Key, choose, derive
 from undrift.schedule import check_number, value
+from undrift.training.singles import check_round
 from undrift.training.state import State
 from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device, tree_clone, tree_to
@@ -155,8 +156,10 @@ class Run:
             self.local.batch_size,
             width,
             self.composed.batches,
+            self.local.drop_last,
             draw=self.local.order(self.data, filled.clients),
         )
+        check_round(self.model, batches, len(plan.clients))
         model = self.model.at(state.tracked)
         inputs = build_inputs(
             plan, filled, batches, self.composed, model, self.device_data, state.params, received, clients, self.seed

@@ -139,14 +139,14 @@ class Unreliable(Program):
     norms: int = 0
     """The size of a cohort, if norms are sent: as a vector with the client's at its place, so that they add up."""
 
-    def conclude(self, state: Tree, given: Tree, statistics: Tree = (), skip: bool = False) -> Sent:
+    def conclude(self, state: Tree, given: Tree, skip: bool = False) -> Sent:
         factor = given["factor"]
 
         def spoiled(w: Tensor, start: Tensor) -> Tensor:  # bit for bit as it was, where nothing happens
             return torch.where(factor == 1, w, (start + factor * (w - start)).to(w.dtype))
 
         state = {**state, "params": tree_map(spoiled, state["params"], given["start"])}
-        sent = super().conclude(state, given, statistics, skip)
+        sent = super().conclude(state, given, skip)
         if not self.norms:
             return sent
         update, sums, tracked = sent.sums

@@ -1,0 +1,63 @@
+"""Batches of one sample, on which batch norm cannot train.
+
+Torch refuses them, but in lanes such a batch is padded and would train on a variance of nothing. Batches follow from
+the clients' sizes and step counts, so they are looked at before anything is trained.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from undrift.errors import UndriftError
+from undrift.functional.batch_norm import SINGLE
+from undrift.functional.model import Model
+from undrift.method.local import Batches, Local
+from undrift.schedule import value, whole_steps
+
+
+def check_singles(model: Model, local: Local, sizes: np.ndarray, rounds: int, per_step: int, tuned: bool) -> None:
+    """Refuse a run in which `Local` gives some client a batch of one sample, where the model cannot train on it.
+
+    Args:
+        model: The model.
+        local: The local work.
+        sizes: The number of samples of every client; clients without samples do not train.
+        rounds: The number of rounds.
+        per_step: How many batches a step takes.
+        tuned: Whether clients also train for one epoch to be evaluated.
+    """
+    first = sizes if local.batch_size is None else np.minimum(sizes, local.batch_size)
+    last = local.last_batches(sizes)
+    suspects = np.flatnonzero(last == 1)
+    if len(suspects):
+        reached = _most_batches(local, suspects, sizes[suspects], rounds, per_step) >= local.per_epoch(sizes[suspects])
+        suspects = suspects[reached | tuned | (first[suspects] == 1)]
+    if not len(suspects) or not model.refuses_single:
+        return
+    client = suspects[0]
+    if first[client] > 1:
+        raise UndriftError(SINGLE.replace("A client's batch", f"The last batch of client {client}"))
+    if local.batch_size == 1:
+        raise UndriftError("Batch norm cannot train on a batch of one sample; choose a larger batch_size.")
+    raise UndriftError(
+        f"Client {client} has one sample, on which batch norm cannot train; leave such clients out of the data, or "
+        "choose a norm that does not look across samples (GroupNorm)."
+    )
+
+
+def check_round(model: Model, batches: Batches, cohort: int) -> None:
+    """The same for one round, whose step counts parts may have changed. `cohort`: how many of its clients are real."""
+    real = batches.counts[: batches.first[cohort] if cohort < len(batches.first) else len(batches.counts)]
+    if (real == 1).any() and model.refuses_single:
+        raise UndriftError(SINGLE)
+
+
+def _most_batches(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
+    """The most batches that these clients take in any round."""
+    if local.per_client or not callable(local.steps if local.steps is not None else local.epochs):
+        return local.step_counts(0, clients, sizes, per_step) * per_step
+    if local.steps is not None:
+        most = max(whole_steps(value(local.steps, t)) for t in range(rounds))
+        return np.full(len(clients), most * per_step)
+    epochs = max(value(local.epochs, t) for t in range(rounds))
+    return np.array([whole_steps(epochs * per / per_step) for per in local.per_epoch(sizes).tolist()]) * per_step
