@@ -20,6 +20,7 @@ from undrift.functional.examine import NORMS, examine, find_obstacle, tensor_of
 from undrift.functional.gradient import Held, ordinary_gradient
 from undrift.functional.gradient import Params as Params
 from undrift.functional.layers import LastInput, Layer, Watch
+from undrift.functional.masks import masks
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
 from undrift.functional.writes import FrozenWriteError
@@ -204,7 +205,7 @@ class Model:
             own = dict(self.module.named_parameters())
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
         mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype)
-        with self._mode(training), mode, watch or contextlib.nullcontext(), self._differentiable(training):
+        with self._mode(training), masks(), mode, watch or contextlib.nullcontext(), self._differentiable(training):
             output = self.held.call(self.module, {**tensors, **statistics}, *arguments(x))
         output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects
