@@ -22,6 +22,7 @@ from undrift.functional.generators import seeded
 from undrift.functional.gradient import Held, ordinary_gradient
 from undrift.functional.gradient import Params as Params
 from undrift.functional.layers import LastInput, Layer, Watch
+from undrift.functional.masks import masks
 from undrift.functional.norm_trials import refuses_single
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
@@ -254,7 +255,8 @@ class Model:
             watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
         mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype)
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
-        with self._mode(training), draws, mode, watch or contextlib.nullcontext(), self._differentiable(training):
+        seen = watch or contextlib.nullcontext()
+        with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
             output = self.held.call(self.module, {**tensors, **statistics}, *arguments(x))
         output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects

@@ -13,6 +13,7 @@ from torch import nn
 
 from undrift.errors import UndriftError, nearest, quoted, unknown, whole
 from undrift.expressions import parse
+from undrift.models import timm
 from undrift.models.cnn import cnn, cnn_fedavg, cnn_femnist, cnn_temporal
 from undrift.models.lenet import lenet5
 from undrift.models.linear import logistic, mlp, svm
@@ -54,7 +55,7 @@ def get(
         torch.Size([5, 10])
 
     Args:
-        name: One of `undrift list models`.
+        name: One of `undrift list models`, or a model of timm, such as `timm:vit_tiny_patch16_224`.
         classes: The number of outputs.
         shape: The shape of a sample, without the batch axis.
         seed: Decides the initial weights.
@@ -69,10 +70,11 @@ def get(
             parameters would not fit into memory.
     """
     check_options(name, options)
-    tokens = {"vocabulary": vocabulary} if "vocabulary" in inspect.signature(MODELS[name]).parameters else {}
+    function = known(name)
+    tokens = {"vocabulary": vocabulary} if "vocabulary" in inspect.signature(function).parameters else {}
     if tokens and vocabulary is not None and not _counts(vocabulary):
         raise UndriftError(f"vocabulary must be a whole number from 1, not {quoted(vocabulary)}.")
-    make = partial(MODELS[name], classes, tuple(shape), **tokens, **options)
+    make = partial(function, classes, tuple(shape), **tokens, **options)
     _check_size(name, make)
     with torch.device("cpu"), Seeded(torch_seed(seed, "model")):
         return make()
@@ -80,6 +82,8 @@ def get(
 
 def known(name: str) -> Callable[..., nn.Module]:
     """The function that builds the model of this name."""
+    if timm.is_timm(name):
+        return timm.builder(name)
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name]
@@ -87,6 +91,8 @@ def known(name: str) -> Callable[..., nn.Module]:
 
 def check_options(name: str, options: dict[str, Any]) -> None:
     """Raise for options that the model of this name does not have, and for values of the wrong type."""
+    if timm.is_timm(name):
+        timm.check_options(name, options)
     taken = inspect.signature(known(name)).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         return  # a user's function, which checks its options itself
@@ -108,8 +114,8 @@ def check_options(name: str, options: dict[str, Any]) -> None:
 
 def _check_size(name: str, make: Callable[[], nn.Module]) -> None:
     """Raise if the parameters of one of our models would not fit into this machine's memory."""
-    if not MODELS[name].__module__.startswith("undrift."):
-        return  # a user's function may not work on the meta device
+    if timm.is_timm(name) or not MODELS[name].__module__.startswith("undrift."):
+        return  # timm's and users' functions may not work on the meta device
     try:
         with torch.device("meta"):
             needed = sum(p.numel() * p.element_size() for p in make().parameters())
@@ -157,6 +163,11 @@ def parse_model(text: str) -> tuple[str, dict[str, Any]]:
     """A model's name and options, from a string such as `vgg9` or `vgg9(dropout=False)`."""
     if "(" not in text:
         return text, {}
+    if timm.is_timm(text):  # whose names may have a colon and a dot
+        name, _, rest = text.partition("(")
+        _, options = parse(f"timm({rest}", "model", {"timm": partial(_named, name)}, f"{name}(drop_rate=0.1)")
+        check_options(name, options)
+        return name, options
     name, options = parse(text, "model", {name: partial(_named, name) for name in MODELS}, "vgg9(dropout=False)")
     check_options(name, options)
     return name, options
