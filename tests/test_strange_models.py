@@ -264,6 +264,25 @@ class Rebinding(nn.Module):
         return x @ self.w
 
 
+class Moving(nn.Module):
+    """As cuDNN's recurrent layers on a GPU: the first forward pass moves the weights, which keep their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.moved = net(), False
+
+    def forward(self, x):
+        if not self.moved:
+            self.moved = True
+            for p in self.inner.parameters():
+                p.data = p.data.clone()
+        return self.inner(x)
+
+
+def test_weights_that_forward_only_moves():
+    assert from_hand(trained(Moving()), Moving()) < 1e-12
+
+
 def test_weights_that_forward_normalizes():
     with pytest.raises(ud.UndriftError, match=r"sets w.data in its forward pass.*w.copy_"):
         trained(Rebinding("data"))

@@ -70,8 +70,10 @@ def examine(model: Model, x: Tree) -> Findings:
         # An average of the weights that begins with the weights themselves changes when these have.
         for p in weights.values():
             p.mul_(1.0625).add_(0.01)
+        data = {n: p.data for n, p in twin.module.named_parameters()}
         with contextlib.suppress(Exception):  # weights like these may be none that the model takes
             once()
+        _refuse_new_data(twin.module, data, model)
         changed = sorted({*changed, *_changed(twin.module, before, values)})
     if not _alike(first, second):
         raise UndriftError(
@@ -111,7 +113,11 @@ def _changed(module: nn.Module, before: dict[str, Tensor], values: dict[str, Ten
 
 def _refuse_new_data(module: nn.Module, data: dict[str, Tensor], model: Model) -> None:
     """Refuse `w.data = …` in a forward pass: the training step goes on from the tensor that it knows."""
-    new = {name: p for name, p in module.named_parameters() if p.data_ptr() != data[name].data_ptr()}
+    new = {
+        name: p
+        for name, p in module.named_parameters()
+        if p.data_ptr() != data[name].data_ptr() and not torch.equal(p, data[name])  # cuDNN only moves its weights
+    }
     if not model.owns_frozen:
         for name, p in new.items():
             p.data = data[name]  # it may be the caller's
