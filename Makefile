@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs docs-serve install test soak mutants bench gpu gpu-full sbom audit clean
+.PHONY: demo docs docs-serve install test soak mutants bench compat gpu gpu-full sbom audit clean
 
 install: .venv/ready
 
@@ -36,6 +36,11 @@ mutants: .venv/ready
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu
 
+# Models of other libraries, trained by every engine and compared with plain PyTorch: compat/results.json and the table in
+# docs/how-to/own-model.md. ONLY=resnet runs some of them, which changes neither; LOG=file gets the tracebacks.
+compat: .venv/compat/ready
+	.venv/compat/bin/python -m compat $(if $(ONLY),--only '$(ONLY)') $(if $(LOG),--log $(LOG))
+
 # What must hold on a GPU, eight minutes of it, and eight minutes more. Both run where nothing can be installed, so they
 # need no .venv. ONLY=b runs one group; LOG=file gets the tracebacks of failures.
 gpu:
@@ -64,6 +69,15 @@ audit: .venv/tools/ready
 .venv/tools/ready:
 	$(PYTHON) -m venv .venv/tools
 	.venv/tools/bin/pip install --disable-pip-version-check -q cyclonedx-bom pip-audit
+	touch $@
+
+# The libraries that make compat takes models from, apart from .venv but on top of it. They come without dependencies:
+# several ask for torch, and would replace its build.
+.venv/compat/ready: .venv/ready compat/requirements.txt
+	$(BIN)/python -m venv --without-pip .venv/compat
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$(.venv/compat/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/above.pth
+	$(BIN)/pip --python .venv/compat/bin/python install --disable-pip-version-check -q --no-deps -r compat/requirements.txt
 	touch $@
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).
