@@ -427,7 +427,8 @@ def test_cohorts_of_any_size_are_traced_once():
     run = prepared(ud.FedProx(0.3) + Sizes((6, 3, 0, 1, 6)), data, local=local, **LANES)
     states, done = played(run, 5)
     assert [len(d.answers.clients) for d in done] == [6, 3, 0, 1, 6]
-    for traced in (run.engine.stepper.step, run.engine.start, run.engine.conclude[False]):
+    lanes = run.engine.engine
+    for traced in (lanes.stepper.step, lanes.start, lanes.conclude[False]):
         assert len(traced.programs) == 1
     plain, _ = played(prepared(ud.FedProx(0.3) + Sizes((6, 3, 0, 1, 6)), data, local=local, **PLAIN), 5)
     assert all(distance(a.params, b.params) < 1e-12 for a, b in zip(states, plain, strict=True))

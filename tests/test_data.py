@@ -33,9 +33,9 @@ def test_lists_and_arrays_will_do():
     assert len(data) == 3 and data.classes == 2 and data.sizes.tolist() == [2, 1, 0]
 
 
-def test_bytes_become_floats():
-    data = ud.FederatedDataset.from_clients([(torch.tensor([[0, 255]], dtype=torch.uint8), [0])])
-    assert data.store["x"].dtype == torch.uint8 and data[0][0].tolist() == [[0.0, 1.0]]
+def test_bytes_of_pictures_become_floats():
+    data = ud.FederatedDataset.from_clients([(torch.tensor([[[0, 255]]], dtype=torch.uint8), [0])])
+    assert data.store["x"].dtype == torch.uint8 and data[0][0].tolist() == [[[0.0, 1.0]]]
 
 
 def test_digits():

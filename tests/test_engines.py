@@ -180,7 +180,7 @@ def test_the_step_is_traced_once(uneven):
     with torch.no_grad():
         for t in range(3):
             run.engine.run(run.inputs(run.plan(t), run.start(), [()] * len(run.composed.parts)))
-    assert len(run.engine.stepper.step.programs) == 1
+    assert len(run.engine.engine.stepper.step.programs) == 1
 
 
 @pytest.mark.parametrize("settings", [{"engine": "plain"}, {"engine": "lanes", "lanes": 3}], ids=str)

@@ -173,13 +173,19 @@ def test_load_partitions_trees_and_holds_some_out():
 
 def test_integers_in_a_tree_stay_and_a_single_uint8_tensor_is_a_picture():
     pixels, y = torch.full((2, 3), 255, dtype=torch.uint8), torch.tensor([0, 1])
-    assert ud.FederatedDataset.from_clients([(pixels, y)])[0][0].tolist() == [[1.0] * 3] * 2
+    assert ud.FederatedDataset.from_clients([(pixels[:, None], y)])[0][0].tolist() == [[[1.0] * 3]] * 2
+    assert ud.FederatedDataset.from_clients([(pixels, y)])[0][0].tolist() == [[255] * 3] * 2
     x, _ = ud.FederatedDataset.from_clients([({"tokens": pixels, "size": torch.ones(2)}, y)])[0]
     assert x["tokens"].dtype == torch.uint8 and x["tokens"].tolist() == [[255] * 3] * 2
     data = ud.FederatedDataset.from_clients([(pixels, y)])
-    model = nn.Sequential(nn.Embedding(256, 2), nn.Flatten(), nn.Linear(6, 2))
+    with pytest.raises(
+        ud.UndriftError, match=r"They are torch.uint8, as tokens are; flat pictures want x.float\(\) / 255"
+    ):
+        ud.train(nn.Linear(3, 2), data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+    tokens = ud.FederatedDataset.from_clients([(pixels[:, None], y)])
+    model = nn.Sequential(nn.Flatten(), nn.Embedding(256, 2), nn.Flatten(), nn.Linear(6, 2))
     with pytest.raises(ud.UndriftError, match=r"given as uint8, which stands for pictures .* tokens want x.long"):
-        ud.train(model, data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+        ud.train(model, tokens, rounds=1, local=ud.Local(steps=1, lr=0.1))
 
 
 def test_the_digest_sees_every_input():

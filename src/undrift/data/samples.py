@@ -29,13 +29,13 @@ INPUT = "x/"
 def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
     """The samples at `indices`, on the store's device.
 
-    uint8 values of a single tensor are pictures, and are scaled to [0, 1]. In a tuple or dict nothing is converted:
-    next to other inputs, small integers are as likely to be tokens or a mask.
+    uint8 values of a single tensor are pictures if a sample has at least two axes, and are scaled to [0, 1]. Along one
+    axis, or in a tuple or dict, nothing is converted: there, small integers are as likely to be tokens or a mask.
     """
     y = store["y"][indices]
     if "x" in store:
         x = store["x"][indices]
-        return (x.float() / 255 if x.dtype == torch.uint8 else x), y
+        return (x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 2 else x), y
     inputs = {name.removeprefix(INPUT): t[indices] for name, t in store.items() if name.startswith(INPUT)}
     if "0" in inputs:
         return tuple(inputs[str(i)] for i in range(len(inputs))), y

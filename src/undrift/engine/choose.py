@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from undrift.data.samples import chosen
 from undrift.engine.base import Engine
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
@@ -23,6 +22,7 @@ from undrift.engine.steps import EagerSteps, GraphSteps
 from undrift.engine.threads import ThreadedEngine
 from undrift.engine.vectorized import Vectorized
 from undrift.errors import UndriftError
+from undrift.functional.arguments import batch_size
 from undrift.functional.model import Model
 from undrift.tree import tree_bytes
 
@@ -112,8 +112,9 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
 def _largest(model: Model, width: int) -> float:
     """Bytes of the largest output that a layer gives for a batch."""
     with torch.no_grad():
-        outputs = [call.output for call in model.watch(model.trial(), chosen(model.sample, slice(1))).calls]
-    return width * max((out.numel() * out.element_size() for out in outputs), default=0)
+        outputs = [call.output for call in model.watch(model.trial(), model.sample).calls]
+    most = max((out.numel() * out.element_size() for out in outputs), default=0)
+    return width * most / batch_size(model.sample)
 
 
 def _lanes(model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
@@ -134,9 +135,10 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width
 
 
 def convolution_flops(model: Model, data: DeviceData, width: int) -> float:
-    """Operations that the convolutions of one lane's forward pass take, counted on one sample."""
-    row = torch.zeros(1, dtype=torch.int64, device=data.device)
+    """Operations that the convolutions of one lane's forward pass take, counted on the two samples that it knows."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(model.trial(), data.batch(row, row).x)
+        model(model.trial(), model.sample)
     counts = counter.get_flop_counts().get("Global", {})
-    return float(sum(flops for op, flops in counts.items() if "convolution" in str(op))) * width
+    return (
+        float(sum(flops for op, flops in counts.items() if "convolution" in str(op))) * width / batch_size(model.sample)
+    )

@@ -10,7 +10,7 @@ import torch
 
 from undrift.engine.base import Engine, Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
-from undrift.errors import first_sentence, machine_trouble
+from undrift.errors import UndriftError, first_sentence, machine_trouble
 from undrift.tree import Tree
 
 log = logging.getLogger("undrift")
@@ -24,11 +24,11 @@ class Fallback:
 
     Args:
         lanes: The engine to begin with.
-        plain: Makes the engine that runs everything.
+        plain: Makes the engine that runs everything; None where lanes were asked for, and their failure is an error.
         switched: Called with the round in which lanes failed, from 0, and the reason.
     """
 
-    def __init__(self, lanes: Engine, plain: Callable[[], Engine], switched: Callable[[int, str], None]) -> None:
+    def __init__(self, lanes: Engine, plain: Callable[[], Engine] | None, switched: Callable[[int, str], None]) -> None:
         self.engine, self.plain, self.switched = lanes, plain, switched
         self.fallen = False
 
@@ -50,6 +50,7 @@ class Fallback:
 
     def switch(self, t: int, why: str) -> None:
         """Train with the plain engine from now on."""
+        assert self.plain
         self.engine, self.fallen = self.plain(), True
         self.switched(t, why)
 
@@ -61,6 +62,8 @@ class Fallback:
                 memory = isinstance(error, torch.OutOfMemoryError)
                 if machine_trouble(error) and not memory:
                     raise
+                if self.plain is None:
+                    raise explained(error) from error
                 why = "lanes need more memory than there is" if memory else f"lanes failed ({first_sentence(error)})"
             # Outside of the handler, whose traceback would keep the lanes' tensors alive.
             self.switch(inputs.plan.round, why)
@@ -68,3 +71,12 @@ class Fallback:
                 torch.cuda.empty_cache()
             log.warning("round %d starts again on the plain engine: %s", inputs.plan.round + 1, why)
         return work(self.engine)
+
+
+def explained(error: Exception) -> Exception:
+    """The error with a sentence on what to do, unless it has one of its own."""
+    if isinstance(error, UndriftError | torch.OutOfMemoryError):
+        return error
+    return UndriftError(
+        f'The lanes engine failed ({first_sentence(error)}). engine="auto" goes on with the plain engine where it must.'
+    )

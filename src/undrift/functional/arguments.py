@@ -16,12 +16,16 @@ from undrift.tree import Tree, tree_leaves, tree_map
 
 WHOLE = "all"
 """The name of the output that is everything a model returns."""
+POSITIONAL = "*"
+"""In a dict of arguments, the name of what is not a keyword argument."""
 
 
 def arguments(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword arguments of `forward` for a batch."""
     if isinstance(x, Mapping):
-        return (), dict(x)
+        rest = dict(x)
+        first = arguments(rest.pop(POSITIONAL))[0] if POSITIONAL in rest else ()
+        return first, rest
     return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
 
 

@@ -32,13 +32,19 @@ class Findings(NamedTuple):
     unkeyed: str
     """The draws that no key governs, as a sentence; empty if there are none."""
     draws_in_evaluation: bool
+    rebinds: str
+    """The name of a weight whose `.data` the forward pass sets; empty if it sets none."""
+
+
+class BufferShapeError(Exception):
+    """A training pass gives a buffer another shape, as observers of quantization do in their first."""
 
 
 def examine(model: Model, x: Tree) -> Findings:
     """Run a copy of the model on `x` in each mode.
 
-    Raises `UndriftError` for a model whose outputs differ for the same samples and the same draws, and
-    `FrozenWriteError` before it would change the caller's own weights.
+    Raises `UndriftError` for a model whose outputs differ for the same samples and the same draws, `FrozenWriteError`
+    before it would change the caller's own weights, and `BufferShapeError`.
     """
     twin = copy.copy(model)
     frozen = {n: p for n, p in model.module.named_parameters() if n not in model.start}
@@ -61,7 +67,7 @@ def examine(model: Model, x: Tree) -> Findings:
             output = twin(twin.trial(), tree_map(torch.clone, x))
         twin.set_mode(True)
         first = once()
-        _refuse_new_data(twin.module, data, model)
+        rebinds = _rebound(twin.module, data, model)
         changed = _changed(twin.module, before, values)
         weights = {n: p for n, p in twin.module.named_parameters() if n in model.start}
         for name, p in weights.items():  # which the forward pass may have written to
@@ -73,7 +79,7 @@ def examine(model: Model, x: Tree) -> Findings:
         data = {n: p.data for n, p in twin.module.named_parameters()}
         with contextlib.suppress(Exception):  # weights like these may be none that the model takes
             once()
-        _refuse_new_data(twin.module, data, model)
+        rebinds = rebinds or _rebound(twin.module, data, model)
         changed = sorted({*changed, *_changed(twin.module, before, values)})
     if not _alike(first, second):
         raise UndriftError(
@@ -81,7 +87,7 @@ def examine(model: Model, x: Tree) -> Findings:
             "its forward pass draws from a generator of its own, or counts its calls. Use torch.rand or torch.randn, "
             "which undrift draws from the client's key, and buffers for what must change."
         )
-    return Findings(output, changed, trial.unkeyed, draws_in_evaluation[0])
+    return Findings(output, changed, trial.unkeyed, draws_in_evaluation[0], rebinds)
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
@@ -94,25 +100,23 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _changed(module: nn.Module, before: dict[str, Tensor], values: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors whose values a forward pass has changed; their values are put back."""
+    """The names of the tensors that a forward pass has changed or replaced; the old ones are put back."""
     found, now = [], _named(module)
     for name, value in values.items():
-        after = now[name]
-        if after is not before[name] or after.shape != value.shape:
-            what = "replaces" if after.shape == value.shape else "changes the shape of"
-            how = f"change it in place instead ({name}.copy_(…))"
-            raise UndriftError(
-                f"The model {what} its buffer {name!r}; "
-                + (f"{how}." if what == "replaces" else "call the model once on a batch before training.")
-            )
-        if not torch.equal(value, after):
+        old = before[name]
+        if now[name].shape != value.shape:
+            raise BufferShapeError
+        if now[name] is not old:
+            owner, _, attribute = name.rpartition(".")
+            module.get_submodule(owner)._buffers[attribute] = old
+        if now[name] is not old or not torch.equal(value, old):
             found.append(name)
-            after.copy_(value)
+            old.copy_(value)
     return found
 
 
-def _refuse_new_data(module: nn.Module, data: dict[str, Tensor], model: Model) -> None:
-    """Refuse `w.data = …` in a forward pass: the training step goes on from the tensor that it knows."""
+def _rebound(module: nn.Module, data: dict[str, Tensor], model: Model) -> str:
+    """The name of a weight that a forward pass has given new values by `w.data = …`; empty if there is none."""
     new = {
         name: p
         for name, p in module.named_parameters()
@@ -121,14 +125,9 @@ def _refuse_new_data(module: nn.Module, data: dict[str, Tensor], model: Model) -
     if not model.owns_frozen:
         for name, p in new.items():
             p.data = data[name]  # it may be the caller's
-    for name in new:
-        if name in model.start:
-            raise UndriftError(
-                f"The model sets {name}.data in its forward pass, which would be lost; write in place instead "
-                f"(with torch.no_grad(): {name}.copy_(…)), or use torch.nn.utils.parametrize."
-            )
-        if not model.owns_frozen:
+        if new.keys() - model.start.keys():
             raise FrozenWriteError
+    return next((name for name in new if name in model.start), "")
 
 
 def find_obstacle(model: Model) -> str | None:
@@ -137,6 +136,8 @@ def find_obstacle(model: Model) -> str | None:
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
             return f"nn.{name} has no vmap rule, unless it is a GRU or LSTM with biases and one direction"
+    if model.rebinds:
+        return f"its forward pass sets the .data of {model.rebinds!r}"
     return model.unkeyed or find_norm_obstacle(model) or _vmap_failure(model)
 
 

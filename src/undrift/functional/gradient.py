@@ -38,12 +38,20 @@ class Held:
             finally:
                 self.stack, self.taken = before
 
-    def call(self, module: nn.Module, tensors: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, module: nn.Module, tensors: Params, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the module with these tensors and buffers; `buffers` gets those that the module replaces."""
+        given = {**tensors, **buffers}
         if self.stack is None or self.taken:
-            return functional_call(module, tensors, args, kwargs)
-        self.taken = True
-        self.stack.enter_context(_reparametrize_module(module, tensors, tie_weights=True))
-        return module(*args, **kwargs)
+            output = functional_call(module, given, args, kwargs)  # which notes in `given` what was replaced
+        else:
+            self.taken = True
+            self.stack.enter_context(_reparametrize_module(module, given, tie_weights=True))
+            output = module(*args, **kwargs)
+            given = dict(module.named_buffers()) if buffers else {}
+        buffers |= {name: given[name].detach() for name, old in buffers.items() if given.get(name, old) is not old}
+        return output
 
 
 def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
@@ -55,6 +63,9 @@ def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: P
         leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
         try:
             value, buffers = loss(leaves)
+            for name, w in params.items():
+                if leaves[name].data_ptr() != w.data_ptr():  # the forward pass has set its `.data`
+                    w.copy_(leaves[name].detach())
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         except (ValueError, RuntimeError) as error:
             for words, sentence in EXPLAINED.items():
@@ -67,7 +78,7 @@ def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: P
 
 EXPLAINED = {
     "more than 1 value per channel": SINGLE,
-    "Checkpointing is not compatible with .grad()": (
+    "compatible with .grad()": (
         "The model uses the reentrant form of gradient checkpointing, which gives gradients to .backward() alone; pass "
         "use_reentrant=False to torch.utils.checkpoint."
     ),

@@ -155,20 +155,30 @@ class Watch(TorchFunctionMode):
             self.calls.append(Call(Layer(f"{module}[{i}]", width, named), x, hidden, True, values, values, final=True))
             x = hidden
 
-    def layers(self) -> list[Layer]:
-        """Each layer once, in the order of the forward pass, with the affine parameters of norms on its channels."""
+    def layers(self, rows: int) -> list[Layer]:
+        """Each layer once, in the order of the forward pass, with the affine parameters of norms on its channels.
+
+        Layers whose first axis is not that of the samples, `rows` of them, are left out: which neuron is active for
+        which sample cannot be told.
+        """
         found: dict[str, Layer] = {}
-        for call in self.calls:
+        for call in self._of_samples(rows):
             name, before = call.layer.name, found.get(call.layer.name)
             found[name] = replace(call.layer, params={**(before.params if before else {}), **call.layer.params})
         for param, name in self.norms.items():
-            found[name].params.setdefault(param, (0, 1))
+            if name in found:
+                found[name].params.setdefault(param, (0, 1))
         return list(found.values())
 
-    def activations(self) -> dict[str, Tensor]:
+    def _of_samples(self, rows: int) -> list[Call]:
+        """The calls of layers all of whose calls have that many rows."""
+        others = {call.layer.name for call in self.calls if len(call.raw) != rows}
+        return [call for call in self.calls if call.layer.name not in others]
+
+    def activations(self, rows: int) -> dict[str, Tensor]:
         """Each layer's activations, samples × neurons; if it is called more than once, the mean over its calls."""
         by_layer: dict[str, list[Tensor]] = {}
-        for call in self.calls:
+        for call in self._of_samples(rows):
             by_layer.setdefault(call.layer.name, []).append(call.raw if call is self.calls[-1] else call.values)
         return {name: torch.stack(values).mean(0) for name, values in by_layer.items()}
 

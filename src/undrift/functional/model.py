@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, release
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.copying import copy_of, deep_copy
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
-from undrift.functional.examine import examine, find_obstacle, tensor_of
+from undrift.functional.examine import BufferShapeError, examine, find_obstacle, tensor_of
 from undrift.functional.generators import seeded
 from undrift.functional.gradient import Held, ordinary_gradient
 from undrift.functional.gradient import Params as Params
@@ -29,6 +30,8 @@ from undrift.functional.recurrent.layers import adopt, release
 from undrift.functional.writes import FrozenWriteError
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map
+
+log = logging.getLogger("undrift")
 
 
 class Model:
@@ -66,6 +69,8 @@ class Model:
         self.unkeyed = ""
         """Why draws in training cannot come from the client's key but need seeded generators; empty if they can."""
         self.draws_in_evaluation = False
+        self.rebinds = ""
+        """A weight whose `.data` the forward pass sets."""
         self.loss_draws = False
         """Whether the loss, or a metric, draws."""
         self.sample: Tree = None
@@ -85,11 +90,24 @@ class Model:
             found = examine(self, x)
         except FrozenWriteError:  # which may be the caller's own; from now on they are not
             return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
+        except BufferShapeError:
+            return self._shaped(x).examined(x)
         output = found.output
         outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else 0
         tracked = {name: tensor_of(self.module, name).detach().clone() for name in found.changed}
-        draws = {"unkeyed": found.unkeyed, "draws_in_evaluation": found.draws_in_evaluation}
-        return self._with(outputs=outputs, tracked=tracked, sample=x, **draws), output
+        rest = found._asdict()
+        noted = {name: rest[name] for name in ("unkeyed", "draws_in_evaluation", "rebinds")}
+        return self._with(outputs=outputs, tracked=tracked, sample=x, **noted), output
+
+    def _shaped(self, x: Tree) -> Model:
+        """This model after a training pass that gives its buffers their shapes."""
+        log.warning("The model's buffers get their shapes from the first batch, so it was called once on a sample.")
+        other = self._with(module=deep_copy(self.module, {}), owns_frozen=True)
+        other.set_mode(True)
+        args, kwargs = arguments(floats_to(x, self.input_dtype))
+        with torch.no_grad(), seeded(fixed_key(tree_leaves(x)[0].device)):
+            other.module(*args, **kwargs)
+        return other
 
     def in_lanes(self) -> Model:
         """This model with recurrent layers and batch norms that run under vmap, where it has torch's own."""
@@ -117,17 +135,11 @@ class Model:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The model's layers in the order of the forward pass."""
+        """The model's layers in the order of the forward pass, if they have the samples along their first axis."""
         assert self.sample is not None
         with torch.no_grad():
             seen = self.watch(self.trial(), self.sample)
-        for call in seen.calls:
-            if len(call.raw) != batch_size(self.sample):
-                raise UndriftError(
-                    f"Layer {call.layer.name!r} of the model does not have the samples along its first axis, so its "
-                    "neurons' activations cannot be told; put the batch first (batch_first=True)."
-                )
-        return seen.layers()
+        return seen.layers(batch_size(self.sample))
 
     @cached_property
     def squares(self) -> int | None:
@@ -212,7 +224,7 @@ class Model:
 
     def activations(self, params: Params, x: Tree) -> dict[str, Tensor]:
         """The activations of each layer's neurons in evaluation mode: by layer, samples × neurons."""
-        return self.watch(params, x).activations()
+        return self.watch(params, x).activations(batch_size(x))
 
     def features(self, params: Params, x: Tree) -> Tensor:
         """The input of the last layer in evaluation mode: samples × features."""
@@ -257,7 +269,7 @@ class Model:
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
         seen = watch or contextlib.nullcontext()
         with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
-            output = self.held.call(self.module, {**tensors, **statistics}, *arguments(x))
+            output = self.held.call(self.module, tensors, statistics, *arguments(x))
         output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects
             output = tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, output)

@@ -66,7 +66,10 @@ class FedNLR(Part):
 
     def check_model(self, model: Model, rounds: int) -> None:
         if not model.layers:
-            raise UndriftError("FedNLR found no linear, convolution or recurrent layer in the model's forward pass.")
+            raise UndriftError(
+                "FedNLR found no linear, convolution or recurrent layer in the model's forward pass that has the "
+                "samples along its first axis; put the batch first (batch_first=True)."
+            )
         _warn_of_unscaled(model)
         if isinstance(self.ratio, dict) and (strange := self.ratio.keys() - {layer.name for layer in model.layers}):
             raise unknown("layer", min(strange), [layer.name for layer in model.layers])

@@ -22,8 +22,9 @@ from undrift.engine.fallback import Fallback
 from undrift.engine.graph import captures
 from undrift.engine.plain import PlainEngine
 from undrift.errors import require
+from undrift.functional.arguments import WHOLE
 from undrift.functional.model import Model
-from undrift.losses import Loss, Metric, for_labels, get_loss, get_metrics
+from undrift.losses import Loss, Metric, for_labels, get_loss, get_metrics, model_loss
 from undrift.method.calls import call
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -33,12 +34,13 @@ from undrift.method.work import with_local_work
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training.checks import check_types, cohort_size_of, find_device
+from undrift.training.labelled import with_labels
 from undrift.training.obstacles import reason
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.singles import check_singles
 from undrift.training.survivors import Conditions
-from undrift.training.trials import check_augment, check_gradient, check_split
+from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
 from undrift.tree import tree_map
 
 log = logging.getLogger("undrift")
@@ -59,7 +61,11 @@ def prepare(given: Settings) -> Run:
 
     chosen_loss = for_labels(get_loss(given.loss if given.loss is not None else data.task.loss), data.unlabelled)
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
-    function = Model(module_of(given.model, data, seed), where, given.precision, given.output)
+    own_loss = chosen_loss is model_loss
+    data = with_labels(data) if own_loss else data
+    output = given.output or (WHOLE if own_loss else None)
+    module = with_shapes(module_of(given.model, data, seed), data, seed)
+    function = Model(module, where, given.precision, output)
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         call(part, "check_model", examined, rounds)
@@ -106,8 +112,8 @@ def engine_of(
         "why": choice.why,
     }
     engine = build(choice, program, data, given.local.widest(data.data.sizes))
-    if choice.engine == "lanes" and given.engine == "auto":
-        plain = partial(PlainEngine, replace(program, model=model), data)
+    if choice.engine == "lanes":
+        plain = partial(PlainEngine, replace(program, model=model), data) if given.engine == "auto" else None
         engine = Fallback(engine, plain, partial(switched, choices))
     return engine, choices
 

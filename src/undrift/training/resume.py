@@ -60,7 +60,7 @@ def resumed(
                 )  # fmt: skip
             return finished(run, folder)
     for row in state.history if state else ():
-        if "switched" in row and isinstance(run.engine, Fallback):
+        if "switched" in row and isinstance(run.engine, Fallback) and run.engine.plain:
             run.engine.switch(row["round"] - 1, row["switched"])
     if state is None and folder.finished:
         raise UndriftError(nothing_to_continue_from(folder, whole))

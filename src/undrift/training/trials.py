@@ -10,17 +10,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from undrift.data.dataset import Rows
+from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.samples import Samples, kind, shape, take
 from undrift.errors import UndriftError, listed, require
+from undrift.functional.arguments import arguments
+from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
 from undrift.losses import CLASSES, IGNORED, Loss, Metric, class_axis, squared_hinge
-from undrift.random import Key
+from undrift.models.seeded import Seeded
+from undrift.random import Key, torch_seed
 from undrift.tree import tree_leaves, tree_map
+
+
+def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Module:
+    """The module, or if it has lazy layers, a copy that has been called once, so that they have shapes and weights.
+
+    These depend on the seed, like those of a model given by name.
+    """
+    if not any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        return module
+    made = deep_copy(module, {})
+    args, kwargs = arguments(data.take(data.store, data.index[:1].repeat(2))[0])
+    try:
+        with torch.no_grad(), Seeded(torch_seed(seed, "model")):
+            made.eval()(*args, **kwargs)
+    except Exception as error:  # whatever a user's forward pass may raise
+        raise UndriftError(
+            f"The model's lazy layers cannot be given shapes by the clients' samples: {error}"
+        ) from error
+    return made.train(module.training)
 
 
 def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
@@ -117,7 +140,8 @@ def _hint(model: Model, rows: Rows, x: Samples) -> str:
     if not isinstance(x, Tensor):
         return f" (They are {kind(x)}.)"
     if not x.is_floating_point():
-        return f" (They are {x.dtype}; numbers that are no tokens want x.float().)"
+        numbers = "flat pictures want x.float() / 255" if x.dtype == torch.uint8 else "other numbers want x.float()"
+        return f" (They are {x.dtype}, as tokens are; {numbers}.)"
     if "x" in rows.store and rows.store["x"].dtype == torch.uint8 and rows.take is take:
         return " (They were given as uint8, which stands for pictures and is scaled to [0, 1]; tokens want x.long().)"
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.module.modules()):
