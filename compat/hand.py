@@ -34,6 +34,8 @@ def simulate(case: Case) -> dict[str, Tensor]:
     """The module's parameters and buffers after all rounds."""
     module, clients, local = case.module(), case.clients(), case.work()
     state = tensors(module)
+    # Layers that the user has set to evaluation mode, to freeze a norm's statistics say, stay in it.
+    still = [layer for layer in module.modules() if not layer.training] if module.training else []
     weights = [float(len(y)) for _, y in clients]
     # Batches depend on how many samples a client has, not on what they are.
     counted = ud.FederatedDataset.from_clients([(torch.zeros(len(y), 1), torch.zeros(len(y))) for _, y in clients])
@@ -42,6 +44,8 @@ def simulate(case: Case) -> dict[str, Tensor]:
         for i, pair in enumerate(clients):
             put(module, state)
             module.train()
+            for layer in still:
+                layer.training = False
             train(case, module, pair, ud.batches(counted, local, client=i, round=t, seed=0), local)
             ends.append(tensors(module))
         state = {name: mean(value, [end[name] for end in ends], weights) for name, value in state.items()}
@@ -62,7 +66,7 @@ def train(case: Case, module: nn.Module, pair: tuple[Any, Tensor], batches: list
 def loss_of(case: Case, module: nn.Module, x: Any, y: Tensor) -> Tensor:
     """The loss of a batch, by torch's own losses where the case names one."""
     if case.loss == "model":
-        return called(module, x, labels=y).loss
+        return called(module, x).loss
     output = picked(called(module, x), case.output)
     if case.batch_loss:
         return case.batch_loss(output, y)
@@ -71,11 +75,11 @@ def loss_of(case: Case, module: nn.Module, x: Any, y: Tensor) -> Tensor:
     return case.loss(output, y).mean()
 
 
-def called(module: nn.Module, x: Any, **more: Any) -> Any:
+def called(module: nn.Module, x: Any) -> Any:
     """What the module returns for a tensor, a tuple of arguments, or a dict of keyword arguments."""
     if isinstance(x, dict):
-        return module(**x, **more)
-    return module(*x, **more) if isinstance(x, tuple) else module(x, **more)
+        return module(**x)
+    return module(*x) if isinstance(x, tuple) else module(x)
 
 
 def picked(output: Any, name: str | None) -> Any:

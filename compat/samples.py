@@ -57,13 +57,24 @@ def next_tokens(length: int = 10, vocabulary: int = 40) -> Samples:
 
 
 def language(length: int = 10, vocabulary: int = 40, ignored: bool = False) -> Samples:
-    """Token ids by name, with labels of the same shape as Hugging Face's models take them; -100 is left out."""
+    """Token ids and labels of the same shape, both as arguments of the model; labels of -100 are left out."""
 
     def make(g: Generator, n: int) -> tuple[dict[str, Tensor], Tensor]:
         ids = torch.randint(1, vocabulary, (n, length), generator=g)
         hidden = torch.rand(n, length, generator=g) < 0.4
         hidden[:, 1] = False  # a sample without any label has no loss
-        return {"input_ids": ids}, ids.masked_fill(hidden, -100) if ignored else ids.clone()
+        y = ids.masked_fill(hidden, -100) if ignored else ids.clone()
+        return {"input_ids": ids, "labels": y}, y
+
+    return make
+
+
+def labelled(name: str, samples: Samples) -> Samples:
+    """Samples with their targets among the model's arguments, for models that compute the loss themselves."""
+
+    def make(g: Generator, n: int) -> tuple[dict[str, Tensor], Tensor]:
+        x, y = samples(g, n)
+        return {**(x if isinstance(x, dict) else {name: x}), "labels": y}, y
 
     return make
 

@@ -29,7 +29,8 @@ add("checkpoint", lambda: Made(
 add("checkpoint, reentrant", lambda: Made(
     lambda m, x: m.b(checkpoint(lambda h: torch.tanh(m.c(h)), torch.tanh(m.a(x)), use_reentrant=True)),
     c=nn.Linear(16, 16), **layers()
-), ROWS, review=("S1",), local=BIG)  # fmt: skip
+), ROWS, review=("S1",), local=BIG, refused="use_reentrant=False",
+    note="This form gives gradients to .backward() alone.")  # fmt: skip
 add("checkpoint with dropout inside", lambda: Made(
     lambda m, x: m.b(checkpoint(lambda h: m.drop(torch.tanh(m.a(h))), x, use_reentrant=False)),
     drop=nn.Dropout(0.3), **layers()

@@ -68,11 +68,10 @@ add("a model that returns its own loss per sample", lambda: Made(
 ), lambda g, n: ({"x": torch.randn(n, 8, generator=g), "labels": labels(g, n, 3)}, torch.zeros(n, dtype=torch.int64)),
     loss=lambda output, y: output)  # fmt: skip
 
-# Losses without one value per sample.
-add(
-    "nn.CrossEntropyLoss()", mlp, ROWS, loss=nn.CrossEntropyLoss(), refused='reduction="none"', quick=True,
-    note="A mean over a batch does not say what each sample contributes.",
-)  # fmt: skip
+# torch's losses as they are.
+add("nn.CrossEntropyLoss()", mlp, ROWS, loss=nn.CrossEntropyLoss(), quick=True)
+add("nn.CrossEntropyLoss(weight)", mlp, ROWS, loss=nn.CrossEntropyLoss(weight=WEIGHTS), review=("S3",))
+add("nn.MSELoss()", regressor, numbers(8), loss=nn.MSELoss())
 add(
     'nn.BCEWithLogitsLoss(reduction="none") on (n, 3)', mlp, several, loss=nn.BCEWithLogitsLoss(reduction="none")
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from compat.case import Cases
-from compat.samples import images, labels, language, masked_tokens, next_tokens, pictures, tokens
+from compat.samples import images, labelled, labels, language, masked_tokens, next_tokens, pictures, tokens
 
 CASES = Cases("language", "transformers")
 add = CASES.add
@@ -29,7 +29,11 @@ T5 = {
     "vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
     "decoder_start_token_id": 0,
 }  # fmt: skip
-LIKE_BERT = {"Roberta": {"pad_token_id": 0}, "Electra": {"embedding_size": 16}, "Albert": {"embedding_size": 8}}
+LIKE_BERT = {
+    "Roberta": {"pad_token_id": 0},
+    "Electra": {"embedding_size": 16},
+    "Albert": {"embedding_size": 8, "classifier_dropout_prob": 0.0},
+}
 
 
 def of_transformers(model: str, config: str, prepare: Callable[[Any], Any] | None = None, **options: Any) -> Any:
@@ -71,7 +75,7 @@ add("BertForSequenceClassification, eager attention", bert(attn_implementation="
 add(
     "BertForSequenceClassification, eager, no dropout", bert(attn_implementation="eager", **QUIET), MASKED
 )  # fmt: skip
-add('BertForSequenceClassification, loss="model"', bert(**QUIET), MASKED, loss="model")
+add('BertForSequenceClassification, loss="model"', bert(**QUIET), labelled("input_ids", MASKED), loss="model")
 METHODS = {
     "Scaffold": "Scaffold()", "FedDyn + FedNLR": "FedDyn(0.1) + FedNLR()", "FedCurv": "FedCurv(weight=0.1)",
     "CCVR": "CCVR()",
@@ -225,7 +229,7 @@ SEGFORMER = {
 }  # fmt: skip
 add('SegformerForSemanticSegmentation, loss="model"', of_transformers(
     "SegformerForSemanticSegmentation", "SegformerConfig", **SEGFORMER, drop_path_rate=0.0, classifier_dropout_prob=0.0
-), pictures(3, 16), loss="model")  # fmt: skip
+), labelled("pixel_values", pictures(3, 16)), loss="model")  # fmt: skip
 
 
 def captioned(g: Generator, n: int) -> tuple[dict[str, Tensor], Tensor]:

@@ -294,7 +294,15 @@ def ensemble_loss(output: Tensor, y: Tensor) -> Tensor:
 
 
 add("TabM", tabm, table(), loss=ensemble_loss)
-add("TabM, FedNLR", tabm, table(), loss=ensemble_loss, method="FedNLR()")
+add(
+    "TabM, FedNLR",
+    tabm,
+    table(),
+    loss=ensemble_loss,
+    method="FedNLR()",
+    refused="FedNLR found no linear",
+    note="Its layers are products of its own.",
+)
 
 
 # Plain torch again: a series whose classes are labels per step.
