@@ -29,6 +29,7 @@ OUTCOMES = {
     "lanes": "train as lanes",
     "plain": "train on the plain engine",
     "refused": "are refused",
+    "torch": "are refused by PyTorch too",
     "traceback": "fail with a traceback",
     "wrong": "train wrongly",
 }
@@ -110,7 +111,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
 def row(case: dict[str, Any]) -> str:
     trained = case["outcome"] in ("lanes", "plain")
     engine = case["outcome"] + (f" × {case['lanes']}" if case["outcome"] == "lanes" else "")
-    why = case["why"] if trained or case["outcome"] == "refused" else "; ".join(case["problems"])
+    why = case["why"] if trained or case["outcome"] in ("refused", "torch") else "; ".join(case["problems"])
     why += f" {case['note']}" if case["note"] else ""
     hand = figure(case["hand"])
     if case["drawn"] is not None and case["repeats"]:

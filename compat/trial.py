@@ -75,7 +75,8 @@ class Finding:
     """What a case shows."""
 
     outcome: str
-    """"lanes" or "plain", the engine that auto chose, or "refused", "traceback", "wrong"."""
+    """"lanes" or "plain", the engine that auto chose, or "refused", "torch" (which refuses it too), "traceback",
+    "wrong"."""
     why: str = ""
     """Why auto chose that engine."""
     lanes: int | None = None
@@ -179,12 +180,23 @@ def conclude(case: Case, found: Finding, tried: dict[str, Attempt]) -> None:
             found.problems.append(f"should not be refused: {sentence}")
         elif case.refused not in sentence:
             found.problems.append(f"refused without {case.refused!r}")
+        elif torch_refuses(case):
+            found.outcome = "torch"
     elif found.problems:
         found.outcome = "wrong"
     elif tried["plain"].outcome == "refused":
         found.problems.append("plain refuses what auto trains")
     if case.refused and found.outcome in ("lanes", "plain"):
         found.problems.append("should be refused")
+
+
+def torch_refuses(case: Case) -> bool:
+    """Whether the loop written by hand cannot train it either."""
+    try:
+        hand.simulate(case)
+    except Exception:  # whatever torch or numpy say
+        return True
+    return False
 
 
 def unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:

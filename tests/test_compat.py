@@ -24,34 +24,6 @@ CASES = {case.name: case for case in collect()}
 QUICK = [case for case in CASES.values() if case.quick]
 FAULTS = {f"S{i}" for i in range(1, 12)}
 """The faults of the review, each of which was a silently wrong number."""
-NOT_YET = {
-    "nn.Embedding, sparse=True",
-    "classes per pixel, the default loss",
-    "classes per token, the default loss",
-    "a detector's dict of outputs",
-    "a siamese network (two inputs)",
-    "draws by bernoulli_",
-    "weight_norm, the older form",
-    "an EMA teacher with frozen parameters",
-    "Embedding(max_norm)",
-    "weights normalised in forward, .data =",
-    "a submodule set to eval by hand",
-    "Python's random in forward",
-    "checkpoint",
-    "x += 1 on the input",
-    "an if on a constant of forward",
-    "ids packed into a float x, a bfloat16 model",
-    'ids as an argument of their own, precision="bfloat16"',
-    "a bfloat16 backbone under a float32 head",
-    "labels of -1 for unlabelled samples",
-    "nn.CrossEntropyLoss()",
-    "torch's weighted cross-entropy",
-    "own batch statistics",
-    "x as a tuple of two tensors",
-    "x as a dict of tensors",
-    "an own take that reads files",
-}
-"""Cases of the subset that do not come out as they must, to be emptied as they are repaired."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +38,7 @@ def generators():
 
 def quick():
     for case in QUICK:
-        marks = [pytest.mark.xfail(strict=True)] if case.name in NOT_YET else []
-        yield pytest.param(case, id=case.name, marks=marks)
+        yield pytest.param(case, id=case.name)
 
 
 @pytest.mark.filterwarnings("ignore")  # older forms of modules

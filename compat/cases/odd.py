@@ -199,8 +199,7 @@ def called_lazy() -> nn.Module:
 
 
 add("the meta device", on_meta, ROWS, refused="meta device", note="There are no weights to start from.")
-add("LazyLinear", lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3)), ROWS, refused="lazy layer",
-    note="There are no weights to start from.")  # fmt: skip
+add("LazyLinear", lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3)), ROWS, hand=False)
 add("LazyLinear, called once before", called_lazy, ROWS)
 add("a module that holds a lock", Locked, ROWS, refused="cannot be copied", note="Locks cannot be copied.")
 add("a deep copy of another module", lambda: copy.deepcopy(mlp()), ROWS)

@@ -140,7 +140,6 @@ add("nn.TransformerEncoder, no dropout, padding mask", encoder_of(0.0), padded_s
 add("nn.TransformerEncoder, sequence first", sequence_first_encoder, SERIES)
 add(
     "nn.TransformerEncoder, sequence first, FedNLR", sequence_first_encoder, SERIES, method="FedNLR()",
-    refused="samples along its first axis", note="FedNLR needs each sample's activations.",
 )  # fmt: skip
 add("nn.Transformer", translator(0.1), PAIRS, draws=True)
 add("nn.Transformer, no dropout, tgt_mask", translator(0.0), PAIRS)

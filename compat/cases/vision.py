@@ -93,8 +93,7 @@ add("torchvision Swin", swin, SMALL, draws=True)
 add("torchvision Swin, no stochastic depth", partial(swin, stochastic_depth_prob=0.0), SMALL)
 add(
     "torchvision Swin, FedDyn + FedNLR", partial(swin, stochastic_depth_prob=0.0), SMALL,
-    method="FedDyn(0.1) + FedNLR()", refused="samples along its first axis",
-    note="FedNLR needs each sample's activations, and Swin folds windows into the batch.",
+    method="FedDyn(0.1) + FedNLR()",
 )  # fmt: skip
 add("torchvision ConvNeXt", partial(convnext, stochastic_depth_prob=0.3), SMALL, draws=True)
 add("torchvision ConvNeXt, no stochastic depth", convnext, SMALL)

@@ -24,6 +24,8 @@ ELEMENTWISE = (
     nn.BCELoss, nn.BCEWithLogitsLoss,
 )  # fmt: skip
 """Those that compare outputs and targets entry by entry; some of them broadcast silently where shapes differ."""
+WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss)
+"""Those whose mean counts labels by their weights, and some of them not at all."""
 
 
 @dataclass(eq=False)
@@ -33,6 +35,8 @@ class PerSample:
     module: nn.Module
     total: bool
     """Whether a sample's own values are summed rather than averaged."""
+    mean: bool
+    """Whether the module takes a mean over the batch."""
     alone: bool
     """Whether the module is called on one sample at a time."""
     options: dict[str, Any]
@@ -50,15 +54,26 @@ class PerSample:
             pairs = zip(output.split(1), target.split(1), strict=True)
             return torch.stack([self.module(z, y).mean() for z, y in pairs])
         values: Tensor = self.module(output, target)
+        if self.mean and isinstance(self.module, WEIGHTED) and not target.is_floating_point():
+            return self._weighted(values, target)
         if values.dim() < 2:
             return values
         own = values.flatten(1)
-        if self.total:
-            return own.sum(1)
-        ignored = getattr(self.module, "ignore_index", None)
-        if ignored is None or values.shape != target.shape or target.is_floating_point():
-            return own.mean(1)
-        return own.sum(1) / (target != ignored).flatten(1).sum(1).clamp(min=1)
+        return own.sum(1) if self.total else own.mean(1)
+
+    def _weighted(self, values: Tensor, target: Tensor) -> Tensor:
+        """Values whose mean over the batch is torch's: their sum, divided by the weights of the labels that count."""
+        counted = target.ne(self.module.ignore_index).to(values.dtype)  # type: ignore[arg-type]
+        if self.module.weight is not None:
+            counted = counted * self.module.weight[target.clamp(min=0)]  # type: ignore[index]
+        own = values.flatten(1).sum(1) if values.dim() > 1 else values
+        return own * (len(own) / counted.sum().clamp(min=torch.finfo(values.dtype).tiny))
+
+    def couples(self, labels: Tensor) -> bool:
+        """Whether a sample's value depends on the others of its batch, with labels like these."""
+        if not self.mean or not isinstance(self.module, WEIGHTED) or labels.is_floating_point():
+            return False
+        return self.module.weight is not None or bool((labels == self.module.ignore_index).any())
 
 
 def reduces(loss: Any) -> bool:
@@ -88,4 +103,4 @@ def per_sample(loss: nn.Module) -> PerSample:
         for key, value in vars(each).items()
         if isinstance(value, simple) and not key.startswith("_") and key != "training"
     }
-    return PerSample(module, loss.reduction in ("sum", "batchmean"), bool(inner), options)
+    return PerSample(module, loss.reduction in ("sum", "batchmean"), loss.reduction == "mean", bool(inner), options)

@@ -12,6 +12,7 @@ from undrift.engine.device_data import DeviceData
 from undrift.functional.draws import fixed_key
 from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
+from undrift.loss_modules import PerSample
 from undrift.losses import Loss
 from undrift.tree import tree_leaves, tree_map
 
@@ -79,7 +80,8 @@ def reason(model: Model, loss: Loss, data: DeviceData, may_be_short: bool) -> st
     """Why a run must train on the plain engine, or None."""
     if take_is_foreign(data):
         return "the data's own `take` reads more than the tensors that it is given"
-    if may_be_short and samples_interact(model, loss, data):
+    coupled = isinstance(loss, PerSample) and loss.couples(data.data.store["y"])
+    if may_be_short and (coupled or samples_interact(model, loss, data)):
         return (
             "the samples of a batch interact in training, which the padding of short batches would change; "
             "drop_last=True leaves none"
