@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 import undrift as ud
 from compat import hand
@@ -123,11 +124,12 @@ def compare(case: Case, found: Finding, tried: dict[str, Attempt]) -> None:
     trained = {engine: t.state for engine, t in tried.items() if t.outcome == "trained"}
     start = case.module()
     bound = found.bound = case.limit(start)
-    begin = {name: p.detach() for name, p in start.named_parameters() if p.requires_grad}
-    found.moved = max(apart(begin, {name: unwrapped(state)[name] for name in unwrapped(begin)})
-                      for state in trained.values())  # fmt: skip
+    begin = {name: p.detach() for name, p in start.named_parameters() if p.requires_grad and not is_lazy(p)}
+    if begin:  # what is lazy has no weights before
+        found.moved = max(apart(begin, {name: unwrapped(state)[name] for name in unwrapped(begin)})
+                          for state in trained.values())  # fmt: skip
     found.lanes, found.why = tried["auto"].choices.get("lanes"), tried["auto"].choices.get("why", "")
-    if found.moved <= 10 * bound:
+    if found.moved is not None and found.moved <= 10 * bound:
         found.problems.append(f"hardly trains: the largest change of a weight is {found.moved:.1e}")
     if {"lanes", "plain"} <= trained.keys():
         found.lanes_plain = apart(trained["lanes"], trained["plain"])

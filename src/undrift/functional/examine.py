@@ -65,6 +65,7 @@ def examine(model: Model, x: Tree) -> Findings:
     with torch.no_grad(), guard:
         with trial.draws() as draws_in_evaluation:
             output = twin(twin.trial(), tree_map(torch.clone, x))
+        _changed(twin.module, before, values)  # observers watch in evaluation mode, too
         twin.set_mode(True)
         first = once()
         rebinds = _rebound(twin.module, data, model)
