@@ -178,3 +178,65 @@ def test_the_models_own_loss():
     for nothing in ({"logits": y}, SimpleNamespace(loss=None), y):
         with pytest.raises(ud.UndriftError, match='a model whose output has a "loss"'):
             model_loss(nothing, y)
+
+
+class Wrapping(nn.Module):
+    """Its mean over one sample loses the class weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction, self.inner = "mean", nn.CrossEntropyLoss(WEIGHT)
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.inner(z, y)
+
+
+class Weighing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = "mean"
+        self.register_buffer("w", WEIGHT)
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y, self.w, reduction=self.reduction)
+
+
+@pytest.mark.parametrize("module", [Wrapping(), Weighing()])
+def test_a_mean_that_is_not_that_of_the_samples_is_the_modules(module):
+    data = make_clients(SIZES)
+    found = ud.train(net(), data, rounds=2, local=LOCAL, loss=module)
+    assert found.choices["engine"] == "plain"
+    assert distance(dict(found.model.named_parameters()), trained_by_hand(net(), data, module, 2)) < 1e-12
+
+
+def test_an_ignored_label_may_be_no_class():
+    z, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 255, 3, 1, 255])
+    module = nn.CrossEntropyLoss(WEIGHT, ignore_index=255)
+    assert torch.allclose(get_loss(module)(z, y).mean(), module(z, y))
+
+
+def test_a_weighted_loss_over_more_than_one_batch_is_that_of_all():
+    data = make_clients([40])
+    x = torch.randn(1500, 6, dtype=torch.float64)
+    y = torch.randint(0, 4, (1500,))
+    y[1000:] = 0
+    data = ud.FederatedDataset.from_clients([data[0]], test=(x, y))
+    found = ud.train(net(), data, rounds=1, local=LOCAL, loss=nn.CrossEntropyLoss(WEIGHT))
+    assert found.history[-1]["loss"] == pytest.approx(F.cross_entropy(found.model(x), y, WEIGHT).item())
+
+
+def test_weighted_losses_are_not_measured_on_padded_batches():
+    local = ud.Local(epochs=2, batch_size=3, lr=0.1, drop_last=True)
+    runs = [
+        ud.train(
+            net(),
+            make_clients([11, 7, 9]),
+            ud.FedCurv(0.5),
+            rounds=3,
+            local=local,
+            loss=nn.CrossEntropyLoss(WEIGHT),
+            engine=e,
+        )
+        for e in ("auto", "plain")
+    ]
+    assert distance(runs[0].params, runs[1].params) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import random
 
 import pytest
 import torch
@@ -506,3 +508,89 @@ def test_weights_in_one_buffer_are_saved(tmp_path):
     module.inner.load_state_dict({k.removeprefix("inner."): v for k, v in found.model.state_dict().items()})
     again = ud.train(OneBuffer(), make_clients(UNEVEN), rounds=1, local=LOCAL, out=tmp_path / "run", resume=True)
     assert distance(again.params, found.params) == 0
+
+
+class Zeros(nn.Module):
+    """A head of zeros hides at first that samples interact."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.head, self.how = nn.Linear(6, 5), nn.Linear(5, 4), how
+        nn.init.zeros_(self.head.weight)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.how(torch.tanh(self.a(x))))
+
+
+def test_a_head_of_zeros_hides_nothing():
+    module = Zeros(lambda f: f - f.mean(0))
+    found = trained(module)
+    assert found.choices["engine"] == "plain" and from_hand(found, module) < 1e-12
+    mixed = Zeros(lambda f: f + f[torch.randperm(len(f))])
+    assert trained(mixed).choices["engine"] == "plain"
+
+
+def test_labels_that_are_rare_are_tried():
+    clients = [(x, torch.zeros(len(x), dtype=torch.int64)) for x, _ in make_clients([31, 37, 29])]
+    for _, y in clients:
+        y[17], y[5] = 1, 3
+    data = ud.FederatedDataset.from_clients(clients)
+    found = trained(net(), data, loss=weighted)
+    assert found.choices["engine"] == "plain"
+    assert from_hand(found, net(), data, loss=lambda z, y: weighted(z, y).mean()) < 1e-12
+
+
+class Seldom(nn.Module):
+    """Copies its weights to a frozen target now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 4).double()
+        self.target = copy.deepcopy(self.a).requires_grad_(False)
+        self.register_buffer("k", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.k += 1
+            if int(self.k) % 7 == 0:
+                with torch.no_grad():
+                    self.target.weight.copy_(self.a.weight)
+        return self.a(x) + self.target(x)
+
+
+def test_weights_that_are_written_now_and_then_are_refused_and_the_callers_stay():
+    module = Seldom()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ud.UndriftError, match=r"changes 'target.weight', but not in its first training passes"):
+        trained(module)
+    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
+
+
+def test_a_tensor_that_a_module_keeps_is_no_trouble_for_trials():
+    class Keeps(Wrapped):
+        def forward(self, x):
+            self.last = self.inner(x)
+            return self.last
+
+    assert from_hand(trained(Keeps()), Keeps()) < 1e-12
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, lambda x: random.random()])
+def test_an_augmentation_that_draws_from_elsewhere_is_refused(draw):
+    data = dataclasses.replace(make_clients(UNEVEN), augment=lambda x, key: x + 0.1 * draw(x))
+    with pytest.raises(ud.UndriftError, match=r"augmentation draws from .*draw from the key"):
+        trained(net(), data)
+
+
+def test_a_models_own_loss_with_augmentation_validation_and_clients_tests():
+    data = make_clients([20, 14, 18])
+    own = make_clients([6, 5, 7])
+    data = dataclasses.replace(data, augment=lambda x, key: x * 2, client_test=own)
+    found = trained(WithItsLoss(), data, loss="model")
+    with torch.no_grad():
+        losses = [float(F.cross_entropy(found.model(x)["logits"], y)) for x, y in own]
+    assert found.history[-1]["by_client"]["loss"] == pytest.approx(losses)
+    with pytest.raises(ud.UndriftError, match="FedLC changes a model's logits"):
+        trained(WithItsLoss(), data, method=ud.FedLC(1.0), loss="model")

@@ -39,8 +39,12 @@ class PerSample:
     """Whether the module takes a mean over the batch."""
     alone: bool
     """Whether the module is called on one sample at a time."""
+    original: nn.Module
+    """With its own reduction."""
     options: dict[str, Any]
     """The module's settings, of which its own `repr` shows few: they tell one run from another."""
+    whole: nn.Module | None = None
+    """The module, if its mean over a batch is not that of values per sample; then a batch has one value."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         if isinstance(self.module, ELEMENTWISE) and output.shape != target.shape:
@@ -50,11 +54,13 @@ class PerSample:
             )
         if any(t.device != output.device for t in (*self.module.buffers(), *self.module.parameters())):
             self.module.to(output.device)  # in the check before a run, and never again
+        if self.whole is not None:
+            return self.whole.to(output.device)(output, target).expand(len(target))
         if self.alone:
             pairs = zip(output.split(1), target.split(1), strict=True)
             return torch.stack([self.module(z, y).mean() for z, y in pairs])
         values: Tensor = self.module(output, target)
-        if self.mean and isinstance(self.module, WEIGHTED) and not target.is_floating_point():
+        if self.weighs(target):
             return self._weighted(values, target)
         if values.dim() < 2:
             return values
@@ -63,16 +69,40 @@ class PerSample:
 
     def _weighted(self, values: Tensor, target: Tensor) -> Tensor:
         """Values whose mean over the batch is torch's: their sum, divided by the weights of the labels that count."""
-        counted = target.ne(self.module.ignore_index).to(values.dtype)  # type: ignore[arg-type]
-        if self.module.weight is not None:
-            counted = counted * self.module.weight[target.clamp(min=0)]  # type: ignore[index]
-        own = values.flatten(1).sum(1) if values.dim() > 1 else values
+        own, counted = self._shares(values, target)
         return own * (len(own) / counted.sum().clamp(min=torch.finfo(values.dtype).tiny))
+
+    def _shares(self, values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Per sample: the sum of its values, and of the weights of its labels that count."""
+        known = target.ne(self.module.ignore_index)  # type: ignore[arg-type]
+        counted = known.to(values.dtype)
+        if self.module.weight is not None:
+            counted = counted * self.module.weight[torch.where(known, target, 0)]  # type: ignore[index]
+        return tuple(t.flatten(1).sum(1) if t.dim() > 1 else t for t in (values, counted))  # type: ignore[return-value]
+
+    def parts(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Numerators and denominators, for a mean over more than one batch."""
+        if self.whole is None and self.weighs(target):
+            return self._shares(self.module(output, target), target)
+        values = self(output, target)
+        return values, torch.ones_like(values)
+
+    def weighs(self, target: Tensor) -> bool:
+        """Whether the mean over a batch counts labels by their weights."""
+        return self.mean and isinstance(self.module, WEIGHTED) and not target.is_floating_point()
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """See that the mean of the values is the module's own; where it is not, its own is used, for whole batches."""
+        if not self.mean or self.whole is not None:
+            return
+        found, wanted = self(output, target).mean(), self.original(output, target)
+        if not bool((found - wanted).abs() <= 1e-3 * wanted.abs() + 1e-6):
+            self.whole = self.original
 
     def couples(self, labels: Tensor) -> bool:
         """Whether a sample's value depends on the others of its batch, with labels like these."""
-        if not self.mean or not isinstance(self.module, WEIGHTED) or labels.is_floating_point():
-            return False
+        if self.whole is not None or not self.weighs(labels):
+            return self.whole is not None
         return self.module.weight is not None or bool((labels == self.module.ignore_index).any())
 
 
@@ -103,4 +133,6 @@ def per_sample(loss: nn.Module) -> PerSample:
         for key, value in vars(each).items()
         if isinstance(value, simple) and not key.startswith("_") and key != "training"
     }
-    return PerSample(module, loss.reduction in ("sum", "batchmean"), loss.reduction == "mean", bool(inner), options)
+    kind = loss.reduction
+    original = copy.deepcopy(loss)
+    return PerSample(module, kind in ("sum", "batchmean"), kind == "mean", bool(inner), original, options)

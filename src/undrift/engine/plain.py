@@ -13,6 +13,7 @@ from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
 from undrift.engine.sums import Sums, only_real
+from undrift.errors import UndriftError
 from undrift.functional.model import Params
 from undrift.method.calls import blaming_the_model
 from undrift.method.context import Batch
@@ -27,6 +28,7 @@ class PlainEngine:
 
     def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
         program, sums = self.program, Sums(self.program, inputs)
+        constant = program.model.versions()
         for c, client in enumerate(inputs.filled.clients.tolist()):
             given = self.given(inputs, c)
             if program.using["begin"]:
@@ -40,6 +42,7 @@ class PlainEngine:
                 step = torch.tensor(k, device=self.data.device)
                 with blaming_the_model():
                     state = program.step(state, given, batches, step, program.model.gradient_and_buffers)
+            refuse_late_writes(constant, program.model.versions())
             if visit and c < inputs.cohort:
                 trained = {**state["params"], **state.get("statistics", {})}
                 visit(tree_map(lambda t: t[None], trained), np.array([client]))
@@ -80,3 +83,13 @@ class PlainEngine:
     def batch(self, client: int, positions: np.ndarray) -> Batch:
         indices = torch.from_numpy(self.data.indices(np.array([client]), positions[None])[0]).to(self.data.device)
         return self.data.batch(indices, torch.ones(len(indices), device=self.data.device))
+
+
+def refuse_late_writes(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """Refuse a model that begins to change what it left alone in its first passes: clients would share the change."""
+    for name, version in before.items():
+        if after[name] != version:
+            raise UndriftError(
+                f"The model changes {name!r}, but not in its first training passes, so clients would share the change; "
+                "write to it in every training pass, with torch.where for those that are to leave it as it is."
+            )

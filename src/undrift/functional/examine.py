@@ -51,6 +51,7 @@ def examine(model: Model, x: Tree) -> Findings:
     twin.module = deep_copy(model.module, {} if model.owns_frozen else {id(p): p for p in frozen.values()})
     before = {n: t for n, t in _named(twin.module).items() if n not in model.start}
     values = {n: t.detach().clone() for n, t in before.items() if model.owns_frozen or n not in frozen}
+    versions = {n: before[n]._version for n in values}
     data = {n: p.data for n, p in twin.module.named_parameters()}
     trial = Trial(tree_leaves(x)[0].device)
 
@@ -65,11 +66,11 @@ def examine(model: Model, x: Tree) -> Findings:
     with torch.no_grad(), guard:
         with trial.draws() as draws_in_evaluation:
             output = twin(twin.trial(), tree_map(torch.clone, x))
-        _changed(twin.module, before, values)  # observers watch in evaluation mode, too
+        _changed(twin.module, before, values, versions)  # observers watch in evaluation mode, too
         twin.set_mode(True)
         first = once()
         rebinds = _rebound(twin.module, data, model)
-        changed = _changed(twin.module, before, values)
+        changed = _changed(twin.module, before, values, versions)
         weights = {n: p for n, p in twin.module.named_parameters() if n in model.start}
         for name, p in weights.items():  # which the forward pass may have written to
             p.copy_(model.start[name])
@@ -81,7 +82,7 @@ def examine(model: Model, x: Tree) -> Findings:
         with contextlib.suppress(Exception):  # weights like these may be none that the model takes
             once()
         rebinds = rebinds or _rebound(twin.module, data, model)
-        changed = sorted({*changed, *_changed(twin.module, before, values)})
+        changed = sorted({*changed, *_changed(twin.module, before, values, versions)})
     if not _alike(first, second):
         raise UndriftError(
             "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
@@ -100,8 +101,13 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _changed(module: nn.Module, before: dict[str, Tensor], values: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors that a forward pass has changed or replaced; the old ones are put back."""
+def _changed(
+    module: nn.Module, before: dict[str, Tensor], values: dict[str, Tensor], versions: dict[str, int]
+) -> list[str]:
+    """The names of the tensors that a forward pass has replaced or written to; they are put back as they were.
+
+    A running maximum, for one, may be written without being changed. `versions` are brought up to date.
+    """
     found, now = [], _named(module)
     for name, value in values.items():
         old = before[name]
@@ -110,9 +116,10 @@ def _changed(module: nn.Module, before: dict[str, Tensor], values: dict[str, Ten
         if now[name] is not old:
             owner, _, attribute = name.rpartition(".")
             module.get_submodule(owner)._buffers[attribute] = old
-        if now[name] is not old or not torch.equal(value, old):
+        if now[name] is not old or old._version != versions[name] or not torch.equal(value, old):
             found.append(name)
             old.copy_(value)
+            versions[name] = old._version
     return found
 
 
@@ -145,6 +152,8 @@ def find_obstacle(model: Model) -> str | None:
 def _vmap_failure(model: Model) -> str | None:
     """Why vmap refuses the model, from a tiny step of two lanes, or None."""
     assert model.sample is not None
+    # A copy, since a module may keep what it computes, which outside of vmap is a dead tensor.
+    model = model._with(module=deep_copy(model.module, {id(t): t for t in _named(model.module).values()}))
     key, x = fixed_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
 
     mask = torch.ones(batch_size(model.sample), device=key.words.device)

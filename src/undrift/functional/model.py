@@ -28,7 +28,7 @@ from undrift.functional.norm_trials import refuses_single
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
 from undrift.functional.writes import FrozenWriteError
-from undrift.random import Key
+from undrift.random import Key, normal
 from undrift.tree import Tree, tree_leaves, tree_map
 
 log = logging.getLogger("undrift")
@@ -92,6 +92,9 @@ class Model:
             return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
         except BufferShapeError:
             return self._shaped(x).examined(x)
+        if not self.owns_frozen and any(name not in self.norms for name in found.changed):
+            # It changes buffers of its own making, so it may write to frozen weights too, if only now and then.
+            return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
         output = found.output
         outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else 0
         tracked = {name: tensor_of(self.module, name).detach().clone() for name in found.changed}
@@ -116,9 +119,22 @@ class Model:
         adopt_norms(module)
         return self._with(module=module, vectorized=True)
 
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """What tells whether a forward pass has written to a buffer or frozen weight that was taken for constant."""
+        fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {n: (id(t), t._version) for n, t in fixed.items() if n not in self.start and n not in self.tracked}
+
     def trial(self) -> Params:
         """The starting weights, copied: a forward pass may write to them, as that of `Embedding(max_norm=…)` does."""
         return {name: w.clone() for name, w in self.start.items()}
+
+    def perturbed(self) -> Params:
+        """Weights near the starting ones, which may be special: a head of zeros hides what comes before it."""
+        device = next(iter(self.start.values())).device
+        keys = (fixed_key(device).stream_at(i) for i in range(len(self.start)))
+        return {
+            n: w + 0.1 * normal(key, w.shape, w.dtype) for (n, w), key in zip(self.start.items(), keys, strict=True)
+        }
 
     def at(self, tracked: Params) -> Model:
         """This model with these running statistics."""

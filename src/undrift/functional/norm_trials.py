@@ -76,9 +76,7 @@ def _difference(model: Model, bound: float) -> str | None:
         statistics = {name: value.clone() for name, value in model.tracked.items()}
         given = dict(statistics)
         with torch.no_grad():
-            output = one.train(
-                tree_map(torch.clone, model.start), tree_map(lambda t, i=index: t[i], rows), key, statistics, which
-            )
+            output = one.train(model.perturbed(), tree_map(lambda t, i=index: t[i], rows), key, statistics, which)
         for name in given if vectorized else ():
             if statistics[name] is given[name]:  # nothing but a norm has changed it, in place
                 return f"training changes its buffer {name!r}"

@@ -64,6 +64,9 @@ def prepare(given: Settings) -> Run:
     own_loss = chosen_loss is model_loss
     data = with_labels(data) if own_loss else data
     output = given.output or (WHOLE if own_loss else None)
+    changing = method.overriding("logits") if output == WHOLE else []
+    names = " and ".join(type(part).__name__ for _, part in changing)
+    require(not names, f'{names} changes a model\'s logits, which loss="model" and output="all" do not have.')
     module = with_shapes(module_of(given.model, data, seed), data, seed)
     function = Model(module, where, given.precision, output)
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
@@ -176,8 +179,11 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_ste
     """The engine that was asked for, or that suits the model, the data and the device."""
     local, clients = given.local, data.data.nonempty
     steps, width = local.step_counts(0, clients, data.data.sizes[clients], per_step), local.widest(data.data.sizes)
-    may_be_short = local.may_be_short(data.data.sizes[clients])
-    obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, may_be_short)
+    # Passes without training are padded too.
+    padded = local.may_be_short(data.data.sizes[clients]) or any(
+        part.measures for part in as_method(given.method).parts
+    )
+    obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * float(steps.mean())
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))

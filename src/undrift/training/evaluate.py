@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.losses import accuracy
+from undrift.loss_modules import PerSample
+from undrift.losses import Metric, accuracy
 from undrift.training.run import Run
 from undrift.training.state import State
 
@@ -34,7 +35,7 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
         x, y = data.take(data.store, data.index[begin : begin + BATCH])
         output = model(state.params, x)
         for name, metric in run.measures.items():
-            top, bottom = parts_of(metric(output, y))
+            top, bottom = parts_of(metric, output, y)
             sums[name] = [sums[name][0] + top.sum(), sums[name][1] + bottom.sum()]
         if by_class:
             top, bottom = (t * (y >= 0) for t in accuracy(output, y))
@@ -46,7 +47,8 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     return found
 
 
-def parts_of(value: Any) -> tuple[Tensor, Tensor]:
+def parts_of(metric: Metric, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     """A metric's numerators and denominators per sample; the denominators are 1 if it returns single values."""
+    value = metric.parts(output, target) if isinstance(metric, PerSample) else metric(output, target)
     top, bottom = value if isinstance(value, tuple) else (value, torch.ones_like(value, dtype=torch.float64))
     return top.double(), bottom.double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch import Tensor
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.samples import Samples, Store, Take
 from undrift.functional.arguments import POSITIONAL
+from undrift.random import Key
+
+Augment = Callable[[Samples, Key], Samples]
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,18 @@ class WithLabels:
         return {"labels": y, **(x if isinstance(x, dict) else {POSITIONAL: x})}, y
 
 
+@dataclass(frozen=True)
+class AroundLabels:
+    """An augmentation of the samples without their labels."""
+
+    augment: Augment
+
+    def __call__(self, x: Samples, key: Key) -> Samples:
+        rest = {name: t for name, t in x.items() if name != "labels"}
+        changed = self.augment(rest.get(POSITIONAL, rest), key)
+        return {"labels": x["labels"], **({POSITIONAL: changed} if POSITIONAL in rest else changed)}
+
+
 def with_labels(data: FederatedDataset) -> FederatedDataset:
     """The data with labels as arguments, in all splits."""
 
@@ -31,6 +47,7 @@ def with_labels(data: FederatedDataset) -> FederatedDataset:
     return replace(
         data,
         take=WithLabels(data.take),
+        augment=data.augment and AroundLabels(data.augment),
         test_rows=labelled(data.test_rows),
         validation_rows=labelled(data.validation_rows),
         server_rows=labelled(data.server_rows),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from undrift.engine.device_data import DeviceData
 from undrift.functional.draws import fixed_key
 from undrift.functional.loss_draws import repeating
-from undrift.functional.model import Model
+from undrift.functional.model import Model, Params
 from undrift.loss_modules import PerSample
 from undrift.losses import Loss
 from undrift.tree import tree_leaves, tree_map
@@ -24,29 +25,40 @@ SAMPLES = 8
 def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     """Whether the loss of a sample in training depends on the other samples of its batch, as a contrastive one does.
 
-    Half of a batch, or one sample, must have the losses that it has beside the rest as padding, with the same draws.
+    Half of a batch, or one sample, must have the losses that it has beside the rest as padding, with the same draws: at
+    the starting weights, and near them.
     """
-    count = min(SAMPLES, len(data.index))
-    if count < 2:
+    rows = telling(data)
+    if len(rows) < 2:
         return False
-    spread = torch.linspace(0, len(data.index) - 1, count).long().numpy()
-    batch = data.batch(torch.from_numpy(data.index[spread]).to(data.device), torch.ones(count, device=data.device))
+    count = len(rows)
+    batch = data.batch(torch.from_numpy(rows).to(data.device), torch.ones(count, device=data.device))
     key, repeated = fixed_key(data.device), repeating(model, loss)
 
-    def losses(rows: int, real: int) -> Tensor:
+    def losses(weights: Params, rows: int, real: int) -> Tensor:
         x, y = tree_map(lambda t: t[:rows].clone(), (batch.x, batch.y))
         mask = (torch.arange(rows, device=data.device) < real).to(data.dtype)  # which norms in lanes know
-        found: Tensor = repeated(model.train(model.trial(), x, key, mask=mask), y)[:real]
+        found: Tensor = repeated(model.train(tree_map(torch.clone, weights), x, key, mask=mask), y)[:real]
         return found.double()
 
-    for real in {1, max(count // 2, min(2, count - 1))}:
-        try:
-            alone, padded = losses(real, real), losses(count, real)
-        except Exception:  # what the model or the loss cannot take is reported where training meets it
-            continue
-        if not close(alone, padded, model.compute_dtype):
-            return True
+    for weights in (model.start, model.perturbed()):
+        for real in {1, max(count // 2, min(2, count - 1))}:
+            try:
+                alone, padded = losses(weights, real, real), losses(weights, count, real)
+            except Exception:  # what the model or the loss cannot take is reported where training meets it
+                continue
+            if not close(alone, padded, model.compute_dtype):
+                return True
     return False
+
+
+def telling(data: DeviceData) -> np.ndarray:
+    """Samples to try: of every class one, as far as that goes, and others from all over the data."""
+    everywhere = data.index[np.linspace(0, len(data.index) - 1, SAMPLES).astype(np.int64)]
+    labels, of_classes = data.data.labels, data.index[:0]
+    if labels is not None:
+        of_classes = data.index[np.unique(labels[data.index].numpy(), return_index=True)[1]]
+    return np.array(list(dict.fromkeys([*of_classes[:SAMPLES], *everywhere]))[:SAMPLES], np.int64)
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
@@ -76,14 +88,14 @@ def take_is_foreign(data: DeviceData) -> bool:
     return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(traced, wanted, strict=True))
 
 
-def reason(model: Model, loss: Loss, data: DeviceData, may_be_short: bool) -> str | None:
-    """Why a run must train on the plain engine, or None."""
+def reason(model: Model, loss: Loss, data: DeviceData, padded: bool) -> str | None:
+    """Why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
     if take_is_foreign(data):
         return "the data's own `take` reads more than the tensors that it is given"
     coupled = isinstance(loss, PerSample) and loss.couples(data.data.store["y"])
-    if may_be_short and (coupled or samples_interact(model, loss, data)):
+    if padded and (coupled or samples_interact(model, loss, data)):
         return (
-            "the samples of a batch interact in training, which the padding of short batches would change; "
-            "drop_last=True leaves none"
+            "the samples of a batch interact, which the padding of short batches would change; drop_last=True leaves "
+            "none in training"
         )
     return None

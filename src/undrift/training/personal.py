@@ -17,6 +17,8 @@ from torch import Tensor
 from undrift.data.dataset import Rows
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
+from undrift.loss_modules import PerSample
+from undrift.losses import Loss, model_loss
 from undrift.method.part import Method
 from undrift.random import choose, derive
 from undrift.training.evaluate import BATCH, parts_of
@@ -55,6 +57,8 @@ class Personal:
             return {}
         if has_own_models(self.run):
             found = self._owned(state)
+        elif one_number(self.run.loss):  # for a whole batch, so each client's must be its own
+            found = self._one_by_one(state)
         else:
             model = self.run.model.at(state.tracked)
             found = self._measured(model, state.params, torch.cat(self.indices), self.whose, len(self.clients))
@@ -66,14 +70,22 @@ class Personal:
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
+    def _one_by_one(self, state: State) -> dict[str, Tensor]:
+        """The global model on every client's own data, in batches of their own."""
+        model = self.run.model.at(state.tracked)
+        found = [self._measured(model, state.params, *self._alone(indices)) for indices in self.indices]
+        return {name: torch.cat([one[name] for one in found]) for name in self.run.measures}
+
+    def _alone(self, indices: Tensor) -> tuple[Tensor, Tensor, int]:
+        """One client's samples, and whose they are."""
+        return indices, torch.zeros(len(indices), dtype=torch.int64), 1
+
     def _owned(self, state: State) -> dict[str, Tensor]:
         """The loss and each metric of every client's own model on its own data."""
         run, found = self.run, []
         for begin in range(0, len(self.clients), run.cohort_size):
             for c, own in enumerate(own_models(run, state, self.clients[begin : begin + run.cohort_size])):
-                indices = self.indices[begin + c]
-                whose = torch.zeros(len(indices), dtype=torch.int64)
-                found.append(self._measured(run.model, own, indices, whose, 1))
+                found.append(self._measured(run.model, own, *self._alone(self.indices[begin + c])))
         return {name: torch.cat([one[name] for one in found]) for name in run.measures}
 
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
@@ -88,8 +100,7 @@ class Personal:
             for i, client in enumerate(clients.tolist()):
                 own = tree_map(lambda w, i=i: w[i], trained)
                 indices = self.indices[int(np.searchsorted(self.clients, client))]
-                whose = torch.zeros(len(indices), dtype=torch.int64)
-                found[client] = self._measured(run.model, own, indices, whose, 1)
+                found[client] = self._measured(run.model, own, *self._alone(indices))
 
         received: list[Tree] | None = None
         # One cohort at a time, since the states of all clients may not fit into memory at once.
@@ -114,13 +125,18 @@ class Personal:
             x, y = self.take(self.store, indices[part])
             output = model(params, x)
             for name, measure in run.measures.items():
-                both = torch.stack(parts_of(measure(output, y))).cpu()
+                both = torch.stack(parts_of(measure, output, y)).cpu()
                 sums[name].index_add_(1, whose[part], both)
         # Recall is undefined (NaN) for a client without positive labels; a loss of NaN counts as infinite.
         return {
             n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
             for n, (top, bottom) in sums.items()
         }
+
+
+def one_number(loss: Loss) -> bool:
+    """Whether a loss gives one value for a batch."""
+    return loss is model_loss or (isinstance(loss, PerSample) and loss.whole is not None)
 
 
 def has_own_models(run: Run) -> bool:

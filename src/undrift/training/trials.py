@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -21,6 +22,7 @@ from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
+from undrift.loss_modules import PerSample
 from undrift.losses import CLASSES, IGNORED, Loss, Metric, class_axis, squared_hinge
 from undrift.models.seeded import Seeded
 from undrift.random import Key, torch_seed
@@ -82,6 +84,8 @@ def check_split(
         )
     if classes:
         check_labels(whose, y[rows.index], output, target, loss)
+    if isinstance(loss, PerSample) and isinstance(output, Tensor):
+        check_mean(examined, loss, rows, device)
     trial, drew = Trial(device, "the loss"), False
     for name, function in {"loss": loss, **metrics}.items():
         got = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -101,6 +105,16 @@ def check_split(
                 + _way_out(tensor),
             )
     return with_draws_of_loss(examined, trial, drew)
+
+
+def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) -> None:
+    """Let a loss module compare its values with its own mean, on samples of different classes."""
+    y = rows.store["y"][rows.index]
+    firsts = np.unique(y.numpy(), return_index=True)[1] if y.dim() == 1 else np.arange(len(y))
+    chosen = rows.index[torch.from_numpy(np.union1d(firsts[:8], [0, len(y) - 1]))]
+    x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, chosen))
+    with torch.no_grad(), contextlib.suppress(Exception):  # what does not fit is reported by the other checks
+        loss.check(model(model.perturbed(), x), target)
 
 
 def _way_out(value: Any) -> str:
@@ -208,13 +222,20 @@ def draws_backward(model: Model, x: Samples, target: Tensor, loss: Loss) -> str:
 def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device: torch.device) -> None:
     """One call: what changes batches takes these samples and gives as many of the same shape."""
     x, _ = two_samples(rows, device)
-    words = torch.zeros(2, dtype=torch.int64, device=device)
+    trial = Trial(device, "it")
     try:
-        found = augment(x, Key(words, words[0]))
+        with trial.draws(keyed=False):
+            found = augment(x, trial.key)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's function may raise
         raise UndriftError(f"The augmentation does not take samples of shape {shape(x)}: {error}") from error
+    source = trial.unkeyed.removeprefix("it draws from ").partition(",")[0]
+    require(
+        not trial.unkeyed,
+        f"The augmentation draws from {source}, so runs would not repeat; draw from the key that it is given "
+        "(ud.random.uniform(key, shape)).",
+    )
     whole = _batch_kind(found)
     require(
         whole == _batch_kind(x),
