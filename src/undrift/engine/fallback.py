@@ -62,6 +62,8 @@ class Fallback:
                 memory = isinstance(error, torch.OutOfMemoryError)
                 if machine_trouble(error) and not memory:
                     raise
+                if self.plain is None and (memory or isinstance(error, UndriftError)):
+                    raise
                 if self.plain is None:
                     raise explained(error) from error
                 why = "lanes need more memory than there is" if memory else f"lanes failed ({first_sentence(error)})"
@@ -73,10 +75,8 @@ class Fallback:
         return work(self.engine)
 
 
-def explained(error: Exception) -> Exception:
-    """The error with a sentence on what to do, unless it has one of its own."""
-    if isinstance(error, UndriftError | torch.OutOfMemoryError):
-        return error
+def explained(error: Exception) -> UndriftError:
+    """A sentence on what to do."""
     return UndriftError(
         f'The lanes engine failed ({first_sentence(error)}). engine="auto" goes on with the plain engine where it must.'
     )
