@@ -131,8 +131,8 @@ def test_sizes_beyond_reason():
 
 def test_models_that_have_no_values():
     data, local = make_clients([5, 9]), ud.Local(steps=1, lr=0.1)
-    lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
-    assert "'1.weight' has no shape yet (a lazy layer)" in refused(ud.train, lazy, data, rounds=1, local=local)
+    lazy = nn.Sequential(nn.LazyConv2d(3, 3), nn.LazyLinear(3))
+    assert "lazy layers get no shapes from the clients' samples" in refused(ud.train, lazy, data, rounds=1, local=local)
     with torch.device("meta"):
         empty = nn.Linear(3, 3)
     assert "'weight' is on the meta device" in refused(ud.train, empty, data, rounds=1, local=local)

@@ -251,7 +251,7 @@ def test_the_config_repeats_the_run(tmp_path):
     bodies = [text.partition("\nmodel")[2] for text in texts]
     assert bodies[0].replace("# checkpoint_every: not set", 'checkpoint_every = "30s"') == bodies[1]
     for chosen in (
-        'engine = "lanes"',
+        'engine = "auto"',
         "lanes = ",
         'device = "cpu"',
         "compile = false",

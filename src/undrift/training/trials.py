@@ -42,9 +42,7 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
         with torch.no_grad(), Seeded(torch_seed(seed, "model")):
             made.eval()(*args, **kwargs)
     except Exception as error:  # whatever a user's forward pass may raise
-        raise UndriftError(
-            f"The model's lazy layers cannot be given shapes by the clients' samples: {error}"
-        ) from error
+        raise UndriftError(f"The model's lazy layers get no shapes from the clients' samples: {error}") from error
     return made.train(module.training)
 
 
