@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import undrift as ud
+from tests.handloop import hand_loop
 from tests.problems import distance, net
 from undrift.data.heterogeneity import heterogeneity
 from undrift.data.holdings import holdings
@@ -16,26 +17,6 @@ from undrift.losses import accuracy, cross_entropy
 
 SIZES = [7, 1, 4, 10]
 LOCAL = ud.Local(epochs=2, batch_size=3, lr=0.3)
-
-
-def trained_by_hand(model: nn.Module, data: ud.FederatedDataset, loss, rounds: int) -> dict[str, Tensor]:
-    """FedAvg as a loop on `ud.batches`, with the mean of `loss` over a batch's samples."""
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for t in range(rounds):
-        total = {n: torch.zeros_like(w) for n, w in weights.items()}
-        for c in range(len(data)):
-            model.load_state_dict(weights)
-            x, y = data[c]
-            for rows in ud.batches(data, LOCAL, client=c, round=t, seed=0):
-                value = loss(model(x[rows]), y[rows]).mean()
-                grads = torch.autograd.grad(value, list(model.parameters()))
-                with torch.no_grad():
-                    for p, g in zip(model.parameters(), grads, strict=True):
-                        p.sub_(LOCAL.lr * g)
-            for n, p in model.named_parameters():
-                total[n] += len(y) / data.sizes.sum() * p.detach()
-        weights = total
-    return weights
 
 
 def torchs(z: Tensor, y: Tensor) -> Tensor:
@@ -59,7 +40,7 @@ def partly(sizes=SIZES, missing=-100, seed=0) -> ud.FederatedDataset:
 def test_unlabelled_samples_have_no_loss_and_do_not_count_as_right_or_wrong(engine):
     data = partly()
     result = ud.train(net(), data, rounds=3, local=LOCAL, engine=engine)
-    want = trained_by_hand(net(), data, torchs, 3)
+    want = hand_loop(net(), data, LOCAL, 3, lambda z, y: torchs(z, y).mean())
     assert distance(dict(result.model.named_parameters()), want) < 1e-12
     model = net()
     model.load_state_dict(want)
@@ -161,7 +142,7 @@ def test_a_sample_counts_once_whatever_it_has_of_labels(case, engine):
     make, shape, loss = CASES[case]
     data = positions(shape, 5)
     result = ud.train(make(), data, rounds=2, local=LOCAL, engine=engine)
-    want = trained_by_hand(make(), data, loss, 2)
+    want = hand_loop(make(), data, LOCAL, 2, lambda z, y: loss(z, y).mean())
     assert distance(dict(result.model.named_parameters()), want) < 1e-12
     model = make()
     model.load_state_dict(want)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import undrift as ud
+from tests.handloop import hand_loop
 from tests.problems import distance, make_clients, net
 from undrift.losses import get_loss, model_loss
 from undrift.training.identity import describe
@@ -19,25 +20,6 @@ from undrift.training.identity import describe
 SIZES = [7, 1, 4, 10]
 LOCAL = ud.Local(epochs=2, batch_size=3, lr=0.3)
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
-
-
-def trained_by_hand(model: nn.Module, data: ud.FederatedDataset, mean_loss, rounds: int) -> dict[str, Tensor]:
-    """FedAvg as a loop on `ud.batches`, with a function that gives a batch's loss."""
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for t in range(rounds):
-        total = {n: torch.zeros_like(w) for n, w in weights.items()}
-        for c in range(len(data)):
-            model.load_state_dict(weights)
-            x, y = data[c]
-            for rows in ud.batches(data, LOCAL, client=c, round=t, seed=0):
-                grads = torch.autograd.grad(mean_loss(model(x[rows]), y[rows]), list(model.parameters()))
-                with torch.no_grad():
-                    for p, g in zip(model.parameters(), grads, strict=True):
-                        p.sub_(LOCAL.lr * g)
-            for n, p in model.named_parameters():
-                total[n] += len(y) / data.sizes.sum() * p.detach()
-        weights = total
-    return weights
 
 
 def with_targets(make) -> ud.FederatedDataset:
@@ -76,7 +58,7 @@ def test_the_mean_over_a_batch_is_torchs(case, engine):
     module, targets = ALIKE[case]
     data = with_targets(targets) if targets else make_clients(SIZES)
     found = ud.train(net(), data, rounds=2, local=LOCAL, loss=module, engine=engine).model
-    assert distance(dict(found.named_parameters()), trained_by_hand(net(), data, module, 2)) < 1e-12
+    assert distance(dict(found.named_parameters()), hand_loop(net(), data, LOCAL, 2, module)) < 1e-12
     assert module.reduction == ALIKE[case][0].reduction != "none", "the caller's module is left alone"
 
 
@@ -90,7 +72,7 @@ def test_class_weights_are_torchs(module):
         data = make_clients(sizes)
         found = ud.train(net(), data, rounds=2, local=LOCAL, loss=module)
         assert found.choices["engine"] == engine
-        assert distance(dict(found.model.named_parameters()), trained_by_hand(net(), data, module, 2)) < 1e-12
+        assert distance(dict(found.model.named_parameters()), hand_loop(net(), data, LOCAL, 2, module)) < 1e-12
 
 
 def test_a_samples_own_values_are_averaged_or_summed(caplog):
@@ -206,7 +188,7 @@ def test_a_mean_that_is_not_that_of_the_samples_is_the_modules(module):
     data = make_clients(SIZES)
     found = ud.train(net(), data, rounds=2, local=LOCAL, loss=module)
     assert found.choices["engine"] == "plain"
-    assert distance(dict(found.model.named_parameters()), trained_by_hand(net(), data, module, 2)) < 1e-12
+    assert distance(dict(found.model.named_parameters()), hand_loop(net(), data, LOCAL, 2, module)) < 1e-12
 
 
 def test_an_ignored_label_may_be_no_class():

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import undrift as ud
+from tests.handloop import called, hand_loop
 from tests.problems import distance, same_bits
-from undrift.data.samples import chosen
 from undrift.random import uniform
 
 SIZES = [7, 1, 4, 10]
@@ -63,30 +63,6 @@ def clients_of(make, sizes=SIZES) -> ud.FederatedDataset:
     return ud.FederatedDataset.from_clients(pairs, test=make(12, 90), server=make(9, 91), validation=make(6, 92))
 
 
-def call(model: nn.Module, x) -> Tensor:
-    return model(**x) if isinstance(x, dict) else model(*x)
-
-
-def by_hand(model: nn.Module, data, local: ud.Local, rounds: int) -> dict[str, Tensor]:
-    """FedAvg as a loop: every client takes SGD steps on `ud.batches`, and the server the mean weighted by samples."""
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for t in range(rounds):
-        total = {n: torch.zeros_like(w) for n, w in weights.items()}
-        for c in range(len(data)):
-            model.load_state_dict(weights)
-            x, y = data[c]
-            for rows in ud.batches(data, local, client=c, round=t, seed=0):
-                loss = nn.functional.cross_entropy(call(model, chosen(x, rows)), y[rows])
-                grads = torch.autograd.grad(loss, list(model.parameters()))
-                with torch.no_grad():
-                    for p, g in zip(model.parameters(), grads, strict=True):
-                        p.sub_(local.lr * g)
-            for n, p in model.named_parameters():
-                total[n] += len(y) / data.sizes.sum() * p.detach()
-        weights = total
-    return weights
-
-
 @pytest.mark.parametrize("make", [texts, tables])
 def test_the_store_is_flat_and_samples_are_trees(make):
     data = clients_of(make)
@@ -107,14 +83,14 @@ def test_the_store_is_flat_and_samples_are_trees(make):
 def test_training_is_that_of_a_loop_by_hand(make, net, engine):
     data, local = clients_of(make), ud.Local(epochs=2, batch_size=3, lr=0.3)  # clients of 7, 4 and 10: short batches
     result = ud.train(net(), data, rounds=3, local=local, engine=engine, lanes=None if engine == "plain" else 2)
-    want = by_hand(net(), data, local, 3)
+    want = hand_loop(net(), data, local, 3)
     found = dict(result.model.named_parameters())
     assert distance(found, want) < 1e-12
     model = net()
     model.load_state_dict(want)
     x, y = data.test
     with torch.no_grad():
-        z = call(model, x)
+        z = called(model, x)
     assert result.history[-1]["loss"] == pytest.approx(float(nn.functional.cross_entropy(z, y)))
     assert result.history[-1]["accuracy"] == pytest.approx(float((z.argmax(-1) == y).double().mean()))
     assert "validation_loss" in result.history[-1]

@@ -49,7 +49,7 @@ def examine(model: Model, x: Tree) -> Findings:
     twin = copy.copy(model)
     frozen = {n: p for n, p in model.module.named_parameters() if n not in model.start}
     twin.module = deep_copy(model.module, {} if model.owns_frozen else {id(p): p for p in frozen.values()})
-    before = {n: t for n, t in _named(twin.module).items() if n not in model.start}
+    before = {n: t for n, t in named_tensors(twin.module).items() if n not in model.start}
     values = {n: t.detach().clone() for n, t in before.items() if model.owns_frozen or n not in frozen}
     versions = {n: before[n]._version for n in values}
     data = {n: p.data for n, p in twin.module.named_parameters()}
@@ -92,12 +92,8 @@ def examine(model: Model, x: Tree) -> Findings:
     return Findings(output, changed, trial.unkeyed, draws_in_evaluation[0], rebinds)
 
 
-def tensor_of(module: nn.Module, name: str) -> Tensor:
-    """The buffer or the parameter of this name."""
-    return _named(module)[name]
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's parameters and buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -108,7 +104,7 @@ def _changed(
 
     A running maximum, for one, may be written without being changed. `versions` are brought up to date.
     """
-    found, now = [], _named(module)
+    found, now = [], named_tensors(module)
     for name, value in values.items():
         old = before[name]
         if now[name].shape != value.shape:
@@ -153,7 +149,7 @@ def _vmap_failure(model: Model) -> str | None:
     """Why vmap refuses the model, from a tiny step of two lanes, or None."""
     assert model.sample is not None
     # A copy, since a module may keep what it computes, which outside of vmap is a dead tensor.
-    model = model._with(module=deep_copy(model.module, {id(t): t for t in _named(model.module).values()}))
+    model = model._with(module=deep_copy(model.module, {id(t): t for t in named_tensors(model.module).values()}))
     key, x = fixed_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
 
     mask = torch.ones(batch_size(model.sample), device=key.words.device)

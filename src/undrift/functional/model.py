@@ -18,7 +18,7 @@ from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, release
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.copying import copy_of, deep_copy
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
-from undrift.functional.examine import BufferShapeError, examine, find_obstacle, tensor_of
+from undrift.functional.examine import BufferShapeError, examine, find_obstacle, named_tensors
 from undrift.functional.generators import seeded
 from undrift.functional.gradient import Held, ordinary_gradient
 from undrift.functional.gradient import Params as Params
@@ -83,29 +83,33 @@ class Model:
     def examined(self, x: Tree) -> tuple[Model, Tree]:
         """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
 
-        Runs a copy once in evaluation mode and twice in training mode. Raises `UndriftError` for outputs that do not
+        Runs a copy a few times, in evaluation and in training mode. Raises `UndriftError` for outputs that do not
         repeat, and whatever the module itself raises.
         """
         try:
             found = examine(self, x)
         except FrozenWriteError:  # which may be the caller's own; from now on they are not
-            return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
+            return self._unshared().examined(x)
         except BufferShapeError:
             return self._shaped(x).examined(x)
         if not self.owns_frozen and any(name not in self.norms for name in found.changed):
             # It changes buffers of its own making, so it may write to frozen weights too, if only now and then.
-            return self._with(module=deep_copy(self.module, {}), owns_frozen=True).examined(x)
+            return self._unshared().examined(x)
         output = found.output
         outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else 0
-        tracked = {name: tensor_of(self.module, name).detach().clone() for name in found.changed}
+        tracked = {name: named_tensors(self.module)[name].detach().clone() for name in found.changed}
         rest = found._asdict()
         noted = {name: rest[name] for name in ("unkeyed", "draws_in_evaluation", "rebinds")}
         return self._with(outputs=outputs, tracked=tracked, sample=x, **noted), output
 
+    def _unshared(self) -> Model:
+        """This model with frozen parameters of its own."""
+        return self._with(module=deep_copy(self.module, {}), owns_frozen=True)
+
     def _shaped(self, x: Tree) -> Model:
         """This model after a training pass that gives its buffers their shapes."""
         log.warning("The model's buffers get their shapes from the first batch, so it was called once on a sample.")
-        other = self._with(module=deep_copy(self.module, {}), owns_frozen=True)
+        other = self._unshared()
         other.set_mode(True)
         args, kwargs = arguments(floats_to(x, self.input_dtype))
         with torch.no_grad(), seeded(fixed_key(tree_leaves(x)[0].device)):
@@ -121,8 +125,11 @@ class Model:
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """What tells whether a forward pass has written to a buffer or frozen weight that was taken for constant."""
-        fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        return {n: (id(t), t._version) for n, t in fixed.items() if n not in self.start and n not in self.tracked}
+        return {
+            n: (id(t), t._version)
+            for n, t in named_tensors(self.module).items()
+            if n not in self.start and n not in self.tracked
+        }
 
     def trial(self) -> Params:
         """The starting weights, copied: a forward pass may write to them, as that of `Embedding(max_norm=…)` does."""
@@ -325,7 +332,7 @@ class Model:
             if name in params:
                 p.copy_(params[name])
         for name, value in self.tracked.items():
-            tensor_of(self.module, name).copy_(value)
+            named_tensors(self.module)[name].copy_(value)
         return self.released()
 
     def released(self) -> nn.Module:

@@ -75,7 +75,7 @@ def prepare(given: Settings) -> Run:
     device_data = DeviceData(data, where, examined.accum_dtype)
     with selected(where):
         in_lanes = examined.in_lanes()
-        choice = chosen(given, in_lanes, device_data, cohort_size, method.batches, chosen_loss)
+        choice = chosen(given, in_lanes, device_data, cohort_size, method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
@@ -175,14 +175,13 @@ def check_data(
     return checked
 
 
-def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, per_step: int, loss: Loss) -> Choice:
+def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
     """The engine that was asked for, or that suits the model, the data and the device."""
     local, clients = given.local, data.data.nonempty
-    steps, width = local.step_counts(0, clients, data.data.sizes[clients], per_step), local.widest(data.data.sizes)
+    sizes, width = data.data.sizes[clients], local.widest(data.data.sizes)
+    steps = local.step_counts(0, clients, sizes, method.batches)
     # Passes without training are padded too.
-    padded = local.may_be_short(data.data.sizes[clients]) or any(
-        part.measures for part in as_method(given.method).parts
-    )
+    padded = local.may_be_short(sizes) or any(part.measures for part in method.parts)
     obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * float(steps.mean())
