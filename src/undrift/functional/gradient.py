@@ -63,15 +63,15 @@ def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: P
         leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
         try:
             value, buffers = loss(leaves)
-            for name, w in params.items():
-                if leaves[name].data_ptr() != w.data_ptr():  # the forward pass has set its `.data`
-                    w.copy_(leaves[name].detach())
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         except (ValueError, RuntimeError) as error:
             for words, sentence in EXPLAINED.items():
                 if words in str(error):
                     raise UndriftError(sentence) from error
             raise
+    for name, w in params.items():
+        if leaves[name].data_ptr() != w.data_ptr():  # the forward pass has set its `.data`, as cuDNN's recurrent layers do
+            w.copy_(leaves[name].detach())  # not before the backward pass, which may need the values of the forward pass
     dense = [g if g.layout is torch.strided else g.to_dense() for g in found]
     return dict(zip(params, dense, strict=True)), {name: b.detach() for name, b in buffers.items()}
 
