@@ -11,8 +11,8 @@ PATIENCE = 2.0
 """Seconds after which git is not waited for."""
 
 
-def session(versions: dict[str, str]) -> dict[str, Any]:
-    """The time, the versions, and the commit of the working directory.
+def session(versions: dict[str, str], processes: int = 1) -> dict[str, Any]:
+    """The time, the versions, the commit of the working directory, and how many processes train, if several do.
 
     `commit` is None where there is no commit or no git. `dirty` is whether tracked files differ from it, and None where
     git takes too long to tell, or would run commands that the repository itself names as filters.
@@ -26,6 +26,7 @@ def session(versions: dict[str, str]) -> dict[str, Any]:
         "versions": versions,
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
+        **({"processes": processes} if processes > 1 else {}),
     }
 
 
