@@ -241,19 +241,28 @@ def launched() -> Ranks:
     if not initialized and not dist.is_torchelastic_launched():
         return ALONE
     if not _known:
-        if not initialized:
+        if initialized:  # by the caller, with whatever backend
+            group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        else:
             dist.init_process_group("gloo", timeout=PATIENCE)
             atexit.register(_leave)
-        _known.append(Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=PATIENCE)))
+            group = dist.group.WORLD
+        _known.append(Ranks(dist.get_rank(), dist.get_world_size(), group))
         if not _known[0].leads:
             logging.getLogger("undrift").setLevel(logging.ERROR)  # the first process says it
     return _known[0]
 
 
 def _leave() -> None:
-    """Part in peace; from a process that is gone there is no parting, and waiting for it would take long."""
-    if dist.is_initialized() and not _known[0].lost:
-        dist.destroy_process_group()
+    """Close the connections, before Python takes down the threads that serve them.
+
+    Of GPUs whose other process is gone there is no parting: waiting for it would take long.
+    """
+    for ranks in _known:
+        stuck = ranks.lost and ranks.nccl is not None
+        ranks.group = ranks.nccl = None
+        if dist.is_initialized() and not stuck:
+            dist.destroy_process_group()
 
 
 def local_rank() -> int | None:

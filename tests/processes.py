@@ -1,0 +1,183 @@
+"""Runs for several processes: `torchrun … -m tests.processes FOLDER NAME…` trains each of them, `trained` one alone.
+
+What a run leaves in process r is in `FOLDER/NAME-r.pt`: the weights, the history but for seconds, what was chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import undrift as ud
+from tests.parts import METHOD
+from tests.problems import make_clients, net, split
+
+SIZES = [23, 5, 0, 41, 10, 17, 1]
+ROOT = Path(__file__).parent.parent
+LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.5)
+
+
+@dataclass(frozen=True)
+class Median(ud.Part):
+    """The coordinates' medians, from single updates."""
+
+    def aggregate(self, updates, state, server):
+        assert len(server.cohort) == len(updates["3.bias"])
+        return ud.tree_map(lambda u: u.median(0).values, updates), state
+
+
+@dataclass(frozen=True)
+class Sorted(ud.Part):
+    """Depends on the order of single updates: each counts by its place in the cohort."""
+
+    def aggregate(self, updates, state, server):
+        def weighed(u):
+            places = torch.arange(1, len(u) + 1, dtype=u.dtype).reshape(-1, *[1] * (u.dim() - 1))
+            return (u * places).sum(0) / places.sum()
+
+        return ud.tree_map(weighed, updates), state
+
+
+@dataclass(frozen=True)
+class Head(ud.Part):
+    """The last layer is each client's own."""
+
+    personal: tuple[str, ...] = ("3.*",)
+
+
+@dataclass(frozen=True)
+class Sometimes(ud.Part):
+    """Nobody trains in round 1, one client in round 2."""
+
+    def plan(self, plan, state, server):
+        some = slice(0, {1: 0, 2: 1}.get(plan.round))
+        return replace(plan, clients=plan.clients[some], steps=plan.steps[some]), state
+
+
+@dataclass(frozen=True)
+class FailsLater(ud.Part):
+    """From round 1 on it cannot be traced in the first process, for an `if` on values; the others could go on."""
+
+    def broadcast(self, params, state, server):
+        return {"of": torch.ones(1 if server.round < 1 else 2)}
+
+    def gradient(self, g, params, client):
+        if len(client.received["of"]) == 2 and os.environ.get("RANK", "0") == "0" and client.n > 1000:
+            return g
+        return ud.tree_map(lambda g: 1.5 * g, g)
+
+
+@dataclass(frozen=True)
+class Spoils(ud.Part):
+    """In round 2 client 3 keeps something that is not finite; it sends nothing of it."""
+
+    def keep(self, params):
+        return torch.zeros((), dtype=torch.float64)
+
+    def upload(self, delta, client):
+        bad = (client.id == 3) & (client.round == 2)
+        return (), client.kept + torch.where(bad, torch.nan, 1.0)
+
+
+def normed() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def run(method: Any = ud.FedAvg(), model: Any = None, data: Any = None, **more: Any) -> ud.Result:  # noqa: B008
+    given = {"rounds": 3, "local": LOCAL, "participation": 5, "device": "cpu", "seed": 1} | more
+    return ud.train(model or net(), make_clients(SIZES) if data is None else data, method, **given)
+
+
+def many_tests() -> ud.FederatedDataset:
+    """With more test data than one batch."""
+    data, rng = make_clients(SIZES), np.random.default_rng(5)
+    test = (torch.tensor(rng.normal(size=(2500, 6))), torch.tensor(rng.integers(0, 4, 2500)))
+    return ud.FederatedDataset.from_clients([data[i] for i in range(len(data))], test=test, validation=test)
+
+
+FAULTS = ud.Faults(dropout=0.25, stragglers=0.4, nan=0.15, explode=0.15, explode_factor=1e4)
+EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
+    "FedAvg": lambda: run(data=many_tests()),
+    "FedAvg, plain": lambda: run(engine="plain"),
+    "FedAvg, float32": lambda: run(model=net(torch.float32), data=make_clients(SIZES, torch.float32)),
+    "Scaffold": lambda: run(ud.Scaffold(), local=replace(LOCAL, momentum=0.0)),
+    "Scaffold, float32": lambda: run(
+        ud.Scaffold(), net(torch.float32), make_clients(SIZES, torch.float32), local=replace(LOCAL, momentum=0.0)
+    ),
+    "FedNLR": lambda: run(ud.FedNLR()),
+    "every hook": lambda: run(METHOD, net(dropout=0.3)),
+    "median": lambda: run(Median()),
+    "order": lambda: run(Sorted(), on_nonfinite="skip", faults=ud.Faults(nan=0.3)),
+    "personal head": lambda: run(Head(), data=split(), participation=3, personalize_every=2),
+    "tuned": lambda: run(data=split(), participation=3, personalize_every=1),
+    "batch norm": lambda: run(model=normed(), data=make_clients([23, 5, 0, 42, 10, 18])),
+    "one client": lambda: run(participation=1),
+    "one client that keeps": lambda: run(ud.FedDyn(0.1), participation=1, local=replace(LOCAL, momentum=0.0)),
+    "empty cohorts": lambda: run(Sometimes()),
+    "faults": lambda: run(
+        ud.FedDyn(0.1), faults=FAULTS, max_norm_ratio=3.0, min_clients=2, rounds=5, local=STEPS, on_nonfinite="skip"
+    ),
+    "lanes fail": lambda: run(FailsLater()),
+    "NaN": lambda: run(Spoils(), rounds=5),
+    "stopped": lambda: run(stop_when=lambda rows: rows[-1]["seconds"] > 0 and len(rows) == 2),
+}
+SHORT = [
+    "FedAvg", "Scaffold, float32", "FedNLR", "every hook", "order", "personal head", "batch norm",
+    "one client that keeps", "empty cohorts", "faults", "lanes fail", "NaN", "stopped",
+]  # fmt: skip
+"""Those that meet every piece of code once."""
+STEPS = ud.Local(steps=5, batch_size=8, lr=0.05)
+START = {name: net().state_dict() for name in (*EXPERIMENTS, "resumed")} | {"batch norm": normed().state_dict()}
+
+
+def left(result: ud.Result) -> dict[str, Any]:
+    rows = [{name: value for name, value in row.items() if name != "seconds"} for row in result.history]
+    return {"params": result.params, "history": rows, "choices": result.choices, "stopped": result.stopped}
+
+
+def torchrun(*arguments: object, processes: int = 2, cwd: Path = ROOT, options: tuple[str, ...] = ()) -> Any:
+    """Start a module or a script in this many processes."""
+    how = options or ("--standalone", "--nproc-per-node", str(processes))
+    command = [sys.executable, "-m", "torch.distributed.run", *how, *map(str, arguments)]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def together(folder: Path, names: list[str], processes: int, options: tuple[str, ...] = ()) -> dict[str, list[Any]]:
+    """What these experiments leave in each of so many processes."""
+    folder.mkdir()
+    out, err = torchrun("-m", "tests.processes", folder, *names, processes=processes, options=options).communicate()
+    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(processes)] for name in names}
+    assert all(file.exists() for own in files.values() for file in own), out[-2000:] + err[-8000:]
+    return {name: [torch.load(file, weights_only=False) for file in own] for name, own in files.items()}
+
+
+def resumed(folder: Path | None, rounds: int = 4) -> ud.Result:
+    """A run that is resumed, where `folder` has it."""
+    settings = {"method": ud.Scaffold(), "local": replace(LOCAL, momentum=0.0), "checkpoint_every": 1, "rounds": rounds}
+    return run(**settings, out=folder, resume=(folder / "run.json").exists())
+
+
+def main(folder: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        if name == "resumed":
+            resumed(Path(folder) / "run", 2)
+        found = resumed(Path(folder) / "run") if name == "resumed" else EXPERIMENTS[name]()
+        torch.save(left(found), Path(folder) / f"{name}-{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
