@@ -6,9 +6,11 @@ What a run leaves in process r is in `FOLDER/NAME-r.pt`: the weights, the histor
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,12 +135,11 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
     "stopped": lambda: run(stop_when=lambda rows: rows[-1]["seconds"] > 0 and len(rows) == 2),
 }
 SHORT = [
-    "FedAvg", "Scaffold, float32", "FedNLR", "every hook", "order", "personal head", "batch norm",
-    "one client that keeps", "empty cohorts", "faults", "lanes fail", "NaN", "stopped",
+    "Scaffold, float32", "every hook", "order", "personal head", "one client that keeps", "faults", "lanes fail", "NaN"
 ]  # fmt: skip
-"""Those that meet every piece of code once."""
+"""Those that meet most of the code once."""
 STEPS = ud.Local(steps=5, batch_size=8, lr=0.05)
-START = {name: net().state_dict() for name in (*EXPERIMENTS, "resumed")} | {"batch norm": normed().state_dict()}
+START = {name: net().state_dict() for name in EXPERIMENTS} | {"batch norm": normed().state_dict()}
 
 
 def left(result: ud.Result) -> dict[str, Any]:
@@ -146,36 +147,59 @@ def left(result: ud.Result) -> dict[str, Any]:
     return {"params": result.params, "history": rows, "choices": result.choices, "stopped": result.stopped}
 
 
-def torchrun(*arguments: object, processes: int = 2, cwd: Path = ROOT, options: tuple[str, ...] = ()) -> Any:
-    """Start a module or a script in this many processes."""
-    how = options or ("--standalone", "--nproc-per-node", str(processes))
-    command = [sys.executable, "-m", "torch.distributed.run", *how, *map(str, arguments)]
+@dataclass(frozen=True)
+class Dies(ud.Part):
+    """Kills the process whose number is in UNDRIFT_DIES, in round 3."""
+
+    def broadcast(self, params, state, server):
+        if server.round == 3 and os.environ.get("RANK") == os.environ.get("UNDRIFT_DIES", "nobody"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ()
+
+
+def kept(folder: Path, rounds: int = 6) -> ud.Result:
+    """A run with files; it is resumed where `folder` has it."""
+    method, local = ud.Scaffold() + Dies(), replace(LOCAL, momentum=0.0)
+    resume = (folder / "run.json").exists()
+    return run(method, local=local, out=folder, checkpoint_every=1, rounds=rounds, resume=resume)
+
+
+def nodes(*processes: int) -> list[list[str]]:
+    """Options of torchrun for machines with so many processes each, all of them this one."""
+    if len(processes) == 1:
+        return [["--standalone", "--nproc-per-node", str(processes[0])]]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=undrift", "--local-addr=localhost"]
+    return [[f"--nnodes={len(processes)}", *meet, "--nproc-per-node", str(n)] for n in processes]
+
+
+def torchrun(*arguments: object, options: Sequence[str], cwd: Path = ROOT, **more: str) -> subprocess.Popen:
+    """Start a module with these options of torchrun and these variables of the environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, arguments)]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def together(folder: Path, names: list[str], processes: int, options: tuple[str, ...] = ()) -> dict[str, list[Any]]:
-    """What these experiments leave in each of so many processes."""
-    folder.mkdir()
-    out, err = torchrun("-m", "tests.processes", folder, *names, processes=processes, options=options).communicate()
-    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(processes)] for name in names}
-    assert all(file.exists() for own in files.values() for file in own), out[-2000:] + err[-8000:]
-    return {name: [torch.load(file, weights_only=False) for file in own] for name, own in files.items()}
-
-
-def resumed(folder: Path | None, rounds: int = 4) -> ud.Result:
-    """A run that is resumed, where `folder` has it."""
-    settings = {"method": ud.Scaffold(), "local": replace(LOCAL, momentum=0.0), "checkpoint_every": 1, "rounds": rounds}
-    return run(**settings, out=folder, resume=(folder / "run.json").exists())
+def together(folder: Path, names: list[str], *processes: int, **more: str) -> tuple[dict[str, list[Any]], str]:
+    """What these runs leave in each process, on machines with so many each, as far as they end; and what they say."""
+    folder.mkdir(exist_ok=True)
+    started = [torchrun("-m", "tests.processes", folder, *names, options=o, **more) for o in nodes(*processes)]
+    said = "".join(text for process in started for text in process.communicate(timeout=300))
+    found = {}
+    for name in names:
+        files = [folder / f"{name}-{rank}.pt" for rank in range(sum(processes))]
+        if all(file.exists() for file in files):
+            found[name] = [torch.load(file, weights_only=False) for file in files]
+    return found, said
 
 
 def main(folder: str, *names: str) -> None:
     torch.set_num_threads(1)
     for name in names:
-        if name == "resumed":
-            resumed(Path(folder) / "run", 2)
-        found = resumed(Path(folder) / "run") if name == "resumed" else EXPERIMENTS[name]()
+        found = kept(Path(folder) / "run") if name == "kept" else EXPERIMENTS[name]()
         torch.save(left(found), Path(folder) / f"{name}-{os.environ['RANK']}.pt")
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.problems import same_bits
-from tests.processes import EXPERIMENTS, SHORT, START, left, resumed, together
+from tests.problems import net, same_bits
+from tests.processes import EXPERIMENTS, SHORT, START, kept, left, together
 from undrift.engine.ranked import shares
 from undrift.files import unseal
 
@@ -52,31 +52,45 @@ def check(name: str, found: list[dict], wanted: dict) -> None:
 
 
 def test_two_processes_train_what_one_does_and_one_resumes_what_they_leave(tmp_path):
-    found = together(tmp_path / "two", [*SHORT, "resumed"], 2)
+    found, said = together(tmp_path, [*SHORT, "kept"], 2, UNDRIFT_DIES="1")
+    assert found.keys() == set(SHORT), said[-8000:]
     for name in SHORT:
         check(name, found[name], left(EXPERIMENTS[name]()))
-    whole = left(resumed(tmp_path / "one"))
-    check("resumed", found["resumed"], whole)
-    folder = tmp_path / "two" / "run"
-    assert not list(folder.glob("*.partial")) and len((folder / "metrics.jsonl").read_text().splitlines()) == 4
-    known = unseal(folder / "run.json")
     assert (
-        known["started"]["processes"] == known["resumed"][0]["processes"] == 2 and "processes" not in known["identity"]
+        "LostError: Another process of this run has ended" in said and "Resume the run from its last checkpoint" in said
     )
-    more, wanted = left(resumed(folder, 6)), left(resumed(tmp_path / "one", 6))
-    assert apart(more["params"], wanted["params"], START["resumed"]) < 1e-10
-    known = unseal(folder / "run.json")
-    assert "processes" not in known["resumed"][1] and "processes" not in more["choices"]
+    known = unseal(tmp_path / "run" / "run.json")
+    assert known["started"]["processes"] == 2 and "processes" not in known["identity"]
+    whole, again = left(kept(tmp_path / "whole")), left(kept(tmp_path / "run"))
+    assert apart(again["params"], whole["params"], net().state_dict()) < 1e-10
+    assert alike(again["history"], whole["history"]) and "processes" not in again["choices"]
+    (resumed,) = unseal(tmp_path / "run" / "run.json")["resumed"]
+    assert resumed["after_round"] == 3 and "processes" not in resumed
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [2, 3, 4])
-def test_so_do_more_and_they_give_the_same_bits_again(processes, tmp_path):
-    found, again = (together(tmp_path / str(i), NAMES, processes) for i in range(2))
+@pytest.mark.parametrize("processes", [(2,), (3,), (2, 1)])
+def test_so_do_more_on_one_machine_and_on_two_and_they_give_the_same_bits_again(processes, tmp_path):
+    (found, said), (again, _) = (together(tmp_path / str(i), NAMES, *processes) for i in range(2))
+    assert found.keys() == again.keys() == set(NAMES), said[-8000:]
     for name in NAMES:
         check(name, found[name], left(EXPERIMENTS[name]()))
         assert same_bits(found[name][0]["params"], again[name][0]["params"])
         assert repr(found[name][0]["history"]) == repr(again[name][0]["history"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [((2,), (3,)), ((3,), (2,)), ((1, 2), (2,)), ((2,), (1, 1))])
+def test_a_run_that_lost_a_process_goes_on_with_any_number(before, after, tmp_path):
+    died, said = together(tmp_path, ["kept"], *before, UNDRIFT_DIES=str(sum(before) - 1))
+    assert not died and "Another process of this run has ended" in said, said[-8000:]
+    found, said = together(tmp_path, ["kept"], *after)
+    assert "kept" in found, said[-8000:]
+    whole = left(kept(tmp_path / "whole"))
+    for one in found["kept"]:
+        assert apart(one["params"], whole["params"], net().state_dict()) < 1e-10
+        assert alike(one["history"], whole["history"])
+    assert apart(left(kept(tmp_path / "run"))["params"], whole["params"], net().state_dict()) < 1e-10  # finished
 
 
 def test_shares_are_all_clients_once_and_balanced():

@@ -78,6 +78,22 @@ def machine_trouble(error: BaseException) -> str | None:
     return None
 
 
+def shared_by_all(error: BaseException, relayed: bool = False) -> BaseException:
+    """The error, marked as one that all processes of a run raise; `relayed`, if it is another's, which says so."""
+    error.__dict__["of_all_processes"] = "relayed" if relayed else "own"
+    return error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Whether all processes of the run raise this error, so that none of them has to be told."""
+    return "of_all_processes" in error.__dict__
+
+
+def said_elsewhere(error: BaseException) -> bool:
+    """Whether another process says what is wrong."""
+    return error.__dict__.get("of_all_processes") == "relayed"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undrift.errors import UndriftError, first_line, machine_trouble
+from undrift.errors import UndriftError, first_line, known_to_all, machine_trouble, shared_by_all
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 T = TypeVar("T")
@@ -30,7 +30,6 @@ PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others. One that has ended is noticed at once; this is for one that hangs."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers by the bytes they take, as which the bits of other numbers are read."""
-SHARED, RELAYED = "known_to_all_processes", "relayed"
 LOST = (
     "Another process of this run has ended or cannot be reached ({0}); its own message, if it left one, says why. "
     "Resume the run from its last checkpoint, with as many processes as you like"
@@ -201,7 +200,7 @@ class Ranks:
         try:
             value = work()
         except Exception as raised:
-            if hasattr(raised, SHARED):  # all know of it already
+            if known_to_all(raised):
                 raise
             error = raised
         failed = self._reduced(torch.tensor([self.size if error is None else self.rank]), dist.ReduceOp.MIN)
@@ -300,17 +299,6 @@ KINDS: dict[str, type[BaseException]] = {
 
 def relayed(told: tuple[str, str], source: int) -> BaseException:
     """The error that process `source` has told of."""
-    error = shared_by_all(KINDS[told[0]](told[1]), RELAYED)
+    error = shared_by_all(KINDS[told[0]](told[1]), relayed=True)
     error.add_note(f"It was raised in process {source}.")
     return error
-
-
-def shared_by_all(error: BaseException, how: str = "") -> BaseException:
-    """The error, marked as one that all processes raise, so that none of them has to be told again."""
-    setattr(error, SHARED, how)
-    return error
-
-
-def said_elsewhere(error: BaseException) -> bool:
-    """Whether another process has this error as its own, and says so."""
-    return getattr(error, SHARED, None) == RELAYED
