@@ -196,11 +196,55 @@ def together(folder: Path, names: list[str], *processes: int, **more: str) -> tu
     return found, said
 
 
+@dataclass(frozen=True)
+class FailsThere(ud.Part):
+    """A hook that fails in the second process alone."""
+
+    def update(self, delta, client):
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("in process 1")
+        return delta
+
+
+def elsewhere() -> nn.Module:
+    """A model that nobody has seeded."""
+    model = net()
+    torch.nn.init.constant_(model[3].bias, float(os.environ["RANK"]))
+    return model
+
+
+def refused(folder: Path) -> list[str]:
+    """What errors say in this process, one after another: after each of them a run can be started again."""
+    head = run(Head(), data=split(), participation=3)
+    wrong: list[Callable[[], Any]] = [
+        lambda: run(model=elsewhere()),
+        lambda: run(rounds=2 + int(os.environ["RANK"])),
+        lambda: run(FailsThere(), engine="plain"),
+        lambda: run(participation=10**6),
+        lambda: run(out=folder),  # which is not empty
+        lambda: run(on_round=lambda row: run()),
+        lambda: run(stop_when=lambda rows: rows[0]["nothing"]),
+        lambda: head.own_params(1),
+    ]
+    said = []
+    for work in wrong:
+        try:
+            work()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 def main(folder: str, *names: str) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's; what is wrong is to be found out from the other process
     for name in names:
-        found = kept(Path(folder) / "run") if name == "kept" else EXPERIMENTS[name]()
-        torch.save(left(found), Path(folder) / f"{name}-{os.environ['RANK']}.pt")
+        if name == "refused":
+            found: Any = refused(Path(folder))
+        else:
+            found = left(kept(Path(folder) / "run") if name == "kept" else EXPERIMENTS[name]())
+        torch.save(found, Path(folder) / f"{name}-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

@@ -52,8 +52,9 @@ def check(name: str, found: list[dict], wanted: dict) -> None:
 
 
 def test_two_processes_train_what_one_does_and_one_resumes_what_they_leave(tmp_path):
-    found, said = together(tmp_path, [*SHORT, "kept"], 2, UNDRIFT_DIES="1")
-    assert found.keys() == set(SHORT), said[-8000:]
+    found, said = together(tmp_path, [*SHORT, "refused", "kept"], 2, UNDRIFT_DIES="1")
+    assert found.keys() == {*SHORT, "refused"}, said[-8000:]
+    check_refusals(*found["refused"])
     for name in SHORT:
         check(name, found[name], left(EXPERIMENTS[name]()))
     assert (
@@ -66,6 +67,26 @@ def test_two_processes_train_what_one_does_and_one_resumes_what_they_leave(tmp_p
     assert alike(again["history"], whole["history"]) and "processes" not in again["choices"]
     (resumed,) = unseal(tmp_path / "run" / "run.json")["resumed"]
     assert resumed["after_round"] == 3 and "processes" not in resumed
+
+
+def check_refusals(first: list[str], second: list[str]) -> None:
+    """Both processes end in the same error, and go on to the next run."""
+    wanted = [
+        "UndriftError: The processes that torchrun has started differ in their weights; draw whatever",
+        "UndriftError: The processes that torchrun has started differ in rounds; call ud.train with the same",
+        "UndriftError: FailsThere.update failed",
+        "UndriftError: participation asks for 1000000 clients",
+        "UndriftError: ",
+        "UndriftError: Under torchrun one run must end before the next begins",
+        "KeyError: 'nothing'",
+        "nothing",
+    ]
+    for one, other, begins in zip(first, second, wanted, strict=True):
+        if begins.startswith("UndriftError"):
+            assert one == other and one.startswith(begins), (one, other)
+    assert "choose an empty or a new folder" in first[4]
+    assert first[-1].startswith("UndriftError: What client 1 keeps lies in process 1") and second[-1] == "nothing"
+    assert first[-2] == "KeyError: 'nothing'" and second[-2] == "RuntimeError: 'nothing'"
 
 
 @pytest.mark.long

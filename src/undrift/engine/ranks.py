@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -225,7 +226,12 @@ class Ranks:
             yield
         except (RuntimeError, OSError) as error:  # of torch.distributed's own kinds, or of gloo's sockets
             self.lost = True
-            raise LostError(LOST.format(first_line(error)[:120])) from error
+            raise LostError(LOST.format(plainly(error))) from error
+
+
+def plainly(error: BaseException) -> str:
+    """What torch says of a broken connection, without the place in its source."""
+    return re.sub(r"^\[[^]]*\] *", "", first_line(error)).partition(". ")[0][:120]
 
 
 ALONE = Ranks()
