@@ -25,6 +25,8 @@ from tests.problems import make_clients, net, split
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]
 ROOT = Path(__file__).parent.parent
+DEVICE = "UNDRIFT_TEST_DEVICE"
+"""The environment variable that names another device than the CPU."""
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.5)
 
 
@@ -43,7 +45,7 @@ class Sorted(ud.Part):
 
     def aggregate(self, updates, state, server):
         def weighed(u):
-            places = torch.arange(1, len(u) + 1, dtype=u.dtype).reshape(-1, *[1] * (u.dim() - 1))
+            places = torch.arange(1, len(u) + 1, dtype=u.dtype, device=u.device).reshape(-1, *[1] * (u.dim() - 1))
             return (u * places).sum(0) / places.sum()
 
         return ud.tree_map(weighed, updates), state
@@ -97,7 +99,7 @@ def normed() -> nn.Module:
 
 
 def run(method: Any = ud.FedAvg(), model: Any = None, data: Any = None, **more: Any) -> ud.Result:  # noqa: B008
-    given = {"rounds": 3, "local": LOCAL, "participation": 5, "device": "cpu", "seed": 1} | more
+    given = {"rounds": 3, "local": LOCAL, "participation": 5, "device": os.environ.get(DEVICE, "cpu"), "seed": 1} | more
     return ud.train(model or net(), make_clients(SIZES) if data is None else data, method, **given)
 
 
@@ -144,7 +146,8 @@ START = {name: net().state_dict() for name in EXPERIMENTS} | {"batch norm": norm
 
 def left(result: ud.Result) -> dict[str, Any]:
     rows = [{name: value for name, value in row.items() if name != "seconds"} for row in result.history]
-    return {"params": result.params, "history": rows, "choices": result.choices, "stopped": result.stopped}
+    params = {name: w.cpu() for name, w in result.params.items()}
+    return {"params": params, "history": rows, "choices": result.choices, "stopped": result.stopped}
 
 
 @dataclass(frozen=True)

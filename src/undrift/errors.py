@@ -86,12 +86,19 @@ def shared_by_all(error: BaseException, relayed: bool = False) -> BaseException:
 
 def known_to_all(error: BaseException) -> bool:
     """Whether all processes of the run raise this error, so that none of them has to be told."""
-    return "of_all_processes" in error.__dict__
+    return _of_all_processes(error) is not None
 
 
 def said_elsewhere(error: BaseException) -> bool:
     """Whether another process says what is wrong."""
-    return error.__dict__.get("of_all_processes") == "relayed"
+    return _of_all_processes(error) == "relayed"
+
+
+def _of_all_processes(error: BaseException | None) -> str | None:
+    """The mark of an error, or of what it was raised from."""
+    while error is not None and "of_all_processes" not in error.__dict__:
+        error = error.__cause__
+    return error.__dict__["of_all_processes"] if error else None
 
 
 def first_line(error: BaseException) -> str:

@@ -166,7 +166,7 @@ class Ranks:
             return [value]
         found: list[Any] | None = [None] * self.size if self.leads else None
         with self.listening():
-            dist.gather_object(value, found, group=self.group, group_dst=0)
+            dist.gather_object(value, found, dst=0, group=self.group)
         return found or []
 
     def said(self, work: Callable[[], T]) -> T:
@@ -214,7 +214,7 @@ class Ranks:
     def _broadcast(self, value: Any, source: int) -> Any:
         box = [value]
         with self.listening():
-            dist.broadcast_object_list(box, group=self.group, group_src=source)
+            dist.broadcast_object_list(box, src=source, group=self.group)
         return box[0]
 
     @contextlib.contextmanager

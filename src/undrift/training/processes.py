@@ -12,6 +12,7 @@ import torch
 from undrift.engine.client_states import ClientStates
 from undrift.engine.ranks import Ranks, checksum
 from undrift.errors import UndriftError, listed
+from undrift.training.identity import describe
 from undrift.training.result import Folder
 from undrift.training.run import Run
 from undrift.training.settings import Settings
@@ -41,25 +42,20 @@ def told(run: Run, given: Settings) -> dict[str, Any]:
     """What must be the same in all processes, in short."""
     weights = [int(checksum(w)) for w in (*run.model.start.values(), *run.model.tracked.values())]
     data = [int(checksum(t)) for t in (run.data.index, torch.as_tensor(run.data.offsets), run.data.store["y"])]
-    plain = {
-        name: value
-        for name, value in vars(given).items()
-        if value is None or isinstance(value, bool | int | float | str) or name == "local"
-    }
+    settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "dtype")}
     listening = {name: getattr(given, name) is None for name in ("out", "on_round", "stop_when", "track")}
     return {
         "weights": weights,
         "data": data,
         "device": run.device.type,
-        "method": repr([type(part).__name__ for part in run.composed.parts]),
-        **{name: repr(value) for name, value in (plain | chosen).items() if name not in NOT_COMPARED},
+        **{name: describe(value) for name, value in (settings | chosen).items()},
         **{f"{name} (given or not)": value for name, value in listening.items()},
     }
 
 
-NOT_COMPARED = ("out", "device", "notes", "track")
-"""The folder is the first process's; the device is each one's own."""
+ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "stop_when", "track")
+"""Settings that are compared otherwise, or may differ: the device is each process's own, the folder the first one's."""
 
 
 @contextmanager
