@@ -190,7 +190,11 @@ def together(folder: Path, names: list[str], *processes: int, **more: str) -> tu
     """What these runs leave in each process, on machines with so many each, as far as they end; and what they say."""
     folder.mkdir(exist_ok=True)
     started = [torchrun("-m", "tests.processes", folder, *names, options=o, **more) for o in nodes(*processes)]
-    said = "".join(text for process in started for text in process.communicate(timeout=300))
+    try:
+        said = "".join(text for process in started for text in process.communicate(timeout=300))
+    finally:
+        for process in started:
+            process.terminate()  # which torchrun passes on
     found = {}
     for name in names:
         files = [folder / f"{name}-{rank}.pt" for rank in range(sum(processes))]

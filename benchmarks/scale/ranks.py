@@ -3,13 +3,14 @@
     UNDRIFT_DATA=folder python -m benchmarks.scale.ranks [--processes 1 2] [--rounds 6] [--repeats 3]
                                                          [--json benchmarks/results/ranks.json]
 
-On a CPU every process has one thread, and trains McMahan's CNN on Fashion-MNIST: 200 clients by Dirichlet(0.5), ten in
+On a CPU every process has one thread, and trains McMahan's CNN on Fashion-MNIST: 400 clients by Dirichlet(0.5), ten in
 a round, one epoch in batches of 32. With GPUs it is the CNN and the cohort of `cifar10.py`, on random samples. "alone"
 is a process without torchrun, "1" one that torchrun has started, which speaks to itself by gloo or NCCL.
 
 Every measurement starts its processes anew, and sides take turns. A round's time is the wall clock's, from the end of
 an early round to the end of the last but one, so that nothing between rounds is left out; of several measurements, the
-median. A side counts only if its update is that of "alone", up to round-off.
+median. `cpu_ms` is the time that the busiest process computes in a round, which others on the machine change less. A
+side counts only if its update is that of "alone", up to round-off.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Ticks(ud.Part):
     """Notes when the host is told of each round, which costs nothing: the row is read then anyway."""
 
     def history(self, state: Any) -> dict[str, float]:
-        return {"clock": time.perf_counter()}
+        return {"clock": time.perf_counter(), "cpu": time.process_time()}
 
 
 def measure(file: Path, rounds: int) -> None:
@@ -50,7 +51,7 @@ def measure(file: Path, rounds: int) -> None:
         options: dict[str, Any] = {"participation": cifar10.COHORT, "compile": False}
     else:
         torch.set_num_threads(1)
-        data = ud.load("fashion_mnist", ud.Dirichlet(0.5), clients=200)
+        data = ud.load("fashion_mnist", ud.Dirichlet(0.5), clients=400)
         local, model = (
             ud.Local(epochs=1, batch_size=32, lr=0.01),
             ud.models.get("cnn_fedavg", classes=10, shape=(1, 28, 28)),
@@ -59,9 +60,11 @@ def measure(file: Path, rounds: int) -> None:
     start = {name: w.detach().clone() for name, w in model.named_parameters()}
     run = ud.train(model, data, ud.FedAvg() + Ticks(), rounds=rounds, local=local, evaluate_every=rounds, **options)
     agree.ended("a side", run, rounds)
-    if os.environ.get("RANK", "0") == "0":
-        rows = run.history[rounds // 5 : -1]
-        seconds = (rows[-1]["clock"] - rows[0]["clock"]) / (len(rows) - 1)
+    rows = run.history[rounds // 5 : -1]
+    seconds, cpu = ((rows[-1][name] - rows[0][name]) / (len(rows) - 1) for name in ("clock", "cpu"))
+    rank = os.environ.get("RANK", "0")
+    file.with_suffix(f".{rank}").write_text(str(1000 * cpu))
+    if rank == "0":
         samples = statistics.mean(row["samples"] for row in rows[1:])
         update = {name: w.cpu() - start[name].cpu() for name, w in run.params.items()}
         torch.save(
@@ -78,7 +81,8 @@ def measured(processes: int | None, rounds: int, folder: Path) -> dict[str, Any]
     env = {**os.environ} if GPU else {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=env, check=True)
     found: dict[str, Any] = torch.load(file, weights_only=False)
-    return found
+    cpu = [float(file.with_suffix(f".{rank}").read_text()) for rank in range(processes or 1)]
+    return found | {"cpu_ms": max(cpu)}
 
 
 def main() -> None:
@@ -109,6 +113,7 @@ def main() -> None:
         row = {
             "processes": side, "ms": ms, "times": base / ms, "all_ms": [one["ms"] for one in own], "agrees": apart,
             "samples_per_s": statistics.median(one["samples_per_s"] for one in own),
+            "cpu_ms": statistics.median(one["cpu_ms"] for one in own),
             "lanes": own[0]["choices"]["lanes"], "device": own[0]["choices"]["device"],
         }  # fmt: skip
         table.add(row)

@@ -56,7 +56,7 @@ class RoundInputs:
     @property
     def cohort(self) -> int:
         """How many clients there really are, of those that this process trains."""
-        return len(self.places)
+        return len(self.plan.clients if self.mine is None else self.mine)
 
     @property
     def places(self) -> np.ndarray:
