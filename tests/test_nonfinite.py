@@ -305,7 +305,7 @@ def test_rounds_are_undone_on_the_stream_that_computes(monkeypatch):
 
     start, undo = Clock.__init__, nonfinite.Watch.undo
 
-    def with_stream(self, device):
+    def with_stream(self, device, alone=True):
         start(self, device)
         self.reading = Reading()
 

@@ -139,7 +139,7 @@ def test_a_worker_that_is_killed_costs_its_run_alone(here):
     """The others, in processes of their own, give what they give alone."""
     methods = ["Fails('killed')", "Fails('bug')", "FedAvg()", "FedProx(mu=0.1)"]
     said = sweep(
-        "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--workers", 2, "--out", "s", status=1
+        "--grid", f"method={json.dumps(methods)}", "--import", "fails", "--devices", "cpu,cpu", "--out", "s", status=1
     )  # fmt: skip
     assert "error: method=Fails_killed,seed=0: its process was killed by SIGKILL, perhaps for lack of memory" in said
     assert "error: method=Fails_bug,seed=0: Fails." in said and "fails.py:17): ZeroDivisionError: of this test." in said

@@ -78,6 +78,29 @@ def machine_trouble(error: BaseException) -> str | None:
     return None
 
 
+def shared_by_all(error: BaseException, relayed: bool = False) -> BaseException:
+    """The error, marked as one that all processes of a run raise; `relayed`, if it is another's, which says so."""
+    error.__dict__["of_all_processes"] = "relayed" if relayed else "own"
+    return error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Whether all processes of the run raise this error, so that none of them has to be told."""
+    return _of_all_processes(error) is not None
+
+
+def said_elsewhere(error: BaseException) -> bool:
+    """Whether another process says what is wrong."""
+    return _of_all_processes(error) == "relayed"
+
+
+def _of_all_processes(error: BaseException | None) -> str | None:
+    """The mark of an error, or of what it was raised from."""
+    while error is not None and "of_all_processes" not in error.__dict__:
+        error = error.__cause__
+    return error.__dict__["of_all_processes"] if error else None
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -51,11 +51,28 @@ class RoundInputs:
     """Where several runs train side by side: what the clients of each share, along a first axis (`stacked.py`)."""
     owner: np.ndarray | None = None
     """Then, per client: the position of its run."""
+    mine: np.ndarray | None = None
+    """Where several processes train the cohort: the places in it of those that this one trains. `filled`, `clients` and
+    `batches` are of these alone."""
+    all_counts: np.ndarray | None = None
+    """Then also the sizes of the whole cohort's batches."""
 
     @property
     def cohort(self) -> int:
-        """How many clients there really are."""
-        return len(self.plan.clients)
+        """How many clients there really are, of those that this process trains."""
+        return len(self.plan.clients if self.mine is None else self.mine)
+
+    @property
+    def places(self) -> np.ndarray:
+        """The places in the cohort of the clients that this process trains."""
+        return np.arange(len(self.plan.clients)) if self.mine is None else self.mine
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The sizes of the whole cohort's batches, client after client."""
+        if self.all_counts is not None:
+            return self.all_counts
+        return self.batches.counts[: self.plan.steps.sum() * self.batches.per_step]
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,8 @@ class Outcome:
     """Per client: whether it counts; None unless clients may be skipped."""
     updates: Tree = ()
     """Every client's own update along a first axis, in the order of the cohort, where a part aggregates them."""
+    totals: Tree = ()
+    """The sums that `update` and `statistics` are the means of."""
 
 
 class Engine(Protocol):

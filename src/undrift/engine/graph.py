@@ -103,7 +103,7 @@ class StepGraph:
                 self._once()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread looks at its events meanwhile
             self._once()
         return graph
 

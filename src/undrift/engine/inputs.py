@@ -30,8 +30,12 @@ def build_inputs(
     received: list[Tree] | None,
     states: ClientStates | None,
     seed: int,
+    fills: bool,
 ) -> RoundInputs:
-    """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds."""
+    """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds.
+
+    `fills` is whether cohorts of this run may be filled up, in this round or in another.
+    """
     real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
     sizes, device = data.data.sizes[ids], data.device
     weight = np.where(real, mean_weights(method, sizes), 0.0)
@@ -43,7 +47,7 @@ def build_inputs(
         "steps": torch.as_tensor(filled.steps, dtype=data.dtype),
         "key": torch.as_tensor(np.stack(derive(seed, "client", plan.round, ids), 1)),
     }
-    if method.overriding("plan"):
+    if fills:
         clients["real"] = torch.as_tensor(real)
     rates = {name: getattr(plan, name) for name in ("lr", "momentum", "weight_decay")}
     parts = method.numbers(plan.round)

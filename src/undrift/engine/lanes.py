@@ -97,7 +97,7 @@ class LanesEngine:
         real = [j for j, c in enumerate(clients) if c < inputs.cohort]
         if real:
             with CALLING:
-                visit(self.take(params, real), inputs.plan.clients[[clients[j] for j in real]])
+                visit(self.take(params, real), inputs.filled.clients[[clients[j] for j in real]])
 
     def begin(self, inputs: RoundInputs, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undrift.engine.base import Outcome, RoundInputs
 from undrift.engine.client import Program, Sent
+from undrift.functional.model import Params
 from undrift.tree import Tree, to_device, tree_add_, tree_clone, tree_map, tree_stack
 
 
@@ -52,7 +53,7 @@ class Sums:
         for i, _ in self.program.method.overriding("keep"):
             own = self.kept.setdefault(i, {})
             for j, c in real:
-                own[int(self.inputs.plan.clients[c])] = tree_clone(tree_map(lambda t, j=j: t[j], sent.kept[i]))
+                own[int(self.inputs.filled.clients[c])] = tree_clone(tree_map(lambda t, j=j: t[j], sent.kept[i]))
         if sent.update:
             self.updates |= {c: tree_clone(tree_map(lambda t, j=j: t[j], sent.update)) for j, c in real}
         if isinstance(sent.finite, Tensor):
@@ -73,12 +74,17 @@ class Sums:
         else:
             weights, size = torch.where(finite, weights, 0), finite.sum(dtype=torch.float64)
         weight = weights.sum()
-        whole = weight if finite is None and cohort else torch.where(weight > 0, weight, 1)
-        updates, own, statistics = self.total
-        update = tree_map(lambda total, w: (total / whole).to(w.dtype), updates, self.program.model.start)
-        statistics = tree_map(lambda total: total / whole, statistics) if cohort else {}
+        updates, own, tracked = self.total
+        update, statistics = means(self.program, (updates, tracked), weight, finite, cohort)
         each = tree_stack([self.updates[c] for c in range(cohort)]) if self.updates else ()
-        return Outcome(update, own, weight, size, statistics, self.kept, finite, each)
+        return Outcome(update, own, weight, size, statistics, self.kept, finite, each, (updates, tracked))
+
+
+def means(program: Program, totals: Tree, weight: Tensor, finite: Tensor | None, cohort: int) -> tuple[Params, Params]:
+    """The mean update and the mean running statistics of a cohort, whose clients that count have this weight."""
+    whole = weight if finite is None and cohort else torch.where(weight > 0, weight, 1)
+    update = tree_map(lambda total, w: (total / whole).to(w.dtype), totals[0], program.model.start)
+    return update, tree_map(lambda total: total / whole, totals[1]) if cohort else {}
 
 
 def only_real(found: Tree, clients: Tree) -> Tree:

@@ -297,16 +297,23 @@ def cohort_batches(
         epoch_of = np.arange(len(client_of)) - first_segment[client_of]
         order = (draw or _permutations)(derive(seed, "batches", t, clients), client_of, epoch_of, lengths, begins)
 
-    # Batch j of client c is the (j mod per)-th slice of its (j div per)-th segment.
-    owner = np.repeat(np.arange(len(clients)), count)
+    owner, j, inside, counts = slices(sizes, count, per, batch_size)
     first = np.cumsum(count) - count
-    j = np.arange(len(owner)) - first[owner]
-    size = sizes[owner] if batch_size is None else np.full(len(owner), batch_size)
-    inside = j % per[owner] * size
-    counts = np.minimum(size, sizes[owner] - inside)
     starts = begins[first_segment[owner] + j // per[owner]] + inside
     column = np.minimum(np.arange(width)[None], counts[:, None] - 1)
     return Batches(order[starts[:, None] + column], counts, first, per_step)
+
+
+def slices(sizes: Array, count: Array, per: Array, batch_size: int | None) -> tuple[Array, Array, Array, Array]:
+    """Per batch of a cohort, of whose clients each takes `count`: whose it is, its number, where it begins, its size.
+
+    Batch j of client c is the (j mod per)-th slice of its (j div per)-th segment.
+    """
+    owner = np.repeat(np.arange(len(sizes)), count)
+    j = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+    size = sizes[owner] if batch_size is None else np.full(len(owner), batch_size)
+    inside = j % per[owner] * size
+    return owner, j, inside, np.minimum(size, sizes[owner] - inside)
 
 
 def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, lengths: Array, begins: Array) -> Array:

@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 from undrift import __version__
-from undrift.errors import DEBUG
+from undrift.errors import DEBUG, said_elsewhere
 from undrift.tools import launch
+from undrift.tools.torchrun import refuse_torchrun, speaks
 
 app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -107,7 +108,7 @@ def resume(
     changed = config.override(settings, [f"{key}={value}" for key, value in options.items() if value is not None])
     known = recorded(folder) if finished(folder) else None
     if known and same_length(changed, text) and intact(folder, known):
-        typer.echo(f"{folder} is finished.")
+        launch.say(f"{folder} is finished.")
         return
     experiment = config.checked(launch.with_options(changed, folder, imports, None, trust), str(folder))
     launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
@@ -124,6 +125,7 @@ def compare(
     data_dir: DataDir = None,
 ) -> None:
     """Compare runs, with mean ± standard deviation over seeds."""
+    refuse_torchrun("compare")
     from undrift.errors import UndriftError
     from undrift.tools import compare as compared
 
@@ -158,6 +160,9 @@ def sweep(
     ] = None,
     seeds: Seeds = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: one per core]")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Devices that take a run each: cuda:0,cuda:1", metavar="DEVICE,…")
+    ] = None,
     set: Set = None,
     out: Out = None,
     imports: Import = None,
@@ -169,6 +174,7 @@ def sweep(
     The grid may also be in the file, as a section \\[sweep] of keys and lists. The same command with the same --out
     continues a sweep that was stopped.
     """
+    refuse_torchrun("sweep")
     from undrift.tools import sweep as swept
     from undrift.tools.experiment import new_folder
 
@@ -178,7 +184,8 @@ def sweep(
         wanted["seed"] = launch.seeds_from(settings, seeds)
     folder = out or new_folder(file.stem)
     points = launch.grid_points(settings, wanted, str(file))
-    runs, failed = launch.run_points(points, folder, str(file), workers)
+    places = swept.parse_devices(devices, workers) if devices is not None else None
+    runs, failed = launch.run_points(points, folder, str(file), workers, places)
     from rich.text import Text
 
     console = launch.new_console()
@@ -327,7 +334,9 @@ def main() -> None:
         status, message = _describe(error)
         if DEBUG in os.environ or message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        if not said_elsewhere(error):
+            who = "" if speaks() else f"process {os.environ['RANK']}: "
+            print(f"{who}error: {message}", file=sys.stderr)
         sys.exit(status)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from undrift.tools.torchrun import speaks
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,6 +24,11 @@ def new_console() -> Console:
     if not console.is_terminal:
         console.width = 160  # a file has no width, so tables need not be narrow
     return console
+
+
+def say(text: str, err: bool = False) -> None:
+    if speaks():
+        typer.echo(text, err=err)
 
 
 def warn_left_out(problems: list[str]) -> None:
@@ -82,6 +89,7 @@ def run_experiment(
     from undrift.training.nonfinite import mute
 
     console = new_console()
+    console.quiet = not speaks()
     mute()  # this command reports it below its progress bar
     flags = "".join(f" --import {name}" for name in experiment.imports)
     with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
@@ -95,19 +103,19 @@ def run_experiment(
         except KeyboardInterrupt:
             live.__exit__()
             left = folder if (folder / "config.toml").exists() else None
-            typer.echo(f"stopped; resume with: undrift resume {left}{flags}" if left else "stopped", err=True)
+            say(f"stopped; resume with: undrift resume {left}{flags}" if left else "stopped", err=True)
             raise typer.Exit(130) from None
     if result.stopped:
         some = 'on_nonfinite="skip"' in result.stopped
         rest = f"; to continue without such clients: undrift resume {folder}{flags} --on-nonfinite skip" if some else ""
-        typer.echo(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
+        say(f"stopped. {result.stopped}\n{len(result.history)} rounds are in {folder}{rest}", err=True)
         raise typer.Exit(1)
     found = score(result.history[-1])
     said = f"{found[0].replace('_', ' ')} {found[1]:.4f} after " if found else ""
     skipped = "".join(f", {mark}" for mark in marks(0, left_out(result.history)))
-    typer.echo(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
+    say(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
     if result.stopped_early:
-        typer.echo(f"stopped early: {result.stopped_early}")
+        say(f"stopped early: {result.stopped_early}")
 
 
 def seeds_from(settings: dict[str, Any], count: int | None) -> list[int]:
@@ -122,7 +130,9 @@ def grid_points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str
     return points(settings, grid, where)
 
 
-def run_points(points: Any, folder: Path, where: str, workers: int | None) -> tuple[list[Any], dict[str, str]]:
+def run_points(
+    points: Any, folder: Path, where: str, workers: int | None, devices: list[str] | None = None
+) -> tuple[list[Any], dict[str, str]]:
     """Run all points, with a progress bar. Returns the runs that ended, and the error messages of others by name."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -145,7 +155,7 @@ def run_points(points: Any, folder: Path, where: str, workers: int | None) -> tu
                 print(f"error: {point.name}: {message}", file=sys.stderr)
 
         try:
-            return sweep(points, folder, where, workers, done), failed
+            return sweep(points, folder, where, workers, done, devices), failed
         except KeyboardInterrupt:
             progress.stop()
             typer.echo(f"stopped; the same command with --out {folder} continues", err=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from undrift.tools.torchrun import speaks
+
 
 class Stop:
     """Whether a stop was requested, by Ctrl-C or SIGTERM."""
@@ -30,7 +32,8 @@ def stopping() -> Iterator[Stop]:
     def ask(number: int, frame: FrameType | None) -> None:
         stop.check()
         stop.asked = True
-        print("stopping after this round; press Ctrl-C again to stop at once", file=sys.stderr)
+        if speaks():
+            print("stopping after this round; press Ctrl-C again to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from undrift.tools.experiment import about, run, understood
 from undrift.tools.stopping import stopping
 from undrift.tools.workers import each
 from undrift.training import arithmetic
+from undrift.training.checks import find_device
 from undrift.training.nonfinite import mute
 from undrift.training.record import flat
 from undrift.training.result import finished, stopped
@@ -61,6 +62,16 @@ def parse_grid(assignments: list[str]) -> Grid:
             )
         grid[key.strip()] = values
     return grid
+
+
+def parse_devices(text: str, workers: int | None) -> list[str]:
+    """The devices named in `cuda:0,cuda:1`, of which each takes one run at a time; one named twice takes two."""
+    names = [name.strip() for name in text.split(",")]
+    if workers is not None:
+        raise UndriftError("--workers and --devices both say how many runs there are at a time; give one of them.")
+    for name in names:
+        find_device(name or quoted(text))
+    return names
 
 
 MOST = 10_000
@@ -114,9 +125,17 @@ def _word(value: Any) -> str:
 
 
 def sweep(
-    found: list[Point], out: Path, where: str, workers: int | None, done: Callable[[Point, str | None], None]
+    found: list[Point],
+    out: Path,
+    where: str,
+    workers: int | None,
+    done: Callable[[Point, str | None], None],
+    devices: list[str] | None = None,
 ) -> list[Run]:
-    """Run the points that are not finished yet, in parallel on CPUs. Returns the runs that finished or stopped."""
+    """Run the points that are not finished yet, in parallel on CPUs, or on these devices.
+
+    Returns the runs that finished or stopped.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -125,10 +144,11 @@ def sweep(
     for point in found:
         _claim(point, out)
     waiting = [point for point in found if not finished(out / point.name)]
-    workers = min(workers or _workers(found[0], where), len(waiting))
-    threads = max(1, (os.cpu_count() or 1) // max(workers, 1))
+    some: Sequence[str | None] = devices or [None] * (workers or _workers(found[0], where))
+    places = some[: len(waiting)]
+    threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
     tasks = {point: (point.settings, str(out / point.name), where, threads) for point in waiting}
-    for point, message in _finished(tasks, workers):
+    for point, message in _finished(tasks, places):
         done(point, message)
     ended = {point: out / point.name for point in found}
     runs = []
@@ -170,20 +190,26 @@ def _workers(point: Point, where: str) -> int:
     return 1 if on_gpu else (os.cpu_count() or 1)
 
 
-def _finished(tasks: dict[Point, Any], workers: int) -> Iterator[tuple[Point, str | None]]:
+def _finished(tasks: dict[Point, Any], places: Sequence[str | None]) -> Iterator[tuple[Point, str | None]]:
     """Points as they finish, with an error message or None. Raises KeyboardInterrupt after a stop."""
     with stopping() as stop:
-        if workers > 1:
-            yield from each(_one, tasks, workers, stop)
+        if len(places) > 1:
+            yield from each(_one, tasks, places, stop)
             return
         for point, (settings, folder, where, threads) in tasks.items():
             stop.check()
-            yield point, _one(settings, folder, where, threads, stop.check)
+            yield point, _one(places[0], settings, folder, where, threads, stop.check)
 
 
-def _one(settings: Document, folder: str, where: str, threads: int, check: Callable[[], None]) -> str | None:
-    """One run, in this process. Returns why it did not finish, if so; no exception must end the sweep."""
+def _one(
+    device: str | None, settings: Document, folder: str, where: str, threads: int, check: Callable[[], None]
+) -> str | None:
+    """One run, in this process. Returns why it did not finish, if so; no exception must end the sweep.
+
+    `device` takes the place of that of the settings.
+    """
     mute()  # the reason for a stop is returned
+    settings = settings if device is None else {**settings, "device": device}
     try:
         resume = (Path(folder) / "config.toml").exists()
         with arithmetic.threads(threads):

@@ -14,7 +14,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing import connection, get_context, resource_tracker
 from typing import Any
 
@@ -29,11 +30,12 @@ GLANCE = 0.1
 
 
 class Worker:
-    """A process, the pipe to it, and the key of the task that it is running."""
+    """A process, the pipe to it, its place, and the key of the task that it is running."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], place: Any) -> None:
         self.pipe, there = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_work, args=(function, there))
+        self.place = place
+        self.process = CONTEXT.Process(target=_work, args=(partial(function, place), there))
         with _shielded():
             self.process.start()
         there.close()
@@ -59,14 +61,14 @@ class Worker:
 
 
 def each(
-    function: Callable[..., Any], tasks: Mapping[Any, tuple[Any, ...]], workers: int, stop: Stop
+    function: Callable[..., Any], tasks: Mapping[Any, tuple[Any, ...]], places: Sequence[Any], stop: Stop
 ) -> Iterator[tuple[Any, Any]]:
-    """Call `function(*task, check)` in `workers` processes; yields each task's key and result as they arrive.
+    """Call `function(place, *task, check)` in a process per place; yields each task's key and result as they arrive.
 
     `check` raises KeyboardInterrupt once a stop is requested. If a worker died, the result is a sentence about how.
     Nothing is yielded for tasks that were stopped. Raises KeyboardInterrupt after a stop.
     """
-    waiting, crew, dismissed = deque(tasks.items()), list[Worker](), False
+    waiting, crew, free, dismissed = deque(tasks.items()), list[Worker](), deque(places), False
     try:
         while waiting or any(worker.key is not None for worker in crew):
             if stop.asked and not dismissed:
@@ -74,8 +76,8 @@ def each(
                 waiting.clear()
                 for worker in crew:
                     worker.dismiss()
-            while waiting and len(crew) < workers:
-                crew.append(Worker(function))
+            while waiting and free:
+                crew.append(Worker(function, free.popleft()))
                 crew[-1].give(*waiting.popleft())
             for pipe in connection.wait([worker.pipe for worker in crew], GLANCE):
                 worker = next(worker for worker in crew if worker.pipe is pipe)
@@ -86,6 +88,7 @@ def each(
                     done, answer = False, None
                 if not done:  # it has stopped or died, and takes no more tasks
                     crew.remove(worker)
+                    free.append(worker.place)
                     answer = worker.died()
                 if key is not None and (done or not stop.asked):
                     yield key, answer

@@ -88,14 +88,14 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
     return results
 
 
-def join(run: Run, given: Settings) -> list[str]:
-    """Let a run train beside others, if its thread is one of `side_by_side`. Returns the names of the others."""
+def join(run: Run, given: Settings) -> None:
+    """Let a run train beside others, whose names its choices then have, if its thread is one of `side_by_side`."""
     place = getattr(_here, "place", None)
     if place is None:
-        return []
+        return
     stage, i = place
-    found: list[str] = stage.join(i, run, given)
-    return found
+    if others := stage.join(i, run, given):
+        run.choices["beside"] = others
 
 
 class Stage:

@@ -21,6 +21,8 @@ from undrift.engine.device_data import DeviceData
 from undrift.engine.fallback import Fallback
 from undrift.engine.graph import captures
 from undrift.engine.plain import PlainEngine
+from undrift.engine.ranked import RankedEngine
+from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
 from undrift.functional.model import Model
@@ -46,8 +48,12 @@ from undrift.tree import tree_map
 log = logging.getLogger("undrift")
 
 
-def prepare(given: Settings) -> Run:
-    """Check what decides the training, and choose what was left open. Raises `UndriftError`."""
+def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
+    """Check what decides the training, and choose what was left open. Raises `UndriftError`.
+
+    `ranks` are the processes that the run has. They are not asked anything here: what one of them refuses, or finds
+    missing on its machine, the others learn of afterwards.
+    """
     check_types(given)
     data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
     method = as_method(given.method)
@@ -75,11 +81,11 @@ def prepare(given: Settings) -> Run:
     device_data = DeviceData(data, where, examined.accum_dtype)
     with selected(where):
         in_lanes = examined.in_lanes()
-        choice = chosen(given, in_lanes, device_data, cohort_size, method, chosen_loss)
+        choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
-    engine, choices = engine_of(choice, program, examined, device_data, given)
+    engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
     return Run(
         method=method,
         composed=program.method,
@@ -98,11 +104,12 @@ def prepare(given: Settings) -> Run:
         conditions=conditions,
         engine=engine,
         choices=choices,
+        ranks=ranks,
     )
 
 
 def engine_of(
-    choice: Choice, program: Program, model: Model, data: DeviceData, given: Settings
+    choice: Choice, program: Program, model: Model, data: DeviceData, given: Settings, ranks: Ranks
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine that was chosen, and `Run.choices`. `model` is the one for the plain engine, if lanes should fail."""
     choices = {
@@ -113,11 +120,18 @@ def engine_of(
         "precision": given.precision,
         "dtype": str(model.dtype),
         "why": choice.why,
+        **({"processes": ranks.size} if ranks.several else {}),
     }
-    engine = build(choice, program, data, given.local.widest(data.data.sizes))
+
+    def joined(engine: Engine) -> Engine:
+        return engine if ranks.group is None else RankedEngine(engine, ranks)
+
+    def plain() -> Engine:
+        return joined(PlainEngine(replace(program, model=model), data))
+
+    engine = joined(build(choice, program, data, given.local.widest(data.data.sizes)))
     if choice.engine == "lanes":
-        plain = partial(PlainEngine, replace(program, model=model), data) if given.engine == "auto" else None
-        engine = Fallback(engine, plain, partial(switched, choices))
+        engine = Fallback(engine, plain if given.engine == "auto" else None, partial(switched, choices))
     return engine, choices
 
 

@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.engine.client_states import ClientStates
+from undrift.engine.ranks import LostError
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.early import COLUMN
+from undrift.training.processes import collected
 from undrift.training.result import as_json
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -89,9 +91,17 @@ class Checkpoints:
         return late or (self.rounds is not None and now.round % self.rounds == 0)
 
     def save(self, now: State) -> None:
-        """Make a checkpoint of a run that stands between two rounds."""
+        """Make a checkpoint of a run that stands between two rounds. Of several processes, the first writes it."""
         if self.folder is None or self.closed or now.round == self.saved_round:
             return
+        ranks, series = self.run.ranks, self.series[0]
+        ranks.same((now.params, now.tracked, now.parts))
+        whole = replace(now, clients=collected(ranks, now.clients, self._since(series))) if ranks.several else now
+        ranks.first(lambda: self._write(whole))
+        self.saved_round, self.saved_at = now.round, time.monotonic()
+
+    def _write(self, now: State) -> None:
+        assert self.folder
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync(self.folder.parent)
@@ -121,7 +131,6 @@ class Checkpoints:
             "files": {state: write_tensors(self.folder / state, tensors), **series.files()},
         }
         seal(self.folder / f"round-{now.round}.json", whole)
-        self.saved_round, self.saved_at = now.round, time.monotonic()
         self.series = [*self.series[1:], series]
         self._tidy()
 
@@ -132,15 +141,17 @@ class Checkpoints:
         """
         try:
             self.save(now)
+        except LostError:
+            raise
         except (OSError, SafetensorError) as error:
             log.warning("no checkpoint is left to continue the finished run from: %s", first_line(error))
-            if self.folder and self.folder.is_dir():
+            if self.folder and self.folder.is_dir() and self.run.ranks.leads:
                 self._tidy()
         self.closed = True
 
     def _save_clients(self, series: Series, now: State) -> None:
         """The states that changed since the series' last checkpoint; all of them when they lie in too many files."""
-        changed = now.clients.changed_since(-1 if len(series.clients) >= PIECES else series.rounds)
+        changed = now.clients.changed_since(self._since(series))
         if not changed:
             return
         assert self.folder
@@ -154,6 +165,10 @@ class Checkpoints:
         series.sums[name] = write_tensors(self.folder / name, tensors, {"trees": json.dumps(trees)})
         left = {file: [c for c in own if c not in changed] for file, own in series.clients.items()}
         series.clients = {file: own for file, own in left.items() if own} | {name: sorted(changed)}
+
+    def _since(self, series: Series) -> int:
+        """After how many rounds a client's states must have changed to be written into the series' next checkpoint."""
+        return -1 if len(series.clients) >= PIECES else series.rounds
 
     def _save_rows(self, series: Series, now: State) -> None:
         """The history since the series' last checkpoint; all of it when it lies in too many files."""
@@ -207,7 +222,7 @@ class Checkpoints:
         for number in found:
             assert self.folder
             try:
-                now, series = self._read(number)
+                now, series = self.read(number)
             except Exception as error:  # whatever damage may lead to; the checkpoint before it serves
                 log.warning("the checkpoint of round %d cannot be used: %s", number, error)
                 continue
@@ -220,7 +235,7 @@ class Checkpoints:
             raise UndriftError(f"None of the checkpoints in {self.folder} can be read; start the run again elsewhere.")
         return None
 
-    def _read(self, number: int) -> tuple[State, Series]:
+    def read(self, number: int) -> tuple[State, Series]:
         """A checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
         whole = unseal(self.folder / f"round-{number}.json")
@@ -233,7 +248,8 @@ class Checkpoints:
         parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # once, local work was no part
         clients = ClientStates.none(self.run.composed, self.run.device, self.run.population)
         for name, own in whole["clients"].items():
-            clients = clients.updated(_read_clients(self.folder / name, own), number)
+            mine = [client for client in own if self.run.ranks.owns(client)]
+            clients = clients.updated(_read_clients(self.folder / name, mine), number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
         history = [json.loads(line) for line in lines]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from undrift.data.dataset import FederatedDataset
+from undrift.engine.ranks import local_rank
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.local import Local
 from undrift.training.settings import Settings
@@ -27,8 +28,11 @@ def cohort_size_of(participation: Any, population: int) -> int:
 
 
 def find_device(device: Any) -> torch.device:
-    if device is None or device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    automatic, gpu = device is None or device == "auto", torch.cuda.is_available()
+    if gpu and (automatic or str(device) == "cuda") and (number := local_rank()) is not None:
+        return torch.device("cuda", number % torch.cuda.device_count())  # each process its own, as far as there are
+    if automatic:
+        return torch.device("cuda" if gpu else "cpu")
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -20,8 +20,16 @@ AHEAD = 1
 
 
 class Clock:
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+    """Keeps rounds' times.
+
+    Args:
+        device: Where they are trained.
+        alone: Whether rows may be handed on as soon as the device is done with them. Several processes must hand on the
+            same rows at the same points, so with them a row waits for the next round's.
+    """
+
+    def __init__(self, device: torch.device, alone: bool = True) -> None:
+        self.on_gpu, self.alone = device.type == "cuda", alone
         self.reading = torch.cuda.stream(torch.cuda.Stream(device)) if self.on_gpu else nullcontext()
         self.began: Any = None
         self.waiting: list[tuple[Row, Callable[[], Row], Any, Any]] = []
@@ -46,7 +54,7 @@ class Clock:
             yield row
 
     def _passed(self, moment: Any) -> bool:
-        return not self.on_gpu or bool(moment.query())
+        return not self.on_gpu or (self.alone and bool(moment.query()))
 
     def _now(self) -> Any:
         if not self.on_gpu:

@@ -26,25 +26,32 @@ def evaluate(run: Run, state: State) -> dict[str, Any]:
 @torch.no_grad()
 def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     """The mean loss and each metric; with accuracy also `class_accuracy`, a list with None for classes without data."""
+    sums, (right, seen) = run.ranks.sum(run.ranks.together(lambda: added_up(run, state, data)))
+    found: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in sums.items()}
+    if len(right):
+        found["class_accuracy"] = [r / s if s else None for r, s in zip(right.tolist(), seen.tolist(), strict=True)]
+    return found
+
+
+def added_up(run: Run, state: State, data: Rows) -> tuple[dict[str, Tensor], Tensor]:
+    """Each measure's numerator and denominator, and how many samples of each class are right and how many there are.
+
+    Of several processes, each takes some of the batches.
+    """
     model = run.model.at(state.tracked)
-    sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-    right = torch.zeros(run.data.classes, device=data.index.device)
-    seen = torch.zeros_like(right)
-    for begin in range(0, len(data), BATCH):
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=data.index.device) for name in run.measures}
+    classes = torch.zeros(2, run.data.classes if by_class else 0, device=data.index.device)
+    for begin in range(run.ranks.rank * BATCH, len(data), run.ranks.size * BATCH):
         x, y = data.take(data.store, data.index[begin : begin + BATCH])
         output = model(state.params, x)
         for name, metric in run.measures.items():
             top, bottom = parts_of(metric, output, y)
-            sums[name] = [sums[name][0] + top.sum(), sums[name][1] + bottom.sum()]
+            sums[name] += torch.stack([top.sum(), bottom.sum()])
         if by_class:
-            top, bottom = (t * (y >= 0) for t in accuracy(output, y))
-            right.index_add_(0, y.clamp(min=0), top.to(right.dtype))
-            seen.index_add_(0, y.clamp(min=0), bottom.to(right.dtype))
-    found: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in sums.items()}
-    if by_class:
-        found["class_accuracy"] = [r / s if s else None for r, s in zip(right.tolist(), seen.tolist(), strict=True)]
-    return found
+            for total, own in zip(classes, accuracy(output, y), strict=True):
+                total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
+    return sums, classes
 
 
 def parts_of(metric: Metric, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from undrift.engine.ranks import Ranks
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.result import Folder
 from undrift.training.state import State
@@ -20,11 +21,10 @@ class Listeners:
     checkpoints: Checkpoints
     trackers: Trackers
     on_round: Callable[[dict[str, Any]], None] | None
-
-    @property
-    def impatient(self) -> bool:
-        """Whether one of them needs a round's row at once."""
-        return bool(self.trackers or self.on_round)
+    ranks: Ranks
+    """The processes of the run, of which the first has all these; what goes wrong there, all of them learn."""
+    impatient: bool
+    """Whether one of them needs a round's row at once."""
 
     def begin(self, config: str, rows: list[dict[str, Any]], resume: bool) -> None:
         """Start, or go on after these rounds."""
@@ -41,13 +41,25 @@ class Listeners:
 
     def row(self, row: dict[str, Any], state: State) -> None:
         self.folder.row(row)
+        if not self.impatient:
+            return
         try:
-            self.trackers.row(row)
-            if self.on_round:
-                self.on_round(row)
+            self.ranks.first(lambda: self._tell(row))
         except BaseException:  # a run that is stopped here, say with Ctrl-C, can be resumed from this round
             self.save(state)
             raise
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        self.trackers.row(row)
+        if self.on_round:
+            self.on_round(row)
+
+    def due(self, state: State) -> bool:
+        """Whether a checkpoint is due; by the first process's clock, where the time decides."""
+        checkpoints = self.checkpoints
+        if checkpoints.seconds is None:
+            return checkpoints.due(state)
+        return self.ranks.said(lambda: checkpoints.due(state))
 
     def save(self, state: State) -> None:
         self.folder.sync()

@@ -13,7 +13,8 @@ from torch import nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
-from undrift.errors import require
+from undrift.engine.ranks import Ranks, launched
+from undrift.errors import machine_trouble, require
 from undrift.losses import reserved
 from undrift.method.faults import Faults
 from undrift.method.local import Local
@@ -31,10 +32,11 @@ from undrift.training.evaluate import evaluate
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
 from undrift.training.personal import Personal, has_own_models, own_model
+from undrift.training.processes import agree, opened
 from undrift.training.provenance import session
 from undrift.training.record import record
 from undrift.training.result import Folder, Result
-from undrift.training.resume import resumed, stops
+from undrift.training.resume import resumed_by_all, stops
 from undrift.training.rounds import Round, federated_round, finish
 from undrift.training.run import Run
 from undrift.training.settings import Settings
@@ -157,31 +159,52 @@ def train(
 
 def train_with(given: Settings) -> Result:
     """The run with these settings: prepared, resumed where that is asked for, and trained."""
-    run = prepare(given)
-    beside = join(run, given)
+    with launched() as ranks:
+        run, rule = ranks.together(lambda: checked(given, ranks))
+        ranks.use(run.device)
+        agree(run, given)
+        join(run, given)
+        return trained(run, rule, given)
+
+
+def checked(given: Settings, ranks: Ranks) -> tuple[Run, Rule | None]:
+    """The run, and the rule that ends it early."""
+    run = prepare(given, ranks)
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
     rule = as_rule(given.stop_when)
     nonfinite.check_start(run.model.start)
-    files, where = Folder(given.out, given.resume), run.device
-    checkpoints = Checkpoints(files.path, run, given.checkpoint_every)
-    trackers = Trackers(given.track, files.path)
-    with files as folder, selected(where), arithmetic(given.precision, given.deterministic, where), trackers:
+    return run, rule
+
+
+def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
+    """The run's result, and its files. Of several processes, the first writes and tells; all read a checkpoint."""
+    ranks, where = run.ranks, run.device
+    files = ranks.first(lambda: Folder(given.out, given.resume)) or Folder(None)
+    checkpoints = Checkpoints(Path(given.out) if given.out else None, run, given.checkpoint_every)
+    trackers = ranks.first(lambda: Trackers(given.track, files.path)) or Trackers(None, None)
+    with (
+        opened(files, ranks) as folder,
+        selected(where),
+        arithmetic(given.precision, given.deterministic, where),
+        trackers,
+    ):
         first = run.start()
         config = record(run, given) if folder.path or trackers else ""
         if folder.path:
             checkpoints.record = {
                 "identity": identity(run, given), "versions": versions(where), "config": config, "choices": run.choices
             }  # fmt: skip
-        earlier = resumed(run, given, folder, checkpoints, rule, beside) if given.resume else None
+        earlier = resumed_by_all(run, given, folder, checkpoints, rule) if given.resume else None
         if isinstance(earlier, Result):
             return earlier
         if folder.path and not given.resume:
-            checkpoints.record["started"] = session(checkpoints.record["versions"], beside)
+            checkpoints.record["started"] = session(checkpoints.record["versions"], run.choices)
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
-        listeners = Listeners(folder, checkpoints, trackers, given.on_round)
+        impatient = bool(given.track or given.on_round)
+        listeners = Listeners(folder, checkpoints, trackers, given.on_round, ranks, impatient)
         loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, earlier or first)
-        listeners.begin(config, loop.rows, given.resume)
+        ranks.first(lambda: listeners.begin(config, loop.rows, given.resume))
         if folder.path and not loop.state.round:
             folder.partition(holdings(run.data))
         return loop.train()
@@ -201,11 +224,11 @@ class Loop:
     state: State
 
     def __post_init__(self) -> None:
-        self.personal, self.clock = Personal(self.run), Clock(self.run.device)
+        self.personal, self.clock = Personal(self.run), Clock(self.run.device, not self.run.ranks.several)
         self.over = False
         self.stopped: str | None = None
         self.early: str | None = None
-        self.why = stops(self.rule, self.state) if self.state.round < self.run.rounds else None
+        self.why = self.stops() if self.state.round < self.run.rounds else None
         """Why a resumed run ends where it stands, if the rule says so."""
         self.complete = False
         """Whether the latest row has all columns of a last round."""
@@ -229,14 +252,18 @@ class Loop:
             while not self.over:
                 self.round()
         except Exception as error:
+            if self.run.ranks.several and machine_trouble(error):  # of one process: the others are elsewhere
+                raise
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
             found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
             self.state, self.stopped = self.watch.undo(found)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
+        ranks, folder = self.run.ranks, self.listeners.folder
+        ranks.same((self.state.params, self.state.tracked, self.state.parts))
         if self.stopped:
             self.listeners.stopped(self.state, self.stopped)
         else:
-            self.listeners.folder.model(trained)
+            ranks.first(lambda: folder.model(trained))
         own = partial(own_model, self.run, self.state) if has_own_models(self.run) else None
         return Result(self.state.params, trained, self.state.history, self.run.choices, self.stopped, self.early, own)
 
@@ -260,7 +287,7 @@ class Loop:
         if run.choices.get("switched") == state.round:
             row["switched"] = run.choices["why"]
         state.history.append(row)
-        due = self.listeners.checkpoints.due(state)
+        due = self.listeners.due(state)
         self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)
         if due:
             self.listeners.save(self.state)
@@ -291,8 +318,12 @@ class Loop:
         if not history or history[-1] is not row:  # there are later rounds, or its evaluation failed
             return row
         last = row["round"] == self.run.rounds
-        why = None if last else stops(self.rule, self.state)
+        why = None if last else self.stops()
         return self.conclude(row, why) if last or why else row
+
+    def stops(self) -> str | None:
+        """Why the rule ends the run here, if it does. The first process decides: rows have times, which are its own."""
+        return self.run.ranks.said(lambda: stops(self.rule, self.state)) if self.rule else None
 
     def conclude(self, row: dict[str, Any], why: str | None) -> dict[str, Any]:
         """Do what follows the last round, which this is, if not by number then because the rule says so.

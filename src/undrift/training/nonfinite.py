@@ -72,6 +72,8 @@ class Watch:
         if outcome.finite is not None and not self.skip:
             excused = to_device(torch.from_numpy(answers.excused), outcome.finite.device)
             finite = finite & (outcome.finite | excused).all()
+        if self.run.keeps:  # what clients keep lies in one process
+            finite = self.run.ranks.every(finite)
         self.attempts.append(Attempt(before, answers, finite))
 
     def left(self, state: State) -> None:

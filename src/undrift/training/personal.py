@@ -6,7 +6,7 @@ For each metric, the history gets the mean and standard deviation over clients, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.engine.ranks import ALONE
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
 from undrift.loss_modules import PerSample
@@ -60,8 +61,7 @@ class Personal:
         elif one_number(self.run.loss):  # for a whole batch, so each client's must be its own
             found = self._one_by_one(state)
         else:
-            model = self.run.model.at(state.tracked)
-            found = self._measured(model, state.params, torch.cat(self.indices), self.whose, len(self.clients))
+            found = self._at_once(state)
         row: dict[str, Any] = summary("client", found)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
@@ -70,23 +70,46 @@ class Personal:
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
+    def _at_once(self, state: State) -> dict[str, Tensor]:
+        """The global model on all clients' own data, in common batches, of which each process takes some."""
+        ranks, model, indices = self.run.ranks, self.run.model.at(state.tracked), torch.cat(self.indices)
+        mine = range(ranks.rank * BATCH, len(indices), ranks.size * BATCH)
+        sums = ranks.together(lambda: self._sums(model, state.params, indices, self.whose, len(self.clients), mine))
+        return ratios(ranks.sum(sums))
+
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
         """The global model on every client's own data, in batches of their own."""
-        model = self.run.model.at(state.tracked)
-        found = [self._measured(model, state.params, *self._alone(indices)) for indices in self.indices]
-        return {name: torch.cat([one[name] for one in found]) for name in self.run.measures}
+        ranks, model = self.run.ranks, self.run.model.at(state.tracked)
+        mine = range(ranks.rank, len(self.clients), ranks.size)
+        return self._by_place(lambda: {place: self._alone(model, state.params, place) for place in mine})
 
-    def _alone(self, indices: Tensor) -> tuple[Tensor, Tensor, int]:
-        """One client's samples, and whose they are."""
-        return indices, torch.zeros(len(indices), dtype=torch.int64), 1
+    def _alone(self, model: Model, params: Params, place: int) -> dict[str, Tensor]:
+        """The measures of weights on the own data of the client at this place among those that are evaluated."""
+        indices = self.indices[place]
+        return ratios(self._sums(model, params, indices, torch.zeros(len(indices), dtype=torch.int64), 1))
 
     def _owned(self, state: State) -> dict[str, Tensor]:
         """The loss and each metric of every client's own model on its own data."""
-        run, found = self.run, []
-        for begin in range(0, len(self.clients), run.cohort_size):
-            for c, own in enumerate(own_models(run, state, self.clients[begin : begin + run.cohort_size])):
-                found.append(self._measured(run.model, own, *self._alone(self.indices[begin + c])))
-        return {name: torch.cat([one[name] for one in found]) for name in run.measures}
+        run = self.run
+
+        def work() -> dict[int, dict[str, Tensor]]:
+            found = {}
+            for begin in range(0, len(self.clients), run.cohort_size):
+                for c, own in own_models(run, state, self.clients[begin : begin + run.cohort_size]):
+                    found[begin + c] = self._alone(run.model, own, begin + c)
+            return found
+
+        return self._by_place(work)
+
+    def _by_place(self, work: Callable[[], dict[int, dict[str, Tensor]]]) -> dict[str, Tensor]:
+        """The measures of all clients, from those that each process finds, by place."""
+        found = self.run.ranks.together(work)
+        sums = {name: torch.zeros(len(self.clients), dtype=torch.float64) for name in self.run.measures}
+        for place, one in found.items():
+            for name, value in one.items():
+                sums[name][place] = value[0]
+        all_of_them: dict[str, Tensor] = self.run.ranks.sum(sums)
+        return all_of_them
 
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
         """Each client's own model: the global one after one more epoch of local training with the method."""
@@ -99,8 +122,8 @@ class Personal:
         def visit(trained: Params, clients: np.ndarray) -> None:
             for i, client in enumerate(clients.tolist()):
                 own = tree_map(lambda w, i=i: w[i], trained)
-                indices = self.indices[int(np.searchsorted(self.clients, client))]
-                found[client] = self._measured(run.model, own, *self._alone(indices))
+                place = int(np.searchsorted(self.clients, client))
+                found[place] = self._alone(run.model, own, place)
 
         received: list[Tree] | None = None
         # One cohort at a time, since the states of all clients may not fit into memory at once.
@@ -112,26 +135,29 @@ class Personal:
             if received is None or method.measuring("cohort"):
                 received = broadcast(run, method, here, state, server)
             run.engine.run(run.inputs(here, state, received, state.clients), visit)
-        return summary("tuned", {name: torch.cat([found[int(c)][name] for c in self.clients]) for name in run.measures})
+        return summary("tuned", self._by_place(lambda: found))
 
-    def _measured(
-        self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int
+    def _sums(
+        self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int, begins: range | None = None
     ) -> dict[str, Tensor]:
-        """The loss and each metric, per client."""
+        """The numerators and denominators of the loss and each metric, per client; of the batches that begin there."""
         run = self.run
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
-        for begin in range(0, len(indices), BATCH):
+        for begin in range(0, len(indices), BATCH) if begins is None else begins:
             part = slice(begin, begin + BATCH)
             x, y = self.take(self.store, indices[part])
             output = model(params, x)
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure, output, y)).cpu()
                 sums[name].index_add_(1, whose[part], both)
-        # Recall is undefined (NaN) for a client without positive labels; a loss of NaN counts as infinite.
-        return {
-            n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
-            for n, (top, bottom) in sums.items()
-        }
+        return sums
+
+
+def ratios(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and each metric. Recall is undefined (NaN) without positive labels; a loss of NaN counts as infinite."""
+    return {
+        n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan) for n, (top, bottom) in sums.items()
+    }
 
 
 def one_number(loss: Loss) -> bool:
@@ -144,23 +170,32 @@ def has_own_models(run: Run) -> bool:
     return bool(run.engine.program.personal or run.engine.program.using["own"])
 
 
-def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[Params]:
-    """The weights and running statistics that each of these clients would use."""
+def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[int, Params]]:
+    """The weights and running statistics that each of these clients would use, and its place among them.
+
+    Of several processes, each has its share of them.
+    """
     program, method, t = run.engine.program, run.bound(state.round - 1), state.round - 1
     server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
     inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
-    for c in range(len(clients)):
+    for c, place in enumerate(inputs.places.tolist()):
         given = program.given(inputs.shared, tree_map(lambda t, c=c: t[c], inputs.clients))
-        yield {**program.own(given), **given["tracked"]}
+        yield place, {**program.own(given), **given["tracked"]}
 
 
 def own_model(run: Run, state: State, client: int) -> Params:
     """The same of one client, checked."""
     known = whole(client) and client in run.data.nonempty
     require(known and state.round > 0, f"There is no client {client!r} with data, or no round was trained.")
+    if run.ranks.several:
+        owner, here = int(client) % run.ranks.size, run.ranks.owns(int(client)) or not run.keeps
+        require(here, f"What client {client} keeps lies in process {owner}; ask for its weights there.")
+        fine = not run.method.measuring("cohort")
+        require(fine, "The method measures its cohort for it, which no process does alone; resume with one process.")
+        run = replace(run, ranks=ALONE)
     with torch.no_grad():
-        (found,) = own_models(run, state, np.array([int(client)]))
+        ((_, found),) = own_models(run, state, np.array([int(client)]))
     return {name: t.clone() for name, t in found.items()}
 
 

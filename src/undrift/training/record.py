@@ -48,6 +48,8 @@ def record(run: Run, given: Settings) -> str:
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
     if given.engine == "auto" and chosen["engine"] == "lanes":
         chosen["engine"] = "auto"  # which goes on where lanes fail
+    if run.ranks.group is not None and str(given.device) in ("auto", "cuda"):
+        chosen["device"] = run.device.type  # each process finds its own
     settings = {**vars(given), **chosen, "method": run.method, "threads": torch.get_num_threads()}
     settings["loss"] = name_of(run.loss) or run.loss
     ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())

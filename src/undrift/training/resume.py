@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from undrift.engine.fallback import Fallback
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.early import COLUMN, Rule, check_column, reason
 from undrift.training.identity import compare, differences, identity, relative
@@ -23,11 +23,43 @@ from undrift.training.state import State
 
 log = logging.getLogger("undrift")
 
+FINISHED = -1
+"""Stands for the round of a checkpoint where the run is finished."""
 FLAG = "allow_version_change=True, or undrift resume --allow-version-change"
 
 
+def resumed_by_all(
+    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
+) -> Result | State | None:
+    """What `resumed` finds. Of several processes the first compares and chooses; the others then read the same."""
+    ranks = run.ranks
+    found = ranks.first(lambda: resumed(run, given, folder, checkpoints, rule))
+    if not ranks.several:
+        return found
+    where = ranks.said(lambda: FINISHED if isinstance(found, Result) else found.round if found else None)
+    return ranks.together(lambda: found if ranks.leads else read_there(run, given, checkpoints, where))
+
+
+def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int | None) -> Result | State | None:
+    """What another process has found in the run's folder: a result, or the checkpoint of a round."""
+    if where is None:
+        return None
+    try:
+        if where == FINISHED:
+            return finished(run, Folder(given.out, resume=True))
+        state, _ = checkpoints.read(where)
+    except Exception as error:  # whatever is wrong with the files here
+        raise UndriftError(
+            f"Process {run.ranks.rank} cannot read what the first one reads in {given.out} ({first_line(error)}); all "
+            "processes must see the same folder."
+        ) from error
+    checkpoints.saved_round = where
+    take_up(run, state)
+    return state
+
+
 def resumed(
-    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None, beside: list[str]
+    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
 ) -> Result | State | None:
     """The result of a run that is finished, the state that it goes on from, or None where there is no checkpoint.
 
@@ -59,9 +91,8 @@ def resumed(
                     "rule or none", folder.path, len(rows), early,
                 )  # fmt: skip
             return finished(run, folder)
-    for row in state.history if state else ():
-        if "switched" in row and isinstance(run.engine, Fallback) and run.engine.plain:
-            run.engine.switch(row["round"] - 1, row["switched"])
+    if state is not None:
+        take_up(run, state)
     if state is None and folder.finished:
         raise UndriftError(nothing_to_continue_from(folder, whole))
     if state is None:
@@ -73,9 +104,16 @@ def resumed(
     again = {"after_round": state.round if state else 0, "rounds": run.rounds, "allowed": allowed}
     checkpoints.record |= {
         "started": known.get("started"),
-        "resumed": [*known.get("resumed", ()), session(checkpoints.record["versions"], beside) | again],
+        "resumed": [*known.get("resumed", ()), session(checkpoints.record["versions"], run.choices) | again],
     }
     return state
+
+
+def take_up(run: Run, state: State) -> None:
+    """Go on with the engine that the run had in this state."""
+    for row in state.history:
+        if "switched" in row and isinstance(run.engine, Fallback) and run.engine.plain:
+            run.engine.switch(row["round"] - 1, row["switched"])
 
 
 def compared(run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, known: dict[str, Any]) -> list[str]:

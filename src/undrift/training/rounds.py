@@ -143,7 +143,7 @@ def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
     everyone = run.everyone(t, state)
     sums = run.engine.measure_all(everyone, "finish")
     size = torch.full((), run.population, dtype=torch.float64, device=run.device)
-    totals = Totals(sums, size, everyone.clients["weight"].sum(), None)
+    totals = Totals(sums, size, run.weights(everyone.plan.clients).sum(), None)
     server = replace(run.server(t, state), totals=totals)
     params = done.method.finish(state.params, state.parts, server)
     program = run.engine.program

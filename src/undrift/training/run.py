@@ -15,12 +15,14 @@ from undrift.engine.base import Engine, RoundInputs
 from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
 from undrift.engine.inputs import build_inputs, mean_weights, on_device
+from undrift.engine.ranked import shares
+from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
 from undrift.losses import Loss, Metric
 from undrift.method.context import Plan, Server
-from undrift.method.local import Local, cohort_batches
+from undrift.method.local import Local, cohort_batches, slices
 from undrift.method.part import Method
 from undrift.method.work import Momentum
 from undrift.random import Key, choose, derive
@@ -55,6 +57,8 @@ class Run:
     engine: Engine
     choices: dict[str, Any]
     """The settings that were chosen automatically, and why: `result.choices`."""
+    ranks: Ranks = ALONE
+    """The processes that train it together."""
 
     @property
     def measures(self) -> dict[str, Metric]:
@@ -128,14 +132,35 @@ class Run:
         weights = mean_weights(self.composed, self.data.sizes[clients])
         return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether clients keep state between rounds."""
+        return bool(self.composed.overriding("keep"))
+
+    @property
+    def fills(self) -> bool:
+        """Whether cohorts may be too small for the engine: where a part chooses them, or processes share them."""
+        return bool(self.composed.overriding("plan")) or self.ranks.several
+
+    def share(self, plan: Plan) -> np.ndarray | None:
+        """The places in the cohort of the clients that this process trains; None for all."""
+        if not self.ranks.several:
+            return None
+        return shares(plan.clients, plan.steps, self.ranks.size, self.engine.width, self.keeps)[self.ranks.rank]
+
+    def counts(self, plan: Plan) -> np.ndarray:
+        """The sizes of the cohort's batches, client after client."""
+        sizes = self.data.sizes[plan.clients]
+        return slices(sizes, plan.steps * self.composed.batches, self.local.per_epoch(sizes), self.local.batch_size)[3]
+
     def filled(self, plan: Plan) -> Plan:
-        """The plan filled up to the engine's width, where a part may choose the clients: see `RoundInputs`.
+        """The plan filled up to the engine's width, where cohorts may be smaller: see `RoundInputs`.
 
         The client that fills it up takes as many steps as the longest, so that all lanes end together if they would
         with a full cohort.
         """
         missing = self.engine.width - len(plan.clients)
-        if missing <= 0 or not self.composed.overriding("plan"):
+        if missing <= 0 or not self.fills:
             return plan
         clients = np.concatenate([plan.clients, np.full(missing, self.data.nonempty[0])])
         steps = np.concatenate([plan.steps, np.full(missing, plan.steps.max(initial=1))])
@@ -145,7 +170,9 @@ class Run:
         self, plan: Plan, state: State, received: list[Tree] | None = None, clients: ClientStates | None = None
     ) -> RoundInputs:
         """The plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
-        filled = self.filled(plan)
+        mine = self.share(plan)
+        here = plan if mine is None else replace(plan, clients=plan.clients[mine], steps=plan.steps[mine])
+        filled = self.filled(here)
         sizes, width = self.data.sizes[filled.clients], self.local.widest(self.data.sizes)
         batches = cohort_batches(
             self.seed,
@@ -159,11 +186,14 @@ class Run:
             self.local.drop_last,
             draw=self.local.order(self.data, filled.clients),
         )
-        check_round(self.model, batches, len(plan.clients))
+        counts = None if mine is None else self.counts(plan)
         model = self.model.at(state.tracked)
         inputs = build_inputs(
-            plan, filled, batches, self.composed, model, self.device_data, state.params, received, clients, self.seed
-        )
+            here, filled, batches, self.composed, model, self.device_data, state.params, received, clients, self.seed,
+            self.fills,
+        )  # fmt: skip
+        inputs = replace(inputs, plan=plan, mine=mine, all_counts=counts)
+        check_round(self.model, inputs.counts)
         return self.conditions.with_factors(inputs)
 
     def everyone(self, t: int, state: State) -> RoundInputs:

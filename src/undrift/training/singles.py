@@ -11,7 +11,7 @@ import numpy as np
 from undrift.errors import UndriftError
 from undrift.functional.batch_norm import SINGLE
 from undrift.functional.model import Model
-from undrift.method.local import Batches, Local
+from undrift.method.local import Local
 from undrift.schedule import value, whole_steps
 
 
@@ -45,10 +45,9 @@ def check_singles(model: Model, local: Local, sizes: np.ndarray, rounds: int, pe
     )
 
 
-def check_round(model: Model, batches: Batches, cohort: int) -> None:
-    """The same for one round, whose step counts parts may have changed. `cohort`: how many of its clients are real."""
-    real = batches.counts[: batches.first[cohort] if cohort < len(batches.first) else len(batches.counts)]
-    if (real == 1).any() and model.refuses_single:
+def check_round(model: Model, counts: np.ndarray) -> None:
+    """The same for one round, whose step counts parts may have changed, by the sizes of its batches."""
+    if (counts == 1).any() and model.refuses_single:
         raise UndriftError(SINGLE)
 
 

@@ -85,7 +85,7 @@ class Conditions:
     def collect(self, engine: Engine, inputs: RoundInputs, skip: bool) -> Answers:
         """Train the round's cohort, and leave out what must not count."""
         plan = inputs.plan
-        counts = inputs.batches.counts[: plan.steps.sum() * inputs.batches.per_step]  # without clients that fill it up
+        counts = inputs.counts
         if self.ordinary:
             nobody = np.zeros(len(plan.clients), bool)
             outcome = _hooks_go_on(engine.run(inputs, skip=skip), plan)
@@ -127,8 +127,10 @@ def _hooks_go_on(outcome: Outcome, plan: Plan) -> Outcome:
 
 def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
     like = inputs.clients["weight"]
-    factor = np.concatenate([factor, np.ones(len(like) - len(factor))])  # clients that fill up the cohort are harmless
-    own = {"factor": torch.as_tensor(factor, dtype=like.dtype), "place": torch.arange(len(factor))}
+    missing = len(like) - inputs.cohort  # clients that fill up the cohort, which are harmless
+    factor = np.concatenate([factor[inputs.places], np.ones(missing)])
+    places = np.concatenate([inputs.places, len(inputs.plan.clients) + np.arange(missing)])
+    own = {"factor": torch.as_tensor(factor, dtype=like.dtype), "place": torch.as_tensor(places)}
     return replace(inputs, clients=inputs.clients | {name: to_device(t, like.device) for name, t in own.items()})
 
 

@@ -1,0 +1,310 @@
+"""The processes of one run, as torchrun starts them: who this one is, and what they tell each other.
+
+All communication is `torch.distributed`'s: NCCL between GPUs of their own, else gloo. Every process does the same
+things in the same order, so a collective operation of one meets the same operation of the others; where something can
+go wrong in one of them alone, `together` and `first` let all of them know. A process that was started otherwise is
+alone: all of this is then the identity, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undrift.errors import UndriftError, first_line, known_to_all, machine_trouble, shared_by_all
+from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(minutes=30)
+"""How long a process waits for the others. One that has ended is noticed at once; this is for one that hangs."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by the bytes they take, as which the bits of other numbers are read."""
+LOST = (
+    "Another process of this run has ended or cannot be reached ({0}); its own message, if it left one, says why. "
+    "Resume the run from its last checkpoint, with as many processes as you like"
+)
+
+
+class LostError(ConnectionError):
+    """Raised if another process of the run is gone."""
+
+
+class Ranks:
+    """The processes of a run, and this one's place among them.
+
+    Args:
+        rank: This process's number, from 0. The first one leads: it alone writes files and talks to the caller.
+        size: How many there are.
+        group: Where they talk about anything that lies in the host's memory; None for a process that is alone.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size, self.group = rank, size, group
+        self.nccl: Any = None
+        """Where tensors on GPUs are exchanged; without it they go through the host's memory."""
+        self.busy = self.lost = False
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        return self.size > 1
+
+    def __enter__(self) -> Ranks:
+        if self.lost:
+            raise LostError(LOST.format("in an earlier run"))
+        if self.busy and self.group is not None:
+            raise UndriftError(
+                "Under torchrun one run must end before the next begins, for all processes train each of them "
+                "together; call ud.train outside of on_round, and not from threads."
+            )
+        self.busy = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.busy = False
+
+    def owns(self, client: int) -> bool:
+        """Whether the state that this client keeps between rounds lies in this process."""
+        return client % self.size == self.rank
+
+    # ---- numbers ---------------------------------------------------------------------------------------------
+    def use(self, device: torch.device) -> None:
+        """Prepare for tensors on this device. Processes that share a GPU exchange them through the host's memory."""
+        if self.group is None or device.type != "cuda":
+            return
+        index = torch.cuda.current_device() if device.index is None else device.index
+        places = self.gathered((socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid)))
+        if len(set(places)) == self.size and self.nccl is None and dist.is_nccl_available():
+            self.nccl = dist.new_group(backend="nccl", timeout=PATIENCE)
+        elif len(set(places)) < self.size:
+            self.nccl = None
+
+    def sum(self, tree: Tree) -> Tree:
+        """The sum of all processes' trees, the same bits in each of them. All leaves of a type go as one."""
+        if self.group is None:
+            return tree
+        leaves = tree_leaves(tree)
+        added = list(leaves)
+        for dtype in dict.fromkeys(leaf.dtype for leaf in leaves if leaf.numel()):
+            places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype and leaf.numel()]
+            flat = torch.cat([leaves[i].reshape(-1) for i in places])
+            total = self._reduced(flat, dist.ReduceOp.SUM).split([leaves[i].numel() for i in places])
+            for i, piece in zip(places, total, strict=True):
+                added[i] = piece.view(leaves[i].shape)
+        return tree_unflatten(added, tree_structure(tree))
+
+    def every(self, flag: Tensor) -> Tensor:
+        """Whether it holds in all processes, as a tensor on its device."""
+        if self.group is None:
+            return flag
+        return self._reduced(flag.reshape(1).long(), dist.ReduceOp.MIN)[0].bool()
+
+    def rows(self, own: Tensor, counts: list[int]) -> Tensor:
+        """All processes' rows, process after process; this one has `counts[rank]` of them."""
+        if self.group is None:
+            return own
+        padded = own.new_zeros(max(counts), *own.shape[1:])
+        padded[: len(own)] = own
+        group, here = self._way(padded)
+        found = [torch.empty_like(here) for _ in counts]
+        with self.listening():
+            dist.all_gather(found, here.contiguous(), group=group)
+        return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)]).to(own.device)
+
+    def _reduced(self, flat: Tensor, how: Any) -> Tensor:
+        group, here = self._way(flat)
+        with self.listening():
+            dist.all_reduce(here, op=how, group=group)
+        return here.to(flat.device)
+
+    def _way(self, tensor: Tensor) -> tuple[Any, Tensor]:
+        """The group that exchanges this tensor, and the tensor where that group reads it."""
+        if tensor.device.type == "cuda" and self.nccl is not None:
+            return self.nccl, tensor
+        return self.group, tensor.cpu()
+
+    def same(self, tree: Tree) -> None:
+        """Raise if the tree's bits are not the same in all processes."""
+        if self.several:
+            sums = torch.stack([checksum(leaf) for leaf in tree_leaves(tree)])
+            found = self._reduced(torch.cat([sums, -sums]), dist.ReduceOp.MAX)
+            if bool((found[: len(sums)] != -found[len(sums) :]).any()):
+                raise UndriftError(
+                    "The processes of this run no longer have the same weights: something that each of them computes "
+                    "for itself, such as a part's hook at the server, does not repeat. Try deterministic=True; and "
+                    "hooks must draw from their key alone."
+                )
+
+    # ---- anything else ---------------------------------------------------------------------------------------
+    def gathered(self, value: T) -> list[T]:
+        """Every process's value, in their order."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self.listening():
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def handed_in(self, value: T) -> list[T]:
+        """The same at the first process alone; the others get nothing."""
+        if self.group is None:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.leads else None
+        with self.listening():
+            dist.gather_object(value, found, dst=0, group=self.group)
+        return found or []
+
+    def said(self, work: Callable[[], T]) -> T:
+        """What `work` returns in the first process, which alone calls it; its error is everyone's."""
+        return self._first(work, shared=True)
+
+    def first(self, work: Callable[[], T]) -> T | None:
+        """The same, but the others get nothing. They wait until it is done."""
+        return self._first(work, shared=False)
+
+    def _first(self, work: Callable[[], T], shared: bool) -> Any:
+        if self.group is None:
+            return work()
+        value, error = None, None
+        if self.leads:
+            try:
+                value = work()
+            except BaseException as raised:
+                error = raised
+        found = self._broadcast((described(error), value if shared else None), 0)
+        if error is not None:
+            raise shared_by_all(error)
+        if found[0] is not None:
+            raise relayed(found[0], 0)
+        return value if self.leads else found[1]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns here. If it fails in some process, all of them raise the error of the first of these."""
+        if self.group is None:
+            return work()
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as raised:
+            if known_to_all(raised):
+                raise
+            error = raised
+        failed = self._reduced(torch.tensor([self.size if error is None else self.rank]), dist.ReduceOp.MIN)
+        who = int(failed)
+        if who == self.size:
+            return value  # type: ignore[return-value]
+        told = self._broadcast(described(error), who)
+        raise shared_by_all(error) if error is not None and who == self.rank else relayed(told, who)
+
+    def _broadcast(self, value: Any, source: int) -> Any:
+        box = [value]
+        with self.listening():
+            dist.broadcast_object_list(box, src=source, group=self.group)
+        return box[0]
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a collective operation: what torch raises if a process is gone becomes a sentence."""
+        if self.lost:
+            raise LostError(LOST.format("as was found before"))
+        try:
+            yield
+        except (RuntimeError, OSError) as error:  # of torch.distributed's own kinds, or of gloo's sockets
+            self.lost = True
+            raise LostError(LOST.format(plainly(error))) from error
+
+
+def plainly(error: BaseException) -> str:
+    """What torch says of a broken connection, without the place in its source."""
+    return re.sub(r"^\[[^]]*\] *", "", first_line(error)).partition(". ")[0][:120]
+
+
+ALONE = Ranks()
+_known: list[Ranks] = []
+
+
+def launched() -> Ranks:
+    """This process's place among those that torchrun has started. Connects them when it is called first."""
+    if not dist.is_available():
+        return ALONE
+    initialized = dist.is_initialized()
+    if not initialized and not dist.is_torchelastic_launched():
+        return ALONE
+    if not _known:
+        if initialized:  # by the caller, with whatever backend
+            group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        else:
+            dist.init_process_group("gloo", timeout=PATIENCE)
+            atexit.register(_leave)
+            group = dist.group.WORLD
+        _known.append(Ranks(dist.get_rank(), dist.get_world_size(), group))
+        if not _known[0].leads:
+            logging.getLogger("undrift").setLevel(logging.ERROR)  # the first process says it
+    return _known[0]
+
+
+def _leave() -> None:
+    """Close the connections, before Python takes down the threads that serve them.
+
+    Of GPUs whose other process is gone there is no parting: waiting for it would take long.
+    """
+    for ranks in _known:
+        stuck = ranks.lost and ranks.nccl is not None
+        ranks.group = ranks.nccl = None
+        if dist.is_initialized() and not stuck:
+            dist.destroy_process_group()
+
+
+def local_rank() -> int | None:
+    """This process's number on its machine; None if torchrun has not started it."""
+    return int(os.environ["LOCAL_RANK"]) if dist.is_available() and dist.is_torchelastic_launched() else None
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of the tensor's bits, read as whole numbers: the same in any order of addition."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(WORDS.get(flat.element_size(), torch.uint8)).sum(dtype=torch.int64)
+
+
+def described(error: BaseException | None) -> tuple[str, str] | None:
+    """An error as other processes are told of it: what kind it is of, as far as anyone asks, and its message."""
+    if error is None:
+        return None
+    kinds = {
+        "memory": isinstance(error, torch.OutOfMemoryError),
+        "stop": isinstance(error, KeyboardInterrupt),
+        "refusal": isinstance(error, UndriftError),
+        "trouble": isinstance(error, Exception) and machine_trouble(error) is not None,
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "other"), str(error) or type(error).__name__
+
+
+KINDS: dict[str, type[BaseException]] = {
+    "memory": torch.OutOfMemoryError,
+    "stop": KeyboardInterrupt,
+    "refusal": UndriftError,
+    "trouble": OSError,
+    "other": RuntimeError,
+}
+
+
+def relayed(told: tuple[str, str], source: int) -> BaseException:
+    """The error that process `source` has told of."""
+    error = shared_by_all(KINDS[told[0]](told[1]), relayed=True)
+    error.add_note(f"It was raised in process {source}.")
+    return error

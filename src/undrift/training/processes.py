@@ -1,0 +1,87 @@
+"""A run in several processes: that all are given the same, and what the first needs of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from undrift.engine.client_states import ClientStates
+from undrift.engine.ranks import Ranks, checksum
+from undrift.errors import UndriftError, listed
+from undrift.training.identity import describe
+from undrift.training.result import Folder
+from undrift.training.run import Run
+from undrift.training.settings import Settings
+from undrift.tree import tree_to
+
+
+def agree(run: Run, given: Settings) -> None:
+    """Refuse a run that is not the same in all processes: each of them has called `ud.train` with its own arguments."""
+    if not run.ranks.several:
+        return
+    mine = told(run, given)
+    first, *others = run.ranks.gathered(mine)
+    different = [name for name in first if any(other[name] != first[name] for other in others)]
+    if "weights" in different or "data" in different:
+        raise UndriftError(
+            f"The processes that torchrun has started differ in their {' and '.join(different)}; draw whatever is "
+            "random in the script from a seed that is the same in all of them (torch.manual_seed), before it is used."
+        )
+    if different:
+        raise UndriftError(
+            f"The processes that torchrun has started differ in {listed(different)}; call ud.train with the same "
+            "arguments in all of them. Where machines differ, so may what is chosen: set engine and lanes."
+        )
+
+
+def told(run: Run, given: Settings) -> dict[str, Any]:
+    """What must be the same in all processes, in short."""
+    weights = [int(checksum(w)) for w in (*run.model.start.values(), *run.model.tracked.values())]
+    data = [int(checksum(t)) for t in (run.data.index, torch.as_tensor(run.data.offsets), run.data.store["y"])]
+    settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}
+    chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "dtype")}
+    listening = {name: getattr(given, name) is None for name in ("out", "on_round", "stop_when", "track")}
+    return {
+        "weights": weights,
+        "data": data,
+        "device": run.device.type,
+        **{name: describe(value) for name, value in (settings | chosen).items()},
+        **{f"{name} (given or not)": value for name, value in listening.items()},
+    }
+
+
+ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "stop_when", "track")
+"""Settings that are compared otherwise, or may differ: the device is each process's own, the folder the first one's."""
+
+
+@contextmanager
+def opened(files: Folder, ranks: Ranks) -> Iterator[Folder]:
+    """The folder, which the first process holds; if it cannot, none goes on."""
+    ranks.first(files.__enter__)
+    try:
+        yield files
+    finally:
+        files.__exit__()
+
+
+def collected(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
+    """At the first process, the states of all processes' clients that changed after `since` rounds, for a checkpoint.
+
+    What `since` is, the first process says.
+    """
+    since = ranks.said(lambda: since)
+    host = torch.device("cpu")
+    changed = clients.changed_since(since)
+    own = {i: {c: tree_to(states[c], host) for c in changed & states.keys()} for i, states in clients.parts.items()}
+    found = ranks.handed_in((own, {c: clients.changed[c] for c in changed}))
+    parts: dict[int, dict[int, Any]] = {i: {} for i in clients.parts}
+    when: dict[int, int] = {}
+    for states, rounds in found:
+        for i, of_part in states.items():
+            parts[i] |= of_part
+        when |= rounds
+    return replace(clients, parts=parts, changed=when, device=host)
