@@ -33,7 +33,7 @@ def build_inputs(
 ) -> RoundInputs:
     """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds."""
     real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
-    sizes, device = data.data.sizes[ids], data.device
+    sizes, device = data.data.sizes_of(ids), data.device
     weight = np.where(real, mean_weights(method, sizes), 0.0)
     clients = {
         "id": torch.as_tensor(ids),

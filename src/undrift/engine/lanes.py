@@ -110,7 +110,7 @@ class LanesEngine:
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         ids = inputs.filled.clients[clients]
-        sizes, width = self.data.data.sizes[ids], self.data.measure_width
+        sizes, width = self.data.data.sizes_of(ids), self.data.measure_width
         found = None
         for number, begin in enumerate(range(0, int(sizes.max()), width)):
             positions = begin + np.arange(width)[None]

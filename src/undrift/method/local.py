@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ ADDED = {"added": True}
 """Marks fields that earlier versions did not have: at their defaults they are left out of a run's identity."""
 STATES = ("reset", "keep", "average")
 """What becomes of a local optimizer's state at the end of a round."""
+
+
+class Spread(NamedTuple):
+    """The local steps of many clients."""
+
+    mean: float
+    largest: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +147,9 @@ class Local:
         if self.step_schedule is not None:
             _check_step_schedule(self.step_schedule)
         if self.per_client:
-            given = np.array(self.steps, dtype=object)
-            whole = all(isinstance(k, int | np.integer) and k < 2**63 for k in given.flat)
-            given = given.astype(np.int64) if whole else given
+            given = self.steps if isinstance(self.steps, np.ndarray) else np.array(self.steps, dtype=object)
+            if given.dtype == object and all(isinstance(k, int | np.integer) and k < 2**63 for k in given.flat):
+                given = given.astype(np.int64)
             if given.shape != (len(data),) or given.dtype.kind not in "iu" or given.min() < 1:
                 raise UndriftError(
                     f"Local(steps) as a list needs one whole number from 1 for each of the {len(data)} clients."
@@ -151,21 +159,35 @@ class Local:
         elif self.steps is not None:
             check_number(self.steps, rounds, "Local(steps)", f"(0, {MOST_STEPS}]")
         else:
-            longest = int(self.per_epoch(data.sizes).max(initial=1))
+            longest = int(self.per_epoch(data.size_counts[0]).max(initial=1))
             check_number(self.epochs, rounds, "Local(epochs)", f"(0, {max(1, MOST_STEPS // longest)}]")
 
-    @property
+    @cached_property
     def per_client(self) -> bool:
         return self.steps is not None and not callable(self.steps) and np.ndim(self.steps) > 0
 
     def step_counts(self, t: int, clients: Array, sizes: Array, per_step: int = 1) -> Array:
         """How many steps, of `per_step` batches each, these clients take in round `t`."""
         if self.per_client:
-            return np.asarray(self.steps)[clients]
+            return self._listed[clients]
         if self.steps is not None:
             return np.full(len(clients), whole_steps(value(self.steps, t)))
         epochs = value(self.epochs, t)
         return np.array([whole_steps(epochs * per / per_step) for per in self.per_epoch(sizes).tolist()], np.int64)
+
+    @cached_property
+    def _listed(self) -> Array:
+        """The steps that were given by client, which a list of many is slow to become."""
+        return np.asarray(self.steps)
+
+    def spread(self, t: int, data: FederatedDataset, per_step: int = 1) -> Spread:
+        """The same over all clients that have data, without an array of them: clients of a size take as many."""
+        sizes, clients = data.size_counts
+        if self.per_client:
+            steps = self._listed[data.nonempty]
+            return Spread(float(steps.mean()), int(steps.max()))
+        steps = self.step_counts(t, sizes, sizes, per_step)
+        return Spread(float((steps * clients).sum() / clients.sum()), int(steps.max()))
 
     def per_epoch(self, sizes: Array) -> Array:
         """How many batches make up one pass over the samples of clients of these sizes."""

@@ -52,7 +52,7 @@ def prepare(given: Settings) -> Run:
     data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
     method = as_method(given.method)
     where = find_device(given.device)
-    cohort_size = cohort_size_of(given.participation, len(data.nonempty))
+    cohort_size = cohort_size_of(given.participation, data.population)
     conditions = Conditions(given.faults, given.max_norm_ratio, given.min_clients)
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)
@@ -77,7 +77,7 @@ def prepare(given: Settings) -> Run:
         in_lanes = examined.in_lanes()
         choice = chosen(given, in_lanes, device_data, cohort_size, method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
-    check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
+    check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given)
     return Run(
@@ -114,7 +114,7 @@ def engine_of(
         "dtype": str(model.dtype),
         "why": choice.why,
     }
-    engine = build(choice, program, data, given.local.widest(data.data.sizes))
+    engine = build(choice, program, data, given.local.widest(data.data.size_counts[0]))
     if choice.engine == "lanes":
         plain = partial(PlainEngine, replace(program, model=model), data) if given.engine == "auto" else None
         engine = Fallback(engine, plain, partial(switched, choices))
@@ -177,14 +177,13 @@ def check_data(
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
     """The engine that was asked for, or that suits the model, the data and the device."""
-    local, clients = given.local, data.data.nonempty
-    sizes, width = data.data.sizes[clients], local.widest(data.data.sizes)
-    steps = local.step_counts(0, clients, sizes, method.batches)
+    local, sizes = given.local, data.data.size_counts[0]
+    width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
     # Passes without training are padded too.
     padded = local.may_be_short(sizes) or any(part.measures for part in method.parts)
     obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
-    work = cohort * float(steps.mean())
+    work = cohort * steps.mean
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, data.device, choice.why)
     return choice

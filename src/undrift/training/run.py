@@ -64,7 +64,7 @@ class Run:
     @property
     def population(self) -> int:
         """How many clients have data."""
-        return len(self.data.nonempty)
+        return self.data.population
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +83,7 @@ class Run:
     def plan(self, t: int) -> Plan:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
         drawn = choose(derive(self.seed, "cohort", t), self.population, self.cohort_size)
-        clients = self.data.nonempty[drawn]
+        clients = self.data.holders(drawn)
         rates: dict[str, Any] = {
             name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")
         }
@@ -96,8 +96,8 @@ class Run:
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
         require(known, "A part's plan must name its clients by whole numbers, as a flat array of ids.")
         clients = clients.astype(np.int64)
-        some = self.data.nonempty  # ascending
-        strange = clients[some[np.searchsorted(some, clients).clip(max=len(some) - 1)] != clients]
+        there = (clients >= 0) & (clients < len(self.data))
+        strange = clients[~there | (self.data.sizes_of(np.where(there, clients, 0)) == 0)]
         require(not len(strange), f"A part's plan has client {strange[:1]}, which does not exist or has no data.")
         require(len(np.unique(clients)) == len(clients), "A part's plan names a client twice.")
         alike = steps.shape == clients.shape
@@ -121,11 +121,11 @@ class Run:
         return any(isinstance(part, Momentum) for part in self.composed.parts)
 
     def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
-        return self.local.step_counts(t, clients, self.data.sizes[clients], self.composed.batches)
+        return self.local.step_counts(t, clients, self.data.sizes_of(clients), self.composed.batches)
 
     def weights(self, clients: np.ndarray) -> Tensor:
         """The clients' weights in the mean, before normalisation, on the device."""
-        weights = mean_weights(self.composed, self.data.sizes[clients])
+        weights = mean_weights(self.composed, self.data.sizes_of(clients))
         return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
     def filled(self, plan: Plan) -> Plan:
@@ -137,7 +137,7 @@ class Run:
         missing = self.engine.width - len(plan.clients)
         if missing <= 0 or not self.composed.overriding("plan"):
             return plan
-        clients = np.concatenate([plan.clients, np.full(missing, self.data.nonempty[0])])
+        clients = np.concatenate([plan.clients, np.full(missing, self.data.holders(np.zeros(1, np.int64)))])
         steps = np.concatenate([plan.steps, np.full(missing, plan.steps.max(initial=1))])
         return replace(plan, clients=clients, steps=steps)
 
@@ -146,7 +146,7 @@ class Run:
     ) -> RoundInputs:
         """The plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
         filled = self.filled(plan)
-        sizes, width = self.data.sizes[filled.clients], self.local.widest(self.data.sizes)
+        sizes, width = self.data.sizes_of(filled.clients), self.local.widest(self.data.size_counts[0])
         batches = cohort_batches(
             self.seed,
             plan.round,
@@ -183,7 +183,7 @@ class Run:
             key=Key(words, torch.zeros_like(words[0])),
             params=state.params,
             population=self.population,
-            clients=self.data.nonempty,
+            having_data=lambda: self.data.nonempty,
             steps=partial(self.steps_at, t),
             augment=self.data.augment,
         )

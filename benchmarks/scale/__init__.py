@@ -1,0 +1,1 @@
+"""What scale costs."""
