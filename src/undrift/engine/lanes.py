@@ -81,7 +81,7 @@ class LanesEngine:
 
     def begin(self, inputs: RoundInputs, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
-        lanes = self.take(inputs.clients, clients)
+        lanes = self.own(inputs, clients)
         if self.program.using["begin"]:
             lanes["begun"] = self.starting_weights(lanes, inputs.shared)
         lanes["measured"] = self.measure({}, lanes, inputs, clients, "before")
@@ -100,7 +100,7 @@ class LanesEngine:
         sums, cohort = Sums(self.program, inputs), len(inputs.filled.clients)
         for begin in range(0, cohort, self.lanes):
             clients = list(range(begin, min(begin + self.lanes, cohort)))
-            lanes = self.take(inputs.clients, clients)
+            lanes = self.own(inputs, clients)
             found = only_real(self.measure({}, lanes, inputs, clients, when), lanes)
             sums.add(tree_map(lambda t: t.sum(0), found))
         return sums.total
@@ -130,6 +130,10 @@ class LanesEngine:
         arrays = (np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps)
         one, two, three = (to_device(torch.from_numpy(array), self.data.device) for array in arrays)
         return one, two, three
+
+    def own(self, inputs: RoundInputs, clients: list[int]) -> dict[str, Tree]:
+        """What clients that start have of their own; what they kept is fetched now, not for the whole cohort."""
+        return {**self.take(inputs.clients, clients), "kept": inputs.kept(clients)}
 
     def put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
         """`old` with the one lane at `where` replaced by `new`, in place; `new` itself if it is all lanes."""

@@ -55,7 +55,7 @@ class PlainEngine:
 
     def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
         """The inputs of the client at position `c` of the cohort."""
-        return self.program.given(inputs.shared, tree_map(lambda t: t[c], inputs.clients))
+        return self.program.given(inputs.shared, inputs.own(c))
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
         sums = Sums(self.program, inputs)

@@ -39,6 +39,7 @@ from undrift.training.obstacles import reason
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.singles import check_singles
+from undrift.training.storage import with_files
 from undrift.training.survivors import Conditions
 from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
 from undrift.tree import tree_map
@@ -80,7 +81,7 @@ def prepare(given: Settings) -> Run:
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given)
-    return Run(
+    run = Run(
         method=method,
         composed=program.method,
         model=function,
@@ -99,6 +100,7 @@ def prepare(given: Settings) -> Run:
         engine=engine,
         choices=choices,
     )
+    return with_files(run, given.out)
 
 
 def engine_of(

@@ -151,7 +151,7 @@ def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[Params]:
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
     inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
     for c in range(len(clients)):
-        given = program.given(inputs.shared, tree_map(lambda t, c=c: t[c], inputs.clients))
+        given = program.given(inputs.shared, inputs.own(c))
         yield {**program.own(given), **given["tracked"]}
 
 

@@ -15,6 +15,7 @@ from undrift.engine.base import Engine, RoundInputs
 from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
 from undrift.engine.inputs import build_inputs, mean_weights, on_device
+from undrift.engine.slots import SlotFiles
 from undrift.errors import require
 from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
@@ -55,6 +56,8 @@ class Run:
     engine: Engine
     choices: dict[str, Any]
     """The settings that were chosen automatically, and why: `result.choices`."""
+    files: SlotFiles | None = None
+    """For what clients keep, where that may be too much for memory."""
 
     @property
     def measures(self) -> dict[str, Metric]:
@@ -73,8 +76,11 @@ class Run:
     def start(self) -> State:
         """The state before the first round."""
         parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
-        clients = ClientStates.none(self.composed, self.device, self.population)
-        return State(self.model.start, parts, self.model.tracked, clients)
+        return State(self.model.start, parts, self.model.tracked, self.no_states())
+
+    def no_states(self) -> ClientStates:
+        """What clients keep before the first round."""
+        return ClientStates.none(self.composed, self.device, self.population, self.files)
 
     def bound(self, t: int) -> Method:
         """The method with the numbers of round `t`."""
