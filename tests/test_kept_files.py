@@ -226,6 +226,17 @@ def test_what_no_checkpoint_names_is_never_read(tmp_path, in_files, monkeypatch)
     equal(train(older, resume=True, checkpoint_every=2), whole)
 
 
+def test_a_resumed_run_leaves_both_checkpoints_whole(tmp_path, in_files, monkeypatch):
+    """It goes on from the newer, dies before it saves anything, and the newer is damaged."""
+    folder = tmp_path / "r"
+    stop(folder, after=4, rounds=9, checkpoint_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", lambda self, now: None)
+        stop(folder, after=8, rounds=9, resume=True, checkpoint_every=None)
+    (folder / "checkpoint" / "round-4.json").write_text("{")
+    equal(train(folder, rounds=9, resume=True), in_memory(rounds=9))
+
+
 def test_damage_is_found_and_the_other_checkpoint_used(tmp_path, in_files, caplog):
     folder, whole = tmp_path / "r", in_memory()
     stop(folder, after=6, checkpoint_every=1)
