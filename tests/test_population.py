@@ -9,7 +9,9 @@ import torch
 import undrift as ud
 from undrift.data import dealing, holdings, partition, pieces
 from undrift.data.names import Numbered, names_of
-from undrift.data.shares import by_class, in_order, numbered
+from undrift.data.shares import by_class, in_order, lexsort, numbered
+from undrift.engine.client_states import ClientStates
+from undrift.method import local
 from undrift.method.local import Local
 
 
@@ -93,9 +95,9 @@ def test_facts_piece_by_piece(monkeypatch):
         rest = labels[labels != -2]
         assert pieces.extremes(data.store["y"], data.index, None) == (labels.min(), labels.max())
         assert pieces.extremes(data.store["y"], data.index, -2) == ((rest.min(), rest.max()) if len(rest) else None)
-        for local in (Local(epochs=3, batch_size=2, lr=1), Local(steps=list(range(1, clients + 1)), lr=1)):
-            steps = local.step_counts(0, data.nonempty, some)
-            assert local.spread(0, data) == (steps.mean(), steps.max())
+        for work in (Local(epochs=3, batch_size=2, lr=1), Local(steps=list(range(1, clients + 1)), lr=1)):
+            steps = work.step_counts(0, data.nonempty, some)
+            assert work.spread(0, data) == (steps.mean(), steps.max())
 
 
 def test_listed_clients_are_at_ranks_by_size(monkeypatch):
@@ -114,6 +116,12 @@ def test_sorting_and_numbering(dtype):
     numbers = generator().integers(0, 90, 1000).astype(dtype)
     numbers.flags.writeable = False
     assert in_order(numbers).tolist() == np.argsort(numbers, kind="stable").tolist()
+    chance = generator().random(1000)
+    assert lexsort(chance, numbers).tolist() == np.lexsort((chance, numbers)).tolist()
+    assert (
+        lexsort(chance.round(1), numbers % 3, numbers).tolist()
+        == np.lexsort((chance.round(1), numbers % 3, numbers)).tolist()
+    )
     for keys in (numbers, numbers.astype(np.int64) * 10**12, -numbers.astype(np.int64), numbers.astype(str)):
         known, place = numbered(keys)
         assert (known[place] == keys).all() and known.tolist() == np.unique(keys).tolist()
@@ -133,3 +141,36 @@ def test_training_makes_no_array_of_all_clients(method):
     data = owned([2] * 5000)
     ud.train("mlp", data, method, rounds=2, local=Local(epochs=1, batch_size=2, lr=1e-4), participation=5)
     assert "sizes" not in vars(data) and "nonempty" not in vars(data)
+
+
+@pytest.mark.parametrize("batch_size", [None, 3, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch, batch_size, drop_last):
+    rng = generator()
+    for clients in (1, 2, 9):
+        sizes, steps = rng.integers(1, 20, clients), rng.integers(1, 9, clients)
+        width = int(sizes.max()) if batch_size is None else batch_size
+        given = (5, 2, np.arange(clients), sizes, steps, batch_size, width, 2, drop_last)
+        whole = local.cohort_batches(*given)
+        for piece in (1, 30):
+            monkeypatch.setattr(local, "PIECE", piece)
+            found = local.cohort_batches(*given)
+            for name in ("positions", "counts", "first"):
+                assert np.array_equal(getattr(found, name), getattr(whole, name))
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_states_are_fetched_as_clients_start(monkeypatch, engine):
+    """Never for more of the cohort than train side by side."""
+    fetched, reader = [], ClientStates.reader
+
+    def watched(*args):
+        found = reader(*args)
+        return lambda where: fetched.append(len(where)) or found(where)
+
+    monkeypatch.setattr(ClientStates, "reader", watched)
+    work = Local(epochs=1, batch_size=2, lr=1e-4)
+    lanes = 2 if engine == "lanes" else None
+    ud.train("mlp", owned([2, 4, 1, 6, 3, 2]), "Scaffold()", rounds=2, local=work, engine=engine, lanes=lanes)
+    assert max(fetched) == (lanes or 1) and sum(fetched) == 2 * 6

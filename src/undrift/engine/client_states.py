@@ -67,12 +67,19 @@ class ClientStates:
         return tree_to(state.read() if isinstance(state, Slot) else state, self.device)
 
     def keep(self, part: int, state: Tree) -> Any:
-        """What a client that has trained keeps of this state of a part: a copy, or where it was written to."""
-        return self.files.write(part, state) if self.files else tree_clone(state)
+        """What a client that has trained keeps of this state of a part: a copy, or where it was written to.
+
+        It goes where it will lie at once, for a large cohort's states may not fit beside one another on a GPU.
+        """
+        if self.files:
+            return self.files.write(part, state)
+        home = self._home(tree_bytes(state))
+        return tree_clone(state) if home == self.device else tree_to(state, home)
 
     def updated(self, new: Kept, rounds: int) -> ClientStates:
         """With these states in the place of what their clients had, after so many `rounds`."""
-        home = self._home(new)
+        some = [next(iter(states.values())) for states in new.values() if states]
+        home = self._home(sum(tree_bytes(state) for state in some if not isinstance(state, Slot)))
         parts = dict(self.parts)
         for i, states in new.items():
             moved = {c: state if isinstance(state, Slot) else tree_to(state, home) for c, state in states.items()}
@@ -89,11 +96,10 @@ class ClientStates:
         found = {i: {c: s for c, s in states.items() if isinstance(s, Slot)} for i, states in self.parts.items()}
         return {i: slots for i, slots in found.items() if slots}
 
-    def _home(self, new: Kept) -> torch.device:
+    def _home(self, one: int) -> torch.device:
+        """Where states lie, if that of one client takes so many bytes."""
         if self.device.type == "cpu":
             return self.device
-        some = [next(iter(states.values())) for states in new.values() if states]
-        one = sum(tree_bytes(state) for state in some if not isinstance(state, Slot))
         room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
         return self.device if one * self.population <= room else torch.device("cpu")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset
+from undrift.data.shares import in_order
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.groups import Group, check_groups
 from undrift.method.optimizers import Optimizer, check_optimizer
@@ -22,6 +23,8 @@ from undrift.schedule import Number, StepSchedule, check_number, decay, inside, 
 
 Array = np.ndarray
 
+PIECE = 1 << 22
+"""How many samples' places in batches to draw at a time."""
 MOST_STEPS = 10_000_000
 """The most steps of a client in a round: their batches are made in memory before the first."""
 ADDED = {"added": True}
@@ -304,10 +307,21 @@ def cohort_batches(
     what `draw` gives in the place of permutations.
 
     Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
-    else: not on the cohort, the lanes or the engine. All clients' permutations are sorted in one call.
+    else: not on the cohort, the lanes or the engine. Many clients' permutations are sorted in one call.
     """
     per, count = steps_per_epoch(sizes, batch_size, drop_last), steps * per_step
     epochs = -(-count // per)
+    piece = np.cumsum(epochs * sizes) // PIECE
+    if draw is None and len(piece) and piece[0] != piece[-1]:  # what sorting needs is several times as large
+        positions, counts = np.empty((count.sum(), width), np.int64), np.empty(count.sum(), np.int64)
+        first = np.cumsum(count) - count
+        for part in np.split(np.arange(len(clients)), np.flatnonzero(np.diff(piece)) + 1):
+            own = cohort_batches(
+                seed, t, clients[part], sizes[part], steps[part], batch_size, width, per_step, drop_last, _permutations
+            )
+            here = slice(first[part[0]], first[part[0]] + len(own.counts))
+            positions[here], counts[here] = own.positions, own.counts
+        return Batches(positions, counts, first, per_step)
     # One segment per client and epoch: its length, and where it begins in the sequence of all of them.
     client_of = np.repeat(np.arange(len(clients)), epochs)
     lengths = sizes[client_of]
@@ -339,7 +353,7 @@ def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, l
     words = philox((block, epoch_of[segment], 0, 0), (key[0][client_of[segment]], key[1][client_of[segment]]))
     real = (block[:, None] * 4 + np.arange(4)) < lengths[segment][:, None]
     tagged = (segment[:, None] << 32 | np.stack(words, 1))[real]  # the segment above the word: one sort serves all
-    return np.argsort(tagged, kind="stable") - np.repeat(begins, lengths)
+    return in_order(tagged) - np.repeat(begins, lengths)
 
 
 def batches(
