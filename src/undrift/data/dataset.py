@@ -199,12 +199,12 @@ class FederatedDataset:
         sizes, counts = size_counts(self.offsets)
         return sizes[sizes > 0], counts[sizes > 0]
 
-    @property
+    @cached_property
     def population(self) -> int:
         """How many clients hold samples."""
         return int(self.size_counts[1].sum())
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """How many samples the largest client holds."""
         return int(self.size_counts[0].max(initial=0))

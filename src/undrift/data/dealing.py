@@ -1,6 +1,7 @@
 """Classes dealt out to clients, and samples to clients that want a mix of classes, for all clients at once.
 
-The draws are those of a loop over clients, in the same order of the generator's stream.
+Classes are dealt out with the draws of a loop over clients, in the same order of the generator's stream; `in_blocks`
+has draws of its own.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Numbered(Sequence[str]):
-    """The names of clients that are known by numbers, each made when it is asked for: millions of strings are none."""
+    """The names of clients that are known by numbers. Each is made when it is asked for, as there may be millions."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self.numbers = numbers
@@ -31,5 +31,4 @@ def names_of(known: np.ndarray, names: Sequence[str] | None) -> Sequence[str]:
     """The names of the clients with these keys, of all clients' names by key; their keys if they have none."""
     if not names:
         return Numbered(known)
-    every = np.array(names, object)
-    return names if len(known) == len(names) else every[known].tolist()
+    return names if len(known) == len(names) else np.array(names, object)[known].tolist()

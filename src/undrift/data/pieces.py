@@ -25,7 +25,7 @@ def size_counts(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def firsts(labels: Tensor, index: Tensor) -> np.ndarray:
     """Where each of the labels at `index` occurs first there, in the order of the labels."""
     values, places = [], []
-    for begin in range(0, len(index), PIECE):
+    for begin in range(0, max(1, len(index)), PIECE):
         found, first = np.unique(labels[index[begin : begin + PIECE]].numpy(), return_index=True)
         values.append(found)
         places.append(begin + first)

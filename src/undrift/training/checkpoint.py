@@ -278,7 +278,7 @@ class Checkpoints:
             clients = clients.updated(read, number)
         if "slots" not in whole:
             return clients
-        slots = read_slots(self.folder / whole["slots"], files or SlotFiles(self.folder))
+        slots = self._slots(whole, files or SlotFiles(self.folder))
         if bad := damaged([slot for own in slots.values() for slot in own.values()]):
             raise DamagedError(f"{bad.file.path} is damaged: a client's state is not what was written.")
         if files:
@@ -294,10 +294,20 @@ class Checkpoints:
         for number in found:
             with contextlib.suppress(Exception):  # whatever damage may lead to; nobody can go on from that one
                 assert self.folder
-                table = unseal(self.folder / f"round-{number}.json").get("slots")
-                slots = read_slots(self.folder / table, files) if table else {}
+                slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
                 self.held[number] = [slot for own in slots.values() for slot in own.values()]
         files.settle()
+
+    def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
+        """The slots that a checkpoint names, if any. Raises if its table of them is damaged."""
+        assert self.folder
+        if "slots" not in whole:
+            return {}
+        name = whole["slots"]
+        if not OURS.fullmatch(name):
+            raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
+        verify(self.folder / name, whole["files"][name])
+        return read_slots(self.folder / name, files)
 
 
 def _listed(folder: Path) -> list[int]:
