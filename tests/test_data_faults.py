@@ -325,7 +325,7 @@ def test_concentrations_so_small_that_they_underflow_give_all_to_one(small):
 
 def test_sizes_that_nobody_means():
     digits = lambda *arguments: lambda: ud.load("digits", *arguments)  # noqa: E731
-    assert "clients must be at most 10,000,000" in sentence(digits(ud.IID(), 10**9))
+    assert "clients must be at most 100,000,000" in sentence(digits(ud.IID(), 10**9))
     assert "clients must be" in sentence(digits(ud.IID(), 10**5000))
     assert "cuts 1438 samples into 20000000000 shards; ask for fewer" in sentence(digits(ud.SortedShards(10**9), 20))
     assert "asks for 1000000000 classes" in sentence(digits(ud.Shards(10**9), 20))

@@ -10,6 +10,7 @@ from tests.equations import EVERYTHING
 from tests.parts import METHOD, Normed
 from tests.problems import distance, make_clients, net, same_bits
 from undrift.engine import client_states
+from undrift.engine.table import Table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -46,7 +47,7 @@ def test_kept_state_moves_to_the_host_when_it_would_not_fit(monkeypatch):
     runs = []
     for share, home in ((0.0, "cpu"), (0.25, "cuda")):
         monkeypatch.setattr(client_states, "MEMORY_SHARE", share)
-        states = client_states.ClientStates({0: {}}, torch.device("cuda"), population=10)
+        states = client_states.ClientStates({0: Table()}, torch.device("cuda"), population=10)
         assert states.updated({0: {3: torch.zeros(2, device="cuda")}}, 1).parts[0][3].device.type == home
         runs.append(ud.train(net(), make_clients(SIZES), ud.Scaffold(), rounds=4, local=local, participation=4))
     assert same_bits(runs[0].params, runs[1].params)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from undrift.data import digest, samples
 from undrift.data.labels import FEW, sparse
+from undrift.data.pieces import size_counts
 from undrift.data.samples import Samples, Store, Take, as_pair, stored, take
+from undrift.data.shares import in_order
 from undrift.errors import UndriftError
 from undrift.losses import IGNORED
 from undrift.random import Key
@@ -102,15 +104,13 @@ class FederatedDataset:
     """A function of `(x, key)`, applied to each training batch."""
     names: list[str] | None = None
     """The classes' names."""
-    client_names: list[str] | None = None
+    client_names: Sequence[str] | None = None
     """The clients' names, for a natural partition."""
     origin: dict[str, Any] | None = None
     """The arguments of `ud.load`, if an experiment file can hold them."""
 
     def __post_init__(self) -> None:
         self._refuse_not_finite()
-        self.sizes: np.ndarray = np.diff(self.offsets)
-        self.nonempty: np.ndarray = np.flatnonzero(self.sizes)
         self._label_counts: Tensor | None = None
 
     @classmethod
@@ -173,17 +173,55 @@ class FederatedDataset:
         cls, store: Store, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any
     ) -> FederatedDataset:
         """A federated data set from an assignment: client `owner[j]` holds the sample at `rows[j]` of the store."""
-        order = np.argsort(owner, kind="stable")
+        order = in_order(owner)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=clients))])
         return cls(store, torch.from_numpy(rows[order]), offsets, **rest)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    # Training asks `sizes_of` and `holders` about the clients of a round: arrays over all clients, which are made when
+    # they are first asked for, would take more than the rest of a round with millions of them.
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """How many samples each client holds."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def nonempty(self) -> np.ndarray:
+        """The ids of the clients that hold samples, ascending."""
+        return np.flatnonzero(self.offsets[1:] > self.offsets[:-1])
+
+    @cached_property
+    def size_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The different sizes of clients that hold samples, ascending, and how many clients have each."""
+        sizes, counts = size_counts(self.offsets)
+        return sizes[sizes > 0], counts[sizes > 0]
+
+    @cached_property
+    def population(self) -> int:
+        """How many clients hold samples."""
+        return int(self.size_counts[1].sum())
+
+    @cached_property
+    def largest(self) -> int:
+        """How many samples the largest client holds."""
+        return int(self.size_counts[0].max(initial=0))
+
+    def sizes_of(self, clients: np.ndarray) -> np.ndarray:
+        """How many samples each of these clients holds."""
+        return self.offsets[clients + 1] - self.offsets[clients]
+
+    def holders(self, places: np.ndarray) -> np.ndarray:
+        """The ids of the clients at these places among those that hold samples."""
+        return places if self.population == len(self) else self.nonempty[places]
+
     def __repr__(self) -> str:
         shape = samples.shape(self.take(self.store, self.index[:1])[0]) if len(self.index) else None
         kind = f", {self.classes} classes" if self.labels is not None else ""
-        sizes = f"{self.sizes.min():,} to {self.sizes.max():,} per client" if len(self) else "none"
+        smallest = int(self.size_counts[0].min(initial=self.largest)) if self.population == len(self) else 0
+        sizes = f"{smallest:,} to {self.largest:,} per client" if len(self) else "none"
         lines = [
             f"FederatedDataset: {len(self):,} clients, {len(self.index):,} samples of shape {shape}{kind} ({sizes})"
         ]
@@ -248,7 +286,7 @@ class FederatedDataset:
             return 0
         if self.task.classes is not None:
             return self.task.classes
-        return max((int(y.max()) + 1 for y in self._all_labels() if len(y)), default=0)
+        return max([0, *(int(y.max()) + 1 for y in self._targets() if len(y))])  # labels below 0 stand for none
 
     @cached_property
     def unlabelled(self) -> bool:
@@ -306,7 +344,7 @@ class FederatedDataset:
         return self._label_counts if clients is None else self._label_counts[clients]
 
     def _count(self, clients: np.ndarray) -> Tensor:
-        sizes = self.sizes[clients]
+        sizes = self.sizes_of(clients)
         position = np.arange(sizes.sum()) + np.repeat(self.offsets[clients] - np.cumsum(sizes) + sizes, sizes)
         assert self.labels is not None
         labels = self.labels[self.index[torch.from_numpy(position)]].long()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from undrift.data.shares import lexsort, numbered
+
 
 def stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """A class-balanced fraction, as a mask: every (1/fraction)-th sample in order of class.
 
     The number taken of each class is within one of its exact share.
     """
-    order = np.lexsort((rng.random(len(labels)), labels))
+    order = lexsort(rng.random(len(labels)), labels)
     position = np.arange(len(order))
     mask = np.empty(len(labels), bool)
     mask[order] = np.floor((position + 1) * fraction + 1e-9) > np.floor(position * fraction + 1e-9)
@@ -26,7 +28,7 @@ def stratified_by_group(
     bias.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
-    order = np.lexsort((rng.random(len(labels)), shuffled(labels, groups, rng), groups))
+    order = lexsort(rng.random(len(labels)), shuffled(labels, groups, rng), groups)
     sizes = np.bincount(groups, minlength=count)
     position = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     along = position * fraction + np.repeat(rng.random(count), sizes)
@@ -41,11 +43,12 @@ def stratified_by_group(
 
 def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A number for each pair of values; within one outer value, the inner ones come in a random order."""
-    values, codes = np.unique(inner, return_inverse=True)  # so that no product of large labels overflows
+    values, codes = numbered(inner)  # so that no product of large labels overflows
     width = max(1, len(values))
-    pairs, place = np.unique(outer.astype(np.int64) * width + codes, return_inverse=True)
-    order = np.lexsort((rng.random(len(pairs)), pairs // width))
-    return np.argsort(order)[place]
+    pairs, place = numbered(outer.astype(np.int64) * width + codes)
+    rank = np.empty(len(pairs), np.int64)
+    rank[lexsort(rng.random(len(pairs)), pairs // width)] = np.arange(len(pairs))
+    return rank[place]
 
 
 def tails(spans: np.ndarray, fraction: float, gap: int) -> tuple[np.ndarray, np.ndarray]:

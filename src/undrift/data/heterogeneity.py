@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from undrift.data.dataset import FederatedDataset
+from undrift.data.partition import ONE_BY_ONE
+from undrift.data.pieces import median
 from undrift.errors import UndriftError
 from undrift.random import host_generator
 
@@ -42,28 +44,37 @@ def label_distance(counts: np.ndarray) -> float:
     return float(np.average(np.abs(mix - overall).sum(1) / 2, weights=sizes))
 
 
+def by_chance(counts: np.ndarray) -> np.ndarray:
+    """The same samples dealt out at random to clients of the same sizes."""
+    rng, left, sizes = host_generator(0, "heterogeneity"), counts.sum(0), counts.sum(1)
+    if len(counts) > ONE_BY_ONE:
+        labels = rng.permutation(np.repeat(np.arange(len(left)), left))
+        place = np.repeat(np.arange(len(sizes)), sizes) * len(left) + labels
+        return np.bincount(place, minlength=counts.size).reshape(counts.shape)
+    drawn = []
+    for size in sizes:
+        drawn.append(rng.multivariate_hypergeometric(left, size))
+        left = left - drawn[-1]
+    return np.stack(drawn)
+
+
 def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
     """Sizes, classes per client, and `label_distance`, also for a random partition of the same sizes."""
-    sizes = data.sizes[data.nonempty]
+    sizes, clients = data.size_counts
     found: dict[str, Any] = {
-        "clients": len(data.nonempty),
-        "empty": len(data) - len(data.nonempty),
-        "samples": int(sizes.sum()),
+        "clients": data.population,
+        "empty": len(data) - data.population,
+        "samples": int((sizes * clients).sum()),
         "smallest": int(sizes.min()),
-        "median": float(np.median(sizes)),
+        "median": median(sizes, clients),
         "largest": int(sizes.max()),
     }
     if not data.classes and not data.task.classes:
         return found
     counts = class_counts(data)[data.nonempty]
-    by_chance = host_generator(0, "heterogeneity").multivariate_hypergeometric
-    left, drawn = counts.sum(0), []
-    for size in counts.sum(1):
-        drawn.append(by_chance(left, size))
-        left = left - drawn[-1]
     return found | {
         "classes": int((counts.sum(0) > 0).sum()),
         "classes_per_client": float((counts > 0).sum(1).mean()),
         "label_distance": label_distance(counts),
-        "label_distance_by_chance": label_distance(np.stack(drawn)),
+        "label_distance_by_chance": label_distance(by_chance(counts)),
     }

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from undrift.data.dataset import FederatedDataset
+from undrift.data.pieces import median
 
 MOST = 200
 """At most this many clients and classes are listed. Of more clients, this many at evenly spaced ranks by size."""
@@ -14,24 +15,34 @@ MOST = 200
 
 def holdings(data: FederatedDataset) -> dict[str, Any]:
     """A summary of all clients' sizes, and the samples per class of those listed. Cheap with a million clients."""
-    sizes, held = data.sizes, data.sizes[data.nonempty]
-    listed = np.arange(len(data))
-    if len(data) > MOST:
-        ranks = np.linspace(0, len(held) - 1, MOST).round().astype(np.int64)
-        listed = data.nonempty[np.argsort(-held, kind="stable")[ranks]]
+    sizes, counts = data.size_counts
+    listed = np.arange(len(data)) if len(data) <= MOST else _spread(data)
     found: dict[str, Any] = {
         "clients": len(data),
-        "empty": len(data) - len(held),
-        "samples": int(held.sum()),
-        "smallest": int(held.min()),
-        "median": float(np.median(held)),
-        "largest": int(held.max()),
+        "empty": len(data) - data.population,
+        "samples": int((sizes * counts).sum()),
+        "smallest": int(sizes.min()),
+        "median": median(sizes, counts),
+        "largest": int(sizes.max()),
         "listed": listed.tolist(),
-        "sizes": sizes[listed].tolist(),
+        "sizes": data.sizes_of(listed).tolist(),
     }
     if data.client_names:
-        found["names"] = [data.client_names[c] for c in listed]
+        found["names"] = [data.client_names[c] for c in listed.tolist()]
     if 0 < data.classes <= MOST:
         found["classes"] = data.names or [str(c) for c in range(data.classes)]
         found["counts"] = data.label_counts(listed).tolist()
     return found
+
+
+def _spread(data: FederatedDataset) -> np.ndarray:
+    """`MOST` clients at evenly spaced ranks by size, the largest first; of the same size, the lower id first."""
+    ranks = np.linspace(0, data.population - 1, MOST).round().astype(np.int64)
+    sizes, counts = (array[::-1] for array in data.size_counts)
+    which = np.searchsorted(np.cumsum(counts), ranks, side="right")
+    within = ranks - (np.cumsum(counts) - counts)[which]
+    listed = np.empty(len(ranks), np.int64)
+    for size in np.unique(which):  # a look at all clients for each, where sorting them would take their memory again
+        mine = which == size
+        listed[mine] = np.flatnonzero(data.offsets[1:] - data.offsets[:-1] == sizes[size])[within[mine]]
+    return listed

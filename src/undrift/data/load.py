@@ -16,9 +16,11 @@ from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
 from undrift.data.images import standardised
+from undrift.data.names import names_of
 from undrift.data.partition import MOST, ByKey, Partition, parse_partition
 from undrift.data.paths import as_path
 from undrift.data.samples import take
+from undrift.data.shares import numbered
 from undrift.data.source import Source
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
@@ -97,9 +99,8 @@ def load(
     if not len(source.labels):
         raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
     if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
-        known, keys = np.unique(source.keys, return_inverse=True)
-        names = [source.clients[key] if source.clients else str(key) for key in known]
-        source = replace(source, keys=keys.astype(np.int64), clients=names)
+        known, keys = numbered(source.keys)
+        source = replace(source, keys=keys, clients=names_of(known, source.clients))
     own_name = name if isinstance(name, str) and name in sources.names() else None
     source = _with_test(source, own_name, test_fraction, test_size)
     if normalize:

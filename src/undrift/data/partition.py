@@ -12,12 +12,15 @@ from typing import Protocol
 import numpy as np
 
 import undrift
-from undrift.data.shares import Array, assign, bounded, by_class, even, shares
+from undrift.data.dealing import fewest_first, holders, in_blocks, own_and_others
+from undrift.data.shares import Array, assign, bounded, by_class, even, in_order, numbered, shares
 from undrift.errors import UndriftError, quoted, whole
 from undrift.expressions import parse
 
-MOST = 10_000_000
+MOST = 100_000_000
 """The most clients, or pieces of data; a larger number is a mistake."""
+ONE_BY_ONE = 100_000
+"""Up to this many clients `DirichletPrior` draws for one after another; for more, for blocks of clients."""
 TRIES = 1000
 """How many draws to try when some client gets too few samples."""
 
@@ -117,7 +120,8 @@ class DirichletPrior:
     """Each client's label distribution is a draw from Dir(γ·p), p the distribution of all data; sizes are even.
 
     The partition of Hsu et al., Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification (2019). As there, a class that has run out is left out of the clients that follow.
+    Classification (2019). As there, a class that has run out is left out of the clients that follow. With more than
+    100,000 clients these are drawn in blocks, and what a block lacks of a class it draws from the others.
 
     Example:
         >>> import undrift as ud
@@ -143,7 +147,10 @@ class DirichletPrior:
         prior = left / left.sum()
         owner = np.empty(len(labels), np.int64)
         sizes = even(len(labels), clients)
-        for client in rng.permutation(clients):  # in random order, since the last ones get what is left
+        order = rng.permutation(clients)  # since the last ones get what is left
+        if clients > ONE_BY_ONE:
+            return in_blocks(owner, pools, order, sizes, bounded(self.gamma) * prior, rng)
+        for client in order:
             mix = rng.dirichlet(bounded(self.gamma) * prior)
             wanted = int(sizes[client])
             while wanted:
@@ -193,21 +200,15 @@ class Shards:
                 f"Shards({each}) over {clients} clients leaves some of the {classes} classes without a holder; "
                 f"use at least {-(-classes // each)} clients or {-(-classes // clients)} classes per client."
             )
-        holders: list[list[int]] = [[] for _ in range(classes)]
-        for client in range(clients):
-            # The classes with the fewest holders so far, ties at random, so that all classes have equally many.
-            load = np.array([len(h) for h in holders]) + rng.random(classes)
-            for c in np.argsort(load)[:each]:
-                holders[c].append(client)
         owner = np.empty(len(labels), np.int64)
-        for indices, held in zip(pools, holders, strict=True):
+        for indices, held in zip(pools, holders(fewest_first(clients, classes, each, rng), classes), strict=True):
             spots = len(indices) - 1
             if spots >= len(held) - 1:  # enough samples for one each
                 cuts = np.sort(rng.choice(spots, len(held) - 1, replace=False)) + 1
             else:
                 cuts = np.sort(rng.integers(0, len(indices) + 1, len(held) - 1))
             sizes = np.diff(cuts, prepend=0, append=len(indices))
-            owner[indices] = np.repeat(rng.permutation(np.array(held)), sizes)
+            owner[indices] = np.repeat(rng.permutation(held), sizes)
         return owner
 
 
@@ -250,15 +251,11 @@ class ClassesPerClient:
                 f"ClassesPerClient({self.count}) over {clients} clients may leave some of the {classes} classes "
                 f"without a holder; use at least {classes} clients, or Shards({self.count})."
             )
-        holders: list[list[int]] = [[] for _ in range(classes)]
-        for client in range(clients):
-            own = client % classes
-            others = rng.permutation(np.delete(np.arange(classes), own))[: self.count - 1]
-            for c in (own, *others):
-                holders[c].append(client)
         owner = np.empty(len(labels), np.int64)
-        for indices, held in zip(pools, holders, strict=True):
-            owner[indices] = np.repeat(np.array(held), even(len(indices), len(held)))
+        for indices, held in zip(
+            pools, holders(own_and_others(clients, classes, self.count, rng), classes), strict=True
+        ):
+            owner[indices] = np.repeat(held, even(len(indices), len(held)))
         return owner
 
 
@@ -297,7 +294,7 @@ class SortedShards:
             )
         holder = rng.permutation(np.arange(pieces) % clients)
         owner = np.empty(len(labels), np.int64)
-        owner[np.argsort(labels, kind="stable")] = np.repeat(holder, even(len(labels), pieces))
+        owner[in_order(labels)] = np.repeat(holder, even(len(labels), pieces))
         return owner
 
 
@@ -373,7 +370,7 @@ class ByKey:
             raise UndriftError(
                 "ByKey() needs data with a client column; choose another partition, such as Dirichlet(0.1)."
             )
-        return np.unique(keys, return_inverse=True)[1].astype(np.int64)
+        return numbered(keys)[1]
 
 
 def _positive(where: str, x: float) -> None:

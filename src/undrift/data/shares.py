@@ -5,13 +5,52 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 Array = np.ndarray[Any, Any]
 
 
+FEW = 16
+"""Up to this many classes, a look at all labels for each of them is faster than sorting them."""
+
+
 def by_class(labels: Array, rng: np.random.Generator) -> list[Array]:
     """The indices of each class's samples, shuffled."""
-    return [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
+    classes, counts = np.unique(labels, return_counts=True)
+    if len(classes) <= FEW:
+        own = [np.flatnonzero(labels == c) for c in classes]
+    else:
+        own = np.split(in_order(labels), np.cumsum(counts)[:-1])
+    return [rng.permutation(indices) for indices in own]
+
+
+def in_order(numbers: Array) -> Array:
+    """`np.argsort(numbers, kind="stable")`, of which torch's is four times as fast."""
+    if numbers.dtype.kind not in "if":
+        return np.argsort(numbers, kind="stable")
+    given = torch.from_numpy(np.require(numbers, requirements=["C", "W"]))
+    order: Array = torch.sort(given, stable=True).indices.numpy()
+    return order
+
+
+def lexsort(*keys: Array) -> Array:
+    """`np.lexsort(keys)`: the last key counts most."""
+    order = in_order(keys[0])
+    for key in keys[1:]:
+        order = order[in_order(key[order])]
+    return order
+
+
+def numbered(keys: Array) -> tuple[Array, Array]:
+    """The different keys, ascending, and of each key the place among them; without sorting if they are dense."""
+    dense = keys.dtype.kind in "iu" and len(keys) > 0 and keys.min() >= 0 and keys.max() < 8 * len(keys)
+    if not dense:
+        known, place = np.unique(keys, return_inverse=True)
+        return known, place.astype(np.int64)
+    there = np.zeros(int(keys.max()) + 1, bool)
+    there[keys] = True
+    known = np.flatnonzero(there).astype(keys.dtype)
+    return known, (np.cumsum(there, dtype=np.int64 if len(there) >= 2**31 else np.int32) - 1)[keys].astype(np.int64)
 
 
 def assign(indices: Array, sizes: Array, n: int) -> Array:

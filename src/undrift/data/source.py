@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,7 @@ class Source:
     task: Task = field(default_factory=Task)
     names: list[str] | None = None
     """The classes' names."""
-    clients: list[str] | None = None
+    clients: Sequence[str] | None = None
     """The natural clients' names, by key."""
     spans: np.ndarray | None = None
     """For overlapping windows: which run of consecutive windows each training sample belongs to."""

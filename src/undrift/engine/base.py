@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +13,7 @@ from undrift.engine.client import Program
 from undrift.functional.model import Params
 from undrift.method.context import Plan
 from undrift.method.local import Batches
-from undrift.tree import Tree
+from undrift.tree import Tree, tree_map
 
 Visit = Callable[[Params, np.ndarray], None]
 """Called with clients that have trained: their weights (and running statistics) along a first axis, and their ids."""
@@ -26,12 +26,13 @@ class RoundInputs:
     The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either.
     `inputs.py` fills in
 
-    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`, `kept` (per part); and `real`, where
-      a part may choose the clients;
+    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`; and `real`, where a part may choose the
+      clients;
     - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `lr`,
       `momentum`, `weight_decay`.
 
-    Engines add `begun` where a part has `begin`, and `measured` and `prepared`, per part.
+    Engines add, per part: `kept` when a client starts, so that the cohort's need not be in memory together, `begun`
+    where a part has `begin`, and `measured` and `prepared`.
 
     Where a part may choose the clients, a small cohort is filled up to the engine's width with copies of a client that
     count for nothing (`real` is False), so that every round has the same shapes. They come last.
@@ -47,6 +48,10 @@ class RoundInputs:
     """Per client, along a first axis in the order of `filled.clients`."""
     batches: Batches
     """Which samples each local step takes."""
+    kept: Callable[[Sequence[int]], list[Tree]]
+    """What clients at some places of the cohort have kept: per part, along a first axis."""
+    keep: Callable[[int, Tree], Any]
+    """Puts away what a client keeps of a part, given the part's place in the method; the result stands for it."""
     runs: dict[str, Tree] = field(default_factory=dict)
     """Where several runs train side by side: what the clients of each share, along a first axis (`stacked.py`)."""
     owner: np.ndarray | None = None
@@ -74,6 +79,11 @@ class RoundInputs:
             return self.all_counts
         return self.batches.counts[: self.plan.steps.sum() * self.batches.per_step]
 
+    def own(self, c: int) -> dict[str, Tree]:
+        """What the client at place `c` has of its own."""
+        alone: dict[str, Tree] = tree_map(lambda t: t[c], self.clients)
+        return alone | {"kept": tree_map(lambda t: t[0], self.kept([c]))}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -88,8 +98,8 @@ class Outcome:
     """How many clients count: the whole cohort, or those that were not skipped."""
     statistics: Params
     """The weighted mean of running statistics."""
-    kept: dict[int, dict[int, Tree]]
-    """Per part and client: what the client keeps."""
+    kept: dict[int, dict[int, Any]]
+    """Per part and client: what the client keeps, as `RoundInputs.keep` puts it away."""
     finite: Tensor | None = None
     """Per client: whether it counts; None unless clients may be skipped."""
     updates: Tree = ()

@@ -26,6 +26,7 @@ from undrift.engine.vectorized import Vectorized
 from undrift.errors import UndriftError
 from undrift.functional.arguments import batch_size
 from undrift.functional.model import Model
+from undrift.method.local import Spread
 from undrift.tree import tree_bytes
 
 L = TypeVar("L", bound=LanesEngine)
@@ -56,7 +57,7 @@ def choose(
     model: Model,
     data: DeviceData,
     cohort: int,
-    steps: np.ndarray,
+    steps: Spread,
     width: int,
     obstacle: str | None = None,
 ) -> Choice:
@@ -81,8 +82,9 @@ def choose(
         return Choice("plain", 1, obstacle)
     if lanes is not None:
         return Choice("lanes", min(lanes, cohort), "asked for")
-    batches = np.minimum(data.data.sizes[data.data.nonempty], width)
-    if engine == "auto" and data.device.type == "cpu" and width > CPU_PADDING * batches.mean():
+    sizes, clients = data.data.size_counts
+    batch = float((np.minimum(sizes, width) * clients).sum() / clients.sum())
+    if engine == "auto" and data.device.type == "cpu" and width > CPU_PADDING * batch:
         return Choice("plain", 1, "clients' batches differ so much in size that padding costs more than lanes save")
     return Choice("lanes", *_lanes(model, data, cohort, steps, width))
 
@@ -134,12 +136,12 @@ def _largest(model: Model, width: int) -> float:
     return width * most / batch_size(model.sample)
 
 
-def _lanes(model: Model, data: DeviceData, cohort: int, steps: np.ndarray, width: int) -> tuple[int, str]:
+def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: int) -> tuple[int, str]:
     """How many lanes, and why: as many as keep busy while the longest client trains, and as memory holds."""
     device = data.device
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
         return 1, "on a CPU convolutions of this size are fastest one client at a time"
-    busy = min(cohort, math.ceil(cohort * steps.mean() / steps.max()))
+    busy = min(cohort, math.ceil(cohort * steps.mean / steps.largest))
     x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
     batch = 2 * width * tree_bytes(x)  # and at least as much again for what the layers make of it
     lane = batch + sum(w.numel() * w.element_size() for w in model.start.values())

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from undrift.engine.slots import Slot, SlotFiles
+from undrift.engine.table import Table
 from undrift.functional.model import Params
 from undrift.method.calls import call
 from undrift.method.part import Method
-from undrift.tree import Tree, tree_bytes, tree_stack, tree_to
+from undrift.tree import Tree, tree_bytes, tree_clone, tree_stack, tree_to
 
 MEMORY_SHARE = 0.25
 """The share of a GPU's memory that all clients' states may take before they move to the host's memory."""
+
+Kept = dict[int, dict[int, Any]]
+"""By part and client: the tree that it keeps, or the slot of a file that has it."""
 
 
 @dataclass(frozen=True)
@@ -21,44 +28,87 @@ class ClientStates:
     """The state that clients keep between rounds: a tree per part and client, for the clients that have taken part.
 
     A value: `updated` returns a new one, which shares the trees that have not changed. States lie where they are used,
-    or in the host's memory if those of all clients might take too much of a GPU's.
+    or in the host's memory if those of all clients might take too much of a GPU's, or in `files`.
     """
 
-    parts: dict[int, dict[int, Tree]]
-    """By the position of the part in the method, then by client."""
+    parts: Mapping[int, Table]
+    """By the position of the part in the method, then by client: a tree, or the `Slot` that has it."""
     device: torch.device
     population: int
-    changed: dict[int, int] = field(default_factory=dict)
+    files: SlotFiles | None = None
+    """Where the states of clients that train go; None keeps them in memory."""
+    changed: Table = field(default_factory=Table)
     """By client: how many rounds were done when its states last changed."""
 
     @classmethod
-    def none(cls, method: Method, device: torch.device, population: int) -> ClientStates:
+    def none(
+        cls, method: Method, device: torch.device, population: int, files: SlotFiles | None = None
+    ) -> ClientStates:
         """Before the first round."""
-        return cls({i: {} for i, _ in method.overriding("keep")}, device, population)
+        return cls({i: Table() for i, _ in method.overriding("keep")}, device, population, files)
 
-    def stacked(self, method: Method, clients: np.ndarray, start: Params) -> list[Tree]:
-        """Per part, these clients' states along a new first axis; a newcomer's is what `keep` returns."""
-        found: list[Tree] = [() for _ in method.parts]
-        for i, states in self.parts.items():
-            fresh = tree_to(call(method.parts[i], "keep", start), self.device)
-            found[i] = tree_stack([tree_to(states.get(int(c), fresh), self.device) for c in clients])
+    def reader(self, method: Method, clients: np.ndarray, start: Params) -> Callable[[Sequence[int]], list[Tree]]:
+        """Finds the states of those at some places among `clients`: per part, along a new first axis.
+
+        So a cohort's states need not be in memory together. A newcomer's is what `keep` returns.
+        """
+        fresh = {i: tree_to(call(method.parts[i], "keep", start), self.device) for i in self.parts}
+
+        def found(where: Sequence[int]) -> list[Tree]:
+            each: list[Tree] = [() for _ in method.parts]
+            for i, states in self.parts.items():
+                own = [self._placed(states.get(int(clients[c]), fresh[i])) for c in where]
+                each[i] = tree_stack(own)
+            return each
+
         return found
 
-    def updated(self, new: dict[int, dict[int, Tree]], rounds: int) -> ClientStates:
+    def _placed(self, state: Any) -> Tree:
+        return tree_to(state.read() if isinstance(state, Slot) else state, self.device)
+
+    def keep(self, part: int, state: Tree) -> Any:
+        """What a client that has trained keeps of this state of a part: a copy, or where it was written to.
+
+        It goes where it will lie at once, for a large cohort's states may not fit beside one another on a GPU.
+        """
+        if self.files:
+            return self.files.write(part, state)
+        home = self._home(tree_bytes(state))
+        return tree_clone(state) if home == self.device else tree_to(state, home)
+
+    def updated(self, new: Kept, rounds: int) -> ClientStates:
         """With these states in the place of what their clients had, after so many `rounds`."""
-        home = self._home(new)
-        moved = {i: {client: tree_to(state, home) for client, state in states.items()} for i, states in new.items()}
-        parts = {i: states | moved.get(i, {}) for i, states in self.parts.items()}
-        changed = self.changed | {client: rounds for states in new.values() for client in states}
+        some = [next(iter(states.values())) for states in new.values() if states]
+        home = self._home(sum(tree_bytes(state) for state in some if not isinstance(state, Slot)))
+        parts = dict(self.parts)
+        for i, states in new.items():
+            moved = {c: state if isinstance(state, Slot) else tree_to(state, home) for c, state in states.items()}
+            parts[i] = parts[i].updated(moved)
+        changed = self.changed.updated({client: rounds for states in new.values() for client in states})
         return replace(self, parts=parts, changed=changed)
 
     def changed_since(self, rounds: int) -> set[int]:
         """The clients whose states have changed since so many rounds were done; -1 gives all that have any."""
         return {client for client, when in self.changed.items() if when > rounds}
 
-    def _home(self, new: dict[int, dict[int, Tree]]) -> torch.device:
+    def slots(self) -> dict[int, dict[int, Slot]]:
+        """By part and client: the states that lie in files."""
+        found = {i: {c: s for c, s in states.items() if isinstance(s, Slot)} for i, states in self.parts.items()}
+        return {i: slots for i, slots in found.items() if slots}
+
+    def _home(self, one: int) -> torch.device:
+        """Where states lie, if that of one client takes so many bytes."""
         if self.device.type == "cpu":
             return self.device
-        one = sum(tree_bytes(next(iter(states.values()))) for states in new.values() if states)
         room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
         return self.device if one * self.population <= room else torch.device("cpu")
+
+
+def in_memory(kept: Kept) -> list[Tree]:
+    """What clients keep in memory."""
+    return [state for states in kept.values() for state in states.values() if not isinstance(state, Slot)]
+
+
+def finite_in_files(kept: Kept) -> bool:
+    """Whether all that clients keep in files is finite."""
+    return all(state.finite for states in kept.values() for state in states.values() if isinstance(state, Slot))

@@ -21,7 +21,7 @@ class DeviceData:
         self.data, self.device, self.dtype = data, device, dtype
         self.store = {name: tensor.to(device) for name, tensor in data.store.items()}
         self.index = data.index.numpy()
-        most = max(1, int(data.sizes.max()))
+        most = max(1, data.largest)
         self.measure_width = -(-most // -(-most // MEASURE_BATCH))  # the largest client in equal batches
 
     def place(self, samples: Rows) -> Rows:

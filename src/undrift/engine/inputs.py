@@ -16,7 +16,7 @@ from undrift.method.local import Batches
 from undrift.method.part import Method
 from undrift.method.work import Momentum
 from undrift.random import derive
-from undrift.tree import Tree, to_device, tree_leaves, tree_map, tree_structure, tree_to, tree_unflatten
+from undrift.tree import Tree, to_device, tree_clone, tree_leaves, tree_map, tree_structure, tree_to, tree_unflatten
 
 
 def build_inputs(
@@ -37,7 +37,7 @@ def build_inputs(
     `fills` is whether cohorts of this run may be filled up, in this round or in another.
     """
     real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
-    sizes, device = data.data.sizes[ids], data.device
+    sizes, device = data.data.sizes_of(ids), data.device
     weight = np.where(real, mean_weights(method, sizes), 0.0)
     clients = {
         "id": torch.as_tensor(ids),
@@ -58,7 +58,8 @@ def build_inputs(
     start = tree_map(torch.Tensor.contiguous, params)
     clients = tree_map(lambda t: to_device(t, device), clients)
     bound = method.bind(numbers["parts"])
-    clients["kept"] = states.stacked(bound, ids, start) if states else [() for _ in method.parts]
+    kept = states.reader(bound, ids, start) if states else lambda _: [() for _ in method.parts]
+    keep = states.keep if states else lambda _, state: tree_clone(state)
     shared = {
         "start": start,
         "tracked": model.tracked,
@@ -67,7 +68,7 @@ def build_inputs(
         "numbers": numbers["parts"],
         **numbers["rates"],
     }
-    return RoundInputs(plan, filled, shared, clients, batches)
+    return RoundInputs(plan, filled, shared, clients, batches, kept, keep)
 
 
 def mean_weights(method: Method, sizes: np.ndarray) -> np.ndarray:

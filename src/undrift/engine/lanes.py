@@ -85,13 +85,6 @@ class LanesEngine:
             return [([lane for lane, _ in pairs], [client for _, client in pairs])]
         return [([lane], [client]) for lane, client in pairs]
 
-    def own(self, inputs: RoundInputs, clients: list[int]) -> dict[str, Tree]:
-        """What these clients have of their own; and, of several runs' clients, what each shares with its run's."""
-        found = self.take(inputs.clients, clients)
-        if inputs.owner is not None:
-            found |= self.take(inputs.runs, inputs.owner[clients].tolist())
-        return found
-
     def visit(self, visit: Callable[..., None], params: Params, inputs: RoundInputs, clients: list[int]) -> None:
         """Show the weights of clients that have trained, but for those that only fill up the cohort."""
         real = [j for j, c in enumerate(clients) if c < inputs.cohort]
@@ -129,7 +122,7 @@ class LanesEngine:
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         ids = inputs.filled.clients[clients]
-        sizes, width = self.data.data.sizes[ids], self.data.measure_width
+        sizes, width = self.data.data.sizes_of(ids), self.data.measure_width
         found = None
         for number, begin in enumerate(range(0, int(sizes.max()), width)):
             positions = begin + np.arange(width)[None]
@@ -149,6 +142,14 @@ class LanesEngine:
         arrays = (np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps)
         one, two, three = (to_device(torch.from_numpy(array), self.data.device) for array in arrays)
         return one, two, three
+
+    def own(self, inputs: RoundInputs, clients: list[int]) -> dict[str, Tree]:
+        """What clients that start have of their own; what they kept is fetched now, not for the whole cohort.
+
+        Where they are of several runs, also what each of them shares with its own run's clients.
+        """
+        found = {**self.take(inputs.clients, clients), "kept": inputs.kept(clients)}
+        return found if inputs.owner is None else found | self.take(inputs.runs, inputs.owner[clients].tolist())
 
     def put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
         """`old` with the lanes at `where` replaced by `new`, in place; `new` itself if it is all lanes."""

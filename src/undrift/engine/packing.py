@@ -49,8 +49,8 @@ def segments(steps: np.ndarray, queues: list[list[int]]) -> Iterator[Segment]:
     busy = np.zeros(lanes, bool)
     while True:
         begins = []
-        for lane in range(lanes):
-            if not busy[lane] and queues[lane]:
+        for lane in np.flatnonzero(~busy).tolist():
+            if queues[lane]:
                 clients[lane], done[lane], busy[lane] = queues[lane].pop(), 0, True
                 begins.append((lane, int(clients[lane])))
         if not busy.any():

@@ -55,7 +55,7 @@ class PlainEngine:
 
     def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
         """The inputs of the client at position `c` of the cohort."""
-        return self.program.given(inputs.shared, tree_map(lambda t: t[c], inputs.clients))
+        return self.program.given(inputs.shared, inputs.own(c))
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
         sums = Sums(self.program, inputs)
@@ -69,7 +69,7 @@ class PlainEngine:
         """A pass over all of a client's data without training."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
-        n, width, found = int(self.data.data.sizes[client]), self.data.measure_width, None
+        n, width, found = int(self.data.data.sizes_of(np.array([client]))[0]), self.data.measure_width, None
         for number, begin in enumerate(range(0, n, width)):
             batch = self.batch(client, np.arange(begin, min(n, begin + width)))
             sums = self.program.measure(params, given, batch, when, torch.tensor(number, device=self.data.device))

@@ -23,7 +23,7 @@ from undrift.engine.packing import pack
 from undrift.engine.sums import Sums
 from undrift.functional.model import Params
 from undrift.method.local import Batches
-from undrift.tree import to_device, tree_map, tree_stack
+from undrift.tree import Tree, to_device, tree_map, tree_stack
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ class Stacked(RoundInputs):
             where = np.flatnonzero(owners == run).tolist()
             yield run, where, [clients[j] - self.begins[run] for j in where]
 
+    def own_kept(self, clients: Sequence[int]) -> list[Tree]:
+        """What clients at these positions have kept, each in its own run."""
+        found, order = [], []
+        for run, where, own in self.split(clients):
+            found.append(self.each[run].kept(own))
+            order += where
+        whole: list[Tree] = tree_map(lambda *t: torch.cat(t), *found)
+        if order != sorted(order):
+            back = torch.from_numpy(np.argsort(order))
+            whole = tree_map(lambda t: t[to_device(back, t.device)], whole)
+        return whole
+
 
 def stacked(each: Sequence[RoundInputs], firsts: Sequence[int]) -> Stacked:
     """These runs' rounds as one. `firsts`: where each run's clients begin in the data of all (`data_of`)."""
@@ -56,17 +68,20 @@ def stacked(each: Sequence[RoundInputs], firsts: Sequence[int]) -> Stacked:
         per_step=each[0].batches.per_step,
     )
     plan = replace(each[0].filled, clients=clients, steps=steps)
-    return Stacked(
+    whole = Stacked(
         plan=plan,
         filled=plan,
         shared={},
         clients=tree_map(lambda *entries: torch.cat(entries), *(inputs.clients for inputs in each)),
         batches=batches,
+        kept=each[0].kept,
+        keep=each[0].keep,
         runs=tree_stack([inputs.shared for inputs in each]),
         owner=np.repeat(np.arange(len(each)), sizes),
         each=each,
         begins=np.cumsum([0, *sizes[:-1]]).tolist(),
     )
+    return replace(whole, kept=whole.own_kept)
 
 
 def data_of(each: Sequence[DeviceData]) -> DeviceData:

@@ -20,7 +20,7 @@ class Sums:
     def __init__(self, program: Program, inputs: RoundInputs) -> None:
         self.program, self.inputs = program, inputs
         self.total: Any = None
-        self.kept: dict[int, dict[int, Tree]] = {}
+        self.kept: dict[int, dict[int, Any]] = {}
         self.noted: list[tuple[Tensor, list[int]]] = []
         self.updates: dict[int, Tree] = {}
 
@@ -53,7 +53,9 @@ class Sums:
         for i, _ in self.program.method.overriding("keep"):
             own = self.kept.setdefault(i, {})
             for j, c in real:
-                own[int(self.inputs.filled.clients[c])] = tree_clone(tree_map(lambda t, j=j: t[j], sent.kept[i]))
+                own[int(self.inputs.filled.clients[c])] = self.inputs.keep(
+                    i, tree_map(lambda t, j=j: t[j], sent.kept[i])
+                )
         if sent.update:
             self.updates |= {c: tree_clone(tree_map(lambda t, j=j: t[j], sent.update)) for j, c in real}
         if isinstance(sent.finite, Tensor):

@@ -209,8 +209,8 @@ class Server:
     """The weights sent to the clients in this round."""
     population: int
     """N: how many clients have data, whether or not they take part in this round."""
-    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """The ids of all clients that have data, ascending."""
+    having_data: Callable[[], np.ndarray] = field(default=lambda: np.empty(0, np.int64), repr=False)
+    """Finds `clients`, which is an array of all clients, so it is made for hooks that ask for it."""
     steps: Callable[[np.ndarray], np.ndarray] = field(default=np.ones_like, repr=False)
     """`server.steps(clients)`: how many local steps `Local` gives clients with these ids in this round."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
@@ -223,6 +223,11 @@ class Server:
     totals: Totals = field(default=None)  # type: ignore[assignment]
     """Sums over the cohort, once clients have trained. None in `plan` and `aggregate`, and in `broadcast` unless the
     part has `measures = "cohort"`."""
+
+    @property
+    def clients(self) -> np.ndarray:
+        """The ids of all clients that have data, ascending."""
+        return self.having_data()
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset
+from undrift.data.shares import in_order
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.groups import Group, check_groups
 from undrift.method.optimizers import Optimizer, check_optimizer
@@ -21,12 +23,21 @@ from undrift.schedule import Number, StepSchedule, check_number, decay, inside, 
 
 Array = np.ndarray
 
+PIECE = 1 << 22
+"""How many samples' places in batches to draw at a time."""
 MOST_STEPS = 10_000_000
 """The most steps of a client in a round: their batches are made in memory before the first."""
 ADDED = {"added": True}
 """Marks fields that earlier versions did not have: at their defaults they are left out of a run's identity."""
 STATES = ("reset", "keep", "average")
 """What becomes of a local optimizer's state at the end of a round."""
+
+
+class Spread(NamedTuple):
+    """The local steps of many clients."""
+
+    mean: float
+    largest: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +150,9 @@ class Local:
         if self.step_schedule is not None:
             _check_step_schedule(self.step_schedule)
         if self.per_client:
-            given = np.array(self.steps, dtype=object)
-            whole = all(isinstance(k, int | np.integer) and k < 2**63 for k in given.flat)
-            given = given.astype(np.int64) if whole else given
+            given = self.steps if isinstance(self.steps, np.ndarray) else np.array(self.steps, dtype=object)
+            if given.dtype == object and all(isinstance(k, int | np.integer) and k < 2**63 for k in given.flat):
+                given = given.astype(np.int64)
             if given.shape != (len(data),) or given.dtype.kind not in "iu" or given.min() < 1:
                 raise UndriftError(
                     f"Local(steps) as a list needs one whole number from 1 for each of the {len(data)} clients."
@@ -151,21 +162,35 @@ class Local:
         elif self.steps is not None:
             check_number(self.steps, rounds, "Local(steps)", f"(0, {MOST_STEPS}]")
         else:
-            longest = int(self.per_epoch(data.sizes).max(initial=1))
+            longest = int(self.per_epoch(data.size_counts[0]).max(initial=1))
             check_number(self.epochs, rounds, "Local(epochs)", f"(0, {max(1, MOST_STEPS // longest)}]")
 
-    @property
+    @cached_property
     def per_client(self) -> bool:
         return self.steps is not None and not callable(self.steps) and np.ndim(self.steps) > 0
 
     def step_counts(self, t: int, clients: Array, sizes: Array, per_step: int = 1) -> Array:
         """How many steps, of `per_step` batches each, these clients take in round `t`."""
         if self.per_client:
-            return np.asarray(self.steps)[clients]
+            return self._listed[clients]
         if self.steps is not None:
             return np.full(len(clients), whole_steps(value(self.steps, t)))
         epochs = value(self.epochs, t)
         return np.array([whole_steps(epochs * per / per_step) for per in self.per_epoch(sizes).tolist()], np.int64)
+
+    @cached_property
+    def _listed(self) -> Array:
+        """The steps that were given by client, which a list of many is slow to become."""
+        return np.asarray(self.steps)
+
+    def spread(self, t: int, data: FederatedDataset, per_step: int = 1) -> Spread:
+        """The same over all clients that have data, without an array of them: clients of a size take as many."""
+        sizes, clients = data.size_counts
+        if self.per_client:
+            steps = self._listed[data.nonempty]
+            return Spread(float(steps.mean()), int(steps.max()))
+        steps = self.step_counts(t, sizes, sizes, per_step)
+        return Spread(float((steps * clients).sum() / clients.sum()), int(steps.max()))
 
     def per_epoch(self, sizes: Array) -> Array:
         """How many batches make up one pass over the samples of clients of these sizes."""
@@ -282,10 +307,21 @@ def cohort_batches(
     what `draw` gives in the place of permutations.
 
     Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
-    else: not on the cohort, the lanes or the engine. All clients' permutations are sorted in one call.
+    else: not on the cohort, the lanes or the engine. Many clients' permutations are sorted in one call.
     """
     per, count = steps_per_epoch(sizes, batch_size, drop_last), steps * per_step
     epochs = -(-count // per)
+    piece = np.cumsum(epochs * sizes) // PIECE
+    if draw is None and len(piece) and piece[0] != piece[-1]:  # what sorting needs is several times as large
+        positions, counts = np.empty((count.sum(), width), np.int64), np.empty(count.sum(), np.int64)
+        first = np.cumsum(count) - count
+        for part in np.split(np.arange(len(clients)), np.flatnonzero(np.diff(piece)) + 1):
+            own = cohort_batches(
+                seed, t, clients[part], sizes[part], steps[part], batch_size, width, per_step, drop_last, _permutations
+            )
+            here = slice(first[part[0]], first[part[0]] + len(own.counts))
+            positions[here], counts[here] = own.positions, own.counts
+        return Batches(positions, counts, first, per_step)
     # One segment per client and epoch: its length, and where it begins in the sequence of all of them.
     client_of = np.repeat(np.arange(len(clients)), epochs)
     lengths = sizes[client_of]
@@ -324,7 +360,7 @@ def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, l
     words = philox((block, epoch_of[segment], 0, 0), (key[0][client_of[segment]], key[1][client_of[segment]]))
     real = (block[:, None] * 4 + np.arange(4)) < lengths[segment][:, None]
     tagged = (segment[:, None] << 32 | np.stack(words, 1))[real]  # the segment above the word: one sort serves all
-    return np.argsort(tagged, kind="stable") - np.repeat(begins, lengths)
+    return in_order(tagged) - np.repeat(begins, lengths)
 
 
 def batches(

@@ -21,7 +21,7 @@ def balanced(data: FederatedDataset, clients: Array) -> Order:
     Both are `⌊u·count / 2³²⌋` of a Philox word u under the client's key. Samples without a label are one class.
     """
     assert data.labels is not None
-    sizes = data.sizes[clients]
+    sizes = data.sizes_of(clients)
     owner = np.repeat(np.arange(len(clients)), sizes)
     position = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     labels = data.labels.numpy()[data.index.numpy()[data.offsets[clients][owner] + position]]

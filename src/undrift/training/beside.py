@@ -25,6 +25,7 @@ from undrift.engine.fallback import Fallback
 from undrift.engine.stacked import StackedEngine, data_of, stacked
 from undrift.errors import first_sentence
 from undrift.functional.model import Params
+from undrift.method.local import Spread
 from undrift.training.identity import describe, identity
 from undrift.training.run import Run
 from undrift.training.settings import Settings
@@ -284,7 +285,7 @@ def signature(run: Run, given: Settings) -> str:
             "numbers": [sorted(own) for own in numbers],
             "program": [type(program).__name__, program.weight_decay, program.decay, program.personal],
             "norms": getattr(program, "norms", 0),
-            "batches": [run.local.widest(run.data.sizes), run.composed.batches],
+            "batches": [run.local.widest(run.data.size_counts[0]), run.composed.batches],
             "store": of_parts(run.data.store),
             "classes": [run.data.classes, run.model.outputs],
             "tracked": sorted(run.model.tracked),
@@ -298,8 +299,10 @@ def signature(run: Run, given: Settings) -> str:
 def engine_of(runs: list[Run]) -> StackedEngine | None:
     """The engine for the cohorts of all these runs; None if it would have one lane, or fewer than a run has alone."""
     first, data = runs[0], data_of([run.device_data for run in runs])
-    steps = np.concatenate([run.steps_at(0, run.data.nonempty) for run in runs])
-    cohort, width = sum(run.cohort_size for run in runs), first.local.widest(first.data.sizes)
+    each = [run.local.spread(0, run.data, run.composed.batches) for run in runs]
+    mean = float(np.average([one.mean for one in each], weights=[run.cohort_size for run in runs]))
+    steps = Spread(mean, max(one.largest for one in each))
+    cohort, width = sum(run.cohort_size for run in runs), first.local.widest(first.data.size_counts[0])
     choice = choose("auto", None, first.model, data, cohort, steps, width)
     if choice.engine != "lanes" or choice.lanes < max(2, *(run.choices["lanes"] for run in runs)):
         return None

@@ -41,6 +41,7 @@ from undrift.training.obstacles import reason
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.singles import check_singles
+from undrift.training.storage import with_files
 from undrift.training.survivors import Conditions
 from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
 from undrift.tree import tree_map
@@ -58,7 +59,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
     data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
     method = as_method(given.method)
     where = find_device(given.device)
-    cohort_size = cohort_size_of(given.participation, len(data.nonempty))
+    cohort_size = cohort_size_of(given.participation, data.population)
     conditions = Conditions(given.faults, given.max_norm_ratio, given.min_clients)
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)
@@ -83,10 +84,10 @@ def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
         in_lanes = examined.in_lanes()
         choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
-    check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
+    check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
-    return Run(
+    run = Run(
         method=method,
         composed=program.method,
         model=function,
@@ -106,6 +107,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
         choices=choices,
         ranks=ranks,
     )
+    return with_files(run, given.out)
 
 
 def engine_of(
@@ -129,7 +131,7 @@ def engine_of(
     def plain() -> Engine:
         return joined(PlainEngine(replace(program, model=model), data))
 
-    engine = joined(build(choice, program, data, given.local.widest(data.data.sizes)))
+    engine = joined(build(choice, program, data, given.local.widest(data.data.size_counts[0])))
     if choice.engine == "lanes":
         engine = Fallback(engine, plain if given.engine == "auto" else None, partial(switched, choices))
     return engine, choices
@@ -191,14 +193,13 @@ def check_data(
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
     """The engine that was asked for, or that suits the model, the data and the device."""
-    local, clients = given.local, data.data.nonempty
-    sizes, width = data.data.sizes[clients], local.widest(data.data.sizes)
-    steps = local.step_counts(0, clients, sizes, method.batches)
+    local, sizes = given.local, data.data.size_counts[0]
+    width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
     # Passes without training are padded too.
     padded = local.may_be_short(sizes) or any(part.measures for part in method.parts)
     obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
-    work = cohort * float(steps.mean())
+    work = cohort * steps.mean
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
     log.info("engine %s, %d lanes, on %s: %s", choice.engine, choice.lanes, data.device, choice.why)
     return choice

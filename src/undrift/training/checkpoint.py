@@ -5,9 +5,11 @@ one, and the files that it names with their checksums:
 
 - `round-N.safetensors`: parameters, running statistics, the server's state;
 - `clients-M.safetensors`: what clients keep between rounds, each with those that changed since the one before;
+- `slots-N.safetensors`: where in the files `kept-K.bin` that is, for states that do not lie in memory (`storage.py`);
 - `rows-M.jsonl`: the history so far, likewise in pieces.
 
-The two checkpoints share no file: each belongs to a series of its own, so that one damaged file costs one checkpoint.
+The two checkpoints share no file but `kept-K.bin`: each belongs to a series of its own, so that one damaged file costs
+one checkpoint. In `kept-K.bin` a state that both of them have lies once.
 Draws come from keys, so there is no generator's state to keep.
 
 A checkpoint depends on no number of rounds: that of the last round, which a finished run leaves, is from before the
@@ -16,6 +18,7 @@ method's `finish`, with the row that this round has in a longer run. So a finish
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -24,20 +27,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from undrift.engine.client_states import ClientStates
 from undrift.engine.ranks import LostError
+from undrift.engine.slots import Slot, SlotFiles, damaged
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.early import COLUMN
 from undrift.training.processes import collected
 from undrift.training.result import as_json
 from undrift.training.run import Run
+from undrift.training.slot_tables import read_slots, write_slots
 from undrift.training.state import State
+from undrift.training.trees import own_memory, pack, unpack, write_tensors
 from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")
@@ -46,7 +51,9 @@ LAST = 2
 """How many checkpoints are kept, each in a series of its own."""
 PIECES = 16
 """How many files clients' states, or the history, may be spread over before they are gathered into one."""
-OURS = re.compile(r"round-(0|[1-9]\d*)\.(json|safetensors)|clients-\d+\.safetensors|rows-\d+\.jsonl")
+OURS = re.compile(
+    r"round-(0|[1-9]\d*)\.(json|safetensors)|(clients|slots)-\d+\.safetensors|rows-\d+\.jsonl|kept-\d+\.bin"
+)
 """The names of files in `checkpoint/`; all others are somebody else's, and are left alone."""
 
 
@@ -81,6 +88,8 @@ class Checkpoints:
         """Identifies the run in every checkpoint."""
         self.stale: list[int] = []
         """Rounds whose checkpoints cannot be used, and are replaced."""
+        self.held: dict[int, list[Slot]] = {}
+        """By round: the slots that its checkpoint names, which nothing may be written to."""
         self.closed = False
         """Whether the run's last checkpoint has been written."""
         if every is not None and folder is None:
@@ -108,7 +117,8 @@ class Checkpoints:
         while self.stale:  # files are written under the same names: no JSON may be left that names the old ones
             (self.folder / f"round-{self.stale.pop()}.json").unlink(missing_ok=True)
         series = self.series[0]
-        self._save_clients(series, now)
+        slots = now.clients.slots()
+        self._save_clients(series, now, slots)
         self._save_rows(series, now)
         tensors: dict[str, Tensor] = {}
         trees = {
@@ -130,7 +140,13 @@ class Checkpoints:
             "rows": series.rows,
             "files": {state: write_tensors(self.folder / state, tensors), **series.files()},
         }
+        if slots:
+            table = f"slots-{now.round}.safetensors"
+            assert now.clients.files
+            whole |= {"slots": table, "kept": sorted(now.clients.files.files)}
+            whole["files"][table] = write_slots(self.folder / table, now.clients.files, slots)
         seal(self.folder / f"round-{now.round}.json", whole)
+        self.held[now.round] = [slot for own in slots.values() for slot in own.values()]
         self.series = [*self.series[1:], series]
         self._tidy()
 
@@ -149,9 +165,14 @@ class Checkpoints:
                 self._tidy()
         self.closed = True
 
-    def _save_clients(self, series: Series, now: State) -> None:
-        """The states that changed since the series' last checkpoint; all of them when they lie in too many files."""
+    def _save_clients(self, series: Series, now: State, slots: dict[int, dict[int, Slot]]) -> None:
+        """The states in memory that changed since the series' last checkpoint; all when they lie in too many files."""
         changed = now.clients.changed_since(self._since(series))
+        in_files = {client for own in slots.values() for client in own}
+        changed -= in_files
+        gone = changed | in_files
+        left = {file: [c for c in own if c not in gone] for file, own in series.clients.items()}
+        series.clients = {file: own for file, own in left.items() if own}
         if not changed:
             return
         assert self.folder
@@ -163,8 +184,7 @@ class Checkpoints:
         }
         name = f"clients-{now.round}.safetensors"
         series.sums[name] = write_tensors(self.folder / name, tensors, {"trees": json.dumps(trees)})
-        left = {file: [c for c in own if c not in changed] for file, own in series.clients.items()}
-        series.clients = {file: own for file, own in left.items() if own} | {name: sorted(changed)}
+        series.clients |= {name: sorted(changed)}
 
     def _since(self, series: Series) -> int:
         """After how many rounds a client's states must have changed to be written into the series' next checkpoint."""
@@ -185,10 +205,12 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Remove what neither of the last two checkpoints needs, of files that are ours."""
         assert self.folder
-        needed: set[str] = set()
-        for number in _listed(self.folder)[:LAST]:
+        needed = set(self.run.files.files) if self.run.files else set()
+        last = _listed(self.folder)[:LAST]
+        for number in last:
             try:
-                needed |= {f"round-{number}.json", *unseal(self.folder / f"round-{number}.json")["files"]}
+                whole = unseal(self.folder / f"round-{number}.json")
+                needed |= {f"round-{number}.json", *whole["files"], *whole.get("kept", ())}
             except DamagedError:
                 continue
         ours = [file for file in self.folder.iterdir() if OURS.fullmatch(file.name) and regular(file)]
@@ -196,6 +218,7 @@ class Checkpoints:
             if file.name not in needed:
                 file.unlink()
         remove_partial(self.folder, OURS)
+        self.held = {number: slots for number, slots in self.held.items() if number in last}
 
     def recorded(self) -> dict[str, Any] | None:
         """The record of the run in the newest checkpoint that can be read."""
@@ -230,6 +253,7 @@ class Checkpoints:
             # The other series may be damaged, or of later rounds that are trained again: it begins anew.
             self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
+            self._hold(found)
             return now
         if found:
             raise UndriftError(f"None of the checkpoints in {self.folder} can be read; start the run again elsewhere.")
@@ -246,10 +270,7 @@ class Checkpoints:
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
         parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # once, local work was no part
-        clients = ClientStates.none(self.run.composed, self.run.device, self.run.population)
-        for name, own in whole["clients"].items():
-            mine = [client for client in own if self.run.ranks.owns(client)]
-            clients = clients.updated(_read_clients(self.folder / name, mine), number)
+        clients = self._clients(whole, number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
         history = [json.loads(line) for line in lines]
@@ -260,6 +281,49 @@ class Checkpoints:
         if last and "before_finish" not in whole:
             raise DamagedError("an earlier version of undrift wrote it after the method's finish.")
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])
+
+    def _clients(self, whole: dict[str, Any], number: int) -> ClientStates:
+        """What clients keep, in memory or in files as this run has it, wherever the checkpoint has it."""
+        assert self.folder
+        clients, files = self.run.no_states(), self.run.files
+        for name, own in whole["clients"].items():
+            read = _read_clients(self.folder / name, [client for client in own if self.run.ranks.owns(client)])
+            if files:
+                read = {i: {c: files.write(i, state) for c, state in states.items()} for i, states in read.items()}
+            clients = clients.updated(read, number)
+        if "slots" not in whole:
+            return clients
+        slots = self._slots(whole, files or SlotFiles(self.folder))
+        if bad := damaged([slot for own in slots.values() for slot in own.values()]):
+            raise DamagedError(f"{bad.file.path} is damaged: a client's state is not what was written.")
+        if files:
+            return clients.updated(slots, number)
+        owns = self.run.ranks.owns
+        trees = {i: {c: slot.read() for c, slot in own.items() if owns(c)} for i, own in slots.items()}
+        return clients.updated(trees, number + 1)  # so that the next checkpoint has them
+
+    def _hold(self, found: list[int]) -> None:
+        """Keep what checkpoints on the disk name from being written to, now that one of them has been restored."""
+        files = self.run.files
+        if files is None:
+            return
+        for number in found:
+            with contextlib.suppress(Exception):  # whatever damage may lead to; nobody can go on from that one
+                assert self.folder
+                slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
+                self.held[number] = [slot for own in slots.values() for slot in own.values()]
+        files.settle()
+
+    def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
+        """The slots that a checkpoint names, if any. Raises if its table of them is damaged."""
+        assert self.folder
+        if "slots" not in whole:
+            return {}
+        name = whole["slots"]
+        if not OURS.fullmatch(name):
+            raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
+        verify(self.folder / name, whole["files"][name])
+        return read_slots(self.folder / name, files)
 
 
 def _listed(folder: Path) -> list[int]:
@@ -280,15 +344,6 @@ def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
     return {part: {client: states[client] for client in wanted} for part, states in found.items()}
 
 
-def own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors out of a memory-mapped file.
-
-    There they need not be aligned as torch aligns its own memory, and a matrix product may then round differently: a
-    resumed run would not give the bits of an unbroken one.
-    """
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
 def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
     """`5` is every five rounds, `"30s"` every thirty seconds."""
     if every is None:
@@ -305,32 +360,3 @@ def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
     raise UndriftError(
         f'checkpoint_every must be a number of rounds such as 10, or of seconds such as "30s", not {every!r}.'
     )
-
-
-def pack(tree: Tree, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON, its tensors put aside by name."""
-    if isinstance(tree, dict):
-        return {"dict": [[key, pack(branch, f"{name}.{key}", tensors)] for key, branch in tree.items()]}
-    if isinstance(tree, list | tuple):
-        kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [pack(branch, f"{name}.{i}", tensors) for i, branch in enumerate(tree)]}
-    leaf = torch.as_tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
-    name = f"{name} #{len(tensors)}"  # two branches may spell their way alike
-    tensors[name] = leaf.detach().cpu().contiguous().clone()  # a clone, for two names may share one tensor
-    return {"tensor": name}
-
-
-def unpack(packed: Any, tensors: dict[str, Tensor]) -> Tree:
-    ((kind, inside),) = packed.items()
-    if kind == "dict":
-        return {key: unpack(branch, tensors) for key, branch in inside}
-    if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(unpack(branch, tensors) for branch in inside)
-    return tensors[inside]
-
-
-def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> str:
-    """Write a safetensors file; returns its checksum."""
-    with replacing(file) as partial:
-        save_file(tensors, partial, notes)
-        return digest(partial)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.engine.client_states import finite_in_files, in_memory
 from undrift.errors import UndriftError, quoted
 from undrift.functional.model import Params
 from undrift.training.rounds import inputs_of
@@ -68,7 +69,9 @@ class Watch:
     def add(self, before: State, answers: Answers) -> None:
         """A round's clients have trained, or will have once the device gets there."""
         outcome = answers.outcome
-        finite = tree_finite((outcome.update, outcome.sums, outcome.statistics, outcome.kept))
+        finite = tree_finite((outcome.update, outcome.sums, outcome.statistics, in_memory(outcome.kept)))
+        if not finite_in_files(outcome.kept):
+            finite = torch.zeros_like(finite)
         if outcome.finite is not None and not self.skip:
             excused = to_device(torch.from_numpy(answers.excused), outcome.finite.device)
             finite = finite & (outcome.finite | excused).all()

@@ -40,7 +40,7 @@ class Personal:
         if own is None:
             self.clients = np.empty(0, np.int64)
             return
-        self.clients = np.intersect1d(own.nonempty, run.data.nonempty)
+        self.clients = np.flatnonzero((np.diff(own.offsets) > 0) & (np.diff(run.data.offsets) > 0))
         if len(self.clients) > MOST:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
@@ -66,7 +66,7 @@ class Personal:
         if last:
             each = {name: values.tolist() for name, values in found.items()}
             names = self.run.data.client_names
-            who = {"name": [names[c] for c in self.clients]} if names else {}
+            who = {"name": [names[c] for c in self.clients.tolist()]} if names else {}
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
@@ -129,7 +129,7 @@ class Personal:
         # One cohort at a time, since the states of all clients may not fit into memory at once.
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
-            epoch = -(-run.local.per_epoch(run.data.sizes[clients]) // run.composed.batches)
+            epoch = -(-run.local.per_epoch(run.data.sizes_of(clients)) // run.composed.batches)
             here = replace(plan, clients=clients, steps=epoch)
             server = replace(server, cohort=clients, client_weights=run.weights(clients))
             if received is None or method.measuring("cohort"):
@@ -180,13 +180,13 @@ def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[in
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
     inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
     for c, place in enumerate(inputs.places.tolist()):
-        given = program.given(inputs.shared, tree_map(lambda t, c=c: t[c], inputs.clients))
+        given = program.given(inputs.shared, inputs.own(c))
         yield place, {**program.own(given), **given["tracked"]}
 
 
 def own_model(run: Run, state: State, client: int) -> Params:
     """The same of one client, checked."""
-    known = whole(client) and client in run.data.nonempty
+    known = whole(client) and 0 <= client < len(run.data) and run.data.sizes_of(np.array([client]))[0] > 0
     require(known and state.round > 0, f"There is no client {client!r} with data, or no round was trained.")
     if run.ranks.several:
         owner, here = int(client) % run.ranks.size, run.ranks.owns(int(client)) or not run.keeps

@@ -11,6 +11,7 @@ import torch
 
 from undrift.engine.client_states import ClientStates
 from undrift.engine.ranks import Ranks, checksum
+from undrift.engine.table import Table
 from undrift.errors import UndriftError, listed
 from undrift.training.identity import describe
 from undrift.training.result import Folder
@@ -84,4 +85,5 @@ def collected(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
         for i, of_part in states.items():
             parts[i] |= of_part
         when |= rounds
-    return replace(clients, parts=parts, changed=when, device=host)
+    tables = {i: Table().updated(states) for i, states in parts.items()}
+    return replace(clients, parts=tables, changed=Table().updated(when), device=host)

@@ -17,6 +17,7 @@ from undrift.engine.device_data import DeviceData
 from undrift.engine.inputs import build_inputs, mean_weights, on_device
 from undrift.engine.ranked import shares
 from undrift.engine.ranks import ALONE, Ranks
+from undrift.engine.slots import SlotFiles
 from undrift.errors import require
 from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
@@ -59,6 +60,8 @@ class Run:
     """The settings that were chosen automatically, and why: `result.choices`."""
     ranks: Ranks = ALONE
     """The processes that train it together."""
+    files: SlotFiles | None = None
+    """For what clients keep, where that may be too much for memory."""
 
     @property
     def measures(self) -> dict[str, Metric]:
@@ -68,7 +71,7 @@ class Run:
     @property
     def population(self) -> int:
         """How many clients have data."""
-        return len(self.data.nonempty)
+        return self.data.population
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +80,11 @@ class Run:
     def start(self) -> State:
         """The state before the first round."""
         parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
-        clients = ClientStates.none(self.composed, self.device, self.population)
-        return State(self.model.start, parts, self.model.tracked, clients)
+        return State(self.model.start, parts, self.model.tracked, self.no_states())
+
+    def no_states(self) -> ClientStates:
+        """What clients keep before the first round."""
+        return ClientStates.none(self.composed, self.device, self.population, self.files)
 
     def bound(self, t: int) -> Method:
         """The method with the numbers of round `t`."""
@@ -87,7 +93,7 @@ class Run:
     def plan(self, t: int) -> Plan:
         """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
         drawn = choose(derive(self.seed, "cohort", t), self.population, self.cohort_size)
-        clients = self.data.nonempty[drawn]
+        clients = self.data.holders(drawn)
         rates: dict[str, Any] = {
             name: value(getattr(self.local, name), t) for name in ("lr", "momentum", "weight_decay")
         }
@@ -100,8 +106,8 @@ class Run:
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
         require(known, "A part's plan must name its clients by whole numbers, as a flat array of ids.")
         clients = clients.astype(np.int64)
-        some = self.data.nonempty  # ascending
-        strange = clients[some[np.searchsorted(some, clients).clip(max=len(some) - 1)] != clients]
+        there = (clients >= 0) & (clients < len(self.data))
+        strange = clients[~there | (self.data.sizes_of(np.where(there, clients, 0)) == 0)]
         require(not len(strange), f"A part's plan has client {strange[:1]}, which does not exist or has no data.")
         require(len(np.unique(clients)) == len(clients), "A part's plan names a client twice.")
         alike = steps.shape == clients.shape
@@ -125,11 +131,11 @@ class Run:
         return any(isinstance(part, Momentum) for part in self.composed.parts)
 
     def steps_at(self, t: int, clients: np.ndarray) -> np.ndarray:
-        return self.local.step_counts(t, clients, self.data.sizes[clients], self.composed.batches)
+        return self.local.step_counts(t, clients, self.data.sizes_of(clients), self.composed.batches)
 
     def weights(self, clients: np.ndarray) -> Tensor:
         """The clients' weights in the mean, before normalisation, on the device."""
-        weights = mean_weights(self.composed, self.data.sizes[clients])
+        weights = mean_weights(self.composed, self.data.sizes_of(clients))
         return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
     @property
@@ -150,7 +156,7 @@ class Run:
 
     def counts(self, plan: Plan) -> np.ndarray:
         """The sizes of the cohort's batches, client after client."""
-        sizes = self.data.sizes[plan.clients]
+        sizes = self.data.sizes_of(plan.clients)
         return slices(sizes, plan.steps * self.composed.batches, self.local.per_epoch(sizes), self.local.batch_size)[3]
 
     def filled(self, plan: Plan) -> Plan:
@@ -162,7 +168,7 @@ class Run:
         missing = self.engine.width - len(plan.clients)
         if missing <= 0 or not self.fills:
             return plan
-        clients = np.concatenate([plan.clients, np.full(missing, self.data.nonempty[0])])
+        clients = np.concatenate([plan.clients, np.full(missing, self.data.holders(np.zeros(1, np.int64)))])
         steps = np.concatenate([plan.steps, np.full(missing, plan.steps.max(initial=1))])
         return replace(plan, clients=clients, steps=steps)
 
@@ -173,7 +179,7 @@ class Run:
         mine = self.share(plan)
         here = plan if mine is None else replace(plan, clients=plan.clients[mine], steps=plan.steps[mine])
         filled = self.filled(here)
-        sizes, width = self.data.sizes[filled.clients], self.local.widest(self.data.sizes)
+        sizes, width = self.data.sizes_of(filled.clients), self.local.widest(self.data.size_counts[0])
         batches = cohort_batches(
             self.seed,
             plan.round,
@@ -213,7 +219,7 @@ class Run:
             key=Key(words, torch.zeros_like(words[0])),
             params=state.params,
             population=self.population,
-            clients=self.data.nonempty,
+            having_data=lambda: self.data.nonempty,
             steps=partial(self.steps_at, t),
             augment=self.data.augment,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from undrift.data.dataset import FederatedDataset
 from undrift.errors import UndriftError
 from undrift.functional.batch_norm import SINGLE
 from undrift.functional.model import Model
@@ -15,24 +16,27 @@ from undrift.method.local import Local
 from undrift.schedule import value, whole_steps
 
 
-def check_singles(model: Model, local: Local, sizes: np.ndarray, rounds: int, per_step: int, tuned: bool) -> None:
+def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: int, per_step: int, tuned: bool) -> None:
     """Refuse a run in which `Local` gives some client a batch of one sample, where the model cannot train on it.
 
     Args:
         model: The model.
         local: The local work.
-        sizes: The number of samples of every client; clients without samples do not train.
+        data: The clients' data; clients without samples do not train.
         rounds: The number of rounds.
         per_step: How many batches a step takes.
         tuned: Whether clients also train for one epoch to be evaluated.
     """
+    suspicious = data.size_counts[0][local.last_batches(data.size_counts[0]) == 1]
+    if not len(suspicious) or not model.refuses_single:
+        return
+    sizes = data.sizes
     first = sizes if local.batch_size is None else np.minimum(sizes, local.batch_size)
-    last = local.last_batches(sizes)
-    suspects = np.flatnonzero(last == 1)
+    suspects = np.flatnonzero(np.isin(sizes, suspicious))
     if len(suspects):
         reached = _most_batches(local, suspects, sizes[suspects], rounds, per_step) >= local.per_epoch(sizes[suspects])
         suspects = suspects[reached | tuned | (first[suspects] == 1)]
-    if not len(suspects) or not model.refuses_single:
+    if not len(suspects):
         return
     client = suspects[0]
     if first[client] > 1:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from undrift.data.dataset import FederatedDataset, Rows
+from undrift.data.pieces import extremes, firsts
 from undrift.data.samples import Samples, kind, shape, take
 from undrift.errors import UndriftError, listed, require
 from undrift.functional.arguments import arguments
@@ -81,7 +82,7 @@ def check_split(
             "a loss of your own, which takes them all."
         )
     if classes:
-        check_labels(whose, y[rows.index], output, target, loss)
+        check_labels(whose, rows, output, target, loss)
     if isinstance(loss, PerSample) and isinstance(output, Tensor):
         check_mean(examined, loss, rows, device)
     trial, drew = Trial(device, "the loss"), False
@@ -107,9 +108,9 @@ def check_split(
 
 def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) -> None:
     """Let a loss module compare its values with its own mean, on samples of different classes."""
-    y = rows.store["y"][rows.index]
-    firsts = np.unique(y.numpy(), return_index=True)[1] if y.dim() == 1 else np.arange(len(y))
-    chosen = rows.index[torch.from_numpy(np.union1d(firsts[:8], [0, len(y) - 1]))]
+    y, last = rows.store["y"], len(rows) - 1
+    some = firsts(y, rows.index)[:8] if y.dim() == 1 else np.arange(min(8, len(rows)))
+    chosen = rows.index[torch.from_numpy(np.union1d(some, [0, last]))]
     x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, chosen))
     with torch.no_grad(), contextlib.suppress(Exception):  # what does not fit is reported by the other checks
         loss.check(model(model.perturbed(), x), target)
@@ -124,21 +125,21 @@ def _way_out(value: Any) -> str:
     return ""
 
 
-def check_labels(whose: str, taken: Tensor, output: Tensor, target: Tensor, loss: Loss) -> None:
+def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: Loss) -> None:
     """The labels fit the outputs: by their axes, and by how many classes the model has."""
     try:
         require(loss is not squared_hinge or target.dim() == 1, "this loss needs one per sample")
         outputs = output.shape[class_axis(output, target)]
     except ValueError as error:
         raise UndriftError(
-            f"The {whose} labels have shape {tuple(taken.shape[1:])} per sample and the outputs "
+            f"The {whose} labels have shape {tuple(rows.store['y'].shape[1:])} per sample and the outputs "
             f"{tuple(output.shape[1:])}: {error}. Where a sample may have several classes, marked by 0s and 1s, "
             'choose loss="binary_cross_entropy".'
         ) from error
-    if loss is not squared_hinge:
-        taken = taken[taken != IGNORED]
-        require(len(taken) > 0, f"The {whose} labels are all {IGNORED}, which stands for none; give some samples one.")
-    low, high = int(taken.min()), int(taken.max())
+    found = extremes(rows.store["y"], rows.index, None if loss is squared_hinge else IGNORED)
+    if found is None:
+        raise UndriftError(f"The {whose} labels are all {IGNORED}, which stands for none; give some samples one.")
+    low, high = found
     most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
     require(
         low >= 0 and high <= most,

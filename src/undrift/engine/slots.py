@@ -1,0 +1,246 @@
+"""What clients keep, in files: for states that together are larger than the host's memory should hold.
+
+A file has slots of one size, each for the state of one client at one time. A state is written to a free slot and never
+changed there. As long as anything refers to a `Slot`, be it the run's state, the state before a round that may have to
+be undone, or one of the last two checkpoints, it is taken; the last reference that goes sets it free. So whatever has
+been written since a checkpoint lies in slots that the checkpoint does not name.
+
+States are written with ordinary writes, which report a full disk, and read from the mapped file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrift.files import DamagedError, regular, sync
+from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
+
+FILE_BYTES = 1 << 30
+"""The size of a file; what has not been written to takes no room on the disk."""
+ALIGNED = 64
+"""Tensors begin at multiples of this many bytes."""
+NAME = re.compile(r"kept-\d+\.bin")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in a slot the tensors of a state lie."""
+
+    structure: Any
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...]
+    places: tuple[int, ...]
+    size: int
+    """Of the slot, in bytes."""
+
+    @classmethod
+    def of(cls, state: Tree) -> Layout:
+        leaves, places, end = tree_leaves(state), [], 0
+        for leaf in leaves:
+            places.append(end)
+            end += -(-leaf.numel() * leaf.element_size() // ALIGNED) * ALIGNED
+        return cls(tree_structure(state), kinds(leaves), tuple(places), max(end, ALIGNED))
+
+
+def kinds(leaves: list[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
+    return tuple((leaf.dtype, leaf.shape) for leaf in leaves)
+
+
+class SlotFile:
+    """A file of slots, open for reading and writing."""
+
+    def __init__(self, handle: int, size: int, path: Path | None) -> None:
+        self.handle, self.size, self.path = handle, size, path
+        self.count = os.fstat(handle).st_size // size
+        self.used = 0
+        """Slots from this one on have never been taken."""
+        self.free: deque[int] = deque()
+        self.dirty = False
+        self.mapped = mmap.mmap(handle, self.count * size)
+
+    def take(self) -> int | None:
+        """A free slot, if there is one. Not for two threads at a time."""
+        if self.free:
+            return self.free.popleft()
+        self.used += 1
+        return self.used - 1 if self.used <= self.count else None
+
+    def write(self, place: int, tensor: Tensor) -> None:
+        # As bytes: numpy does not know all of torch's types.
+        view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        self.dirty = True
+        try:
+            while len(view):
+                written = os.pwrite(self.handle, view, place)
+                place, view = place + written, view[written:]
+        except OSError as error:
+            error.filename = str(self.path) if self.path else tempfile.gettempdir()
+            raise
+
+    def sync(self) -> None:
+        if self.dirty:
+            self.dirty = False
+            os.fsync(self.handle)
+
+    def __del__(self) -> None:
+        os.close(self.handle)  # the map has a handle of its own
+
+
+class Slot:
+    """A client's state in a file. Nothing but this object knows of it: when it goes, the slot is free again."""
+
+    def __init__(self, file: SlotFile, number: int, layout: Layout) -> None:
+        self.file, self.number, self.layout = file, number, layout
+        self.finite = True
+        """Whether all numbers of the state are."""
+        self.sha256: bytes | None = None
+
+    def __del__(self) -> None:
+        self.file.free.append(self.number)
+
+    @property
+    def begin(self) -> int:
+        return self.number * self.file.size
+
+    def read(self) -> Tree:
+        """The state, in memory of its own."""
+        leaves = []
+        for (dtype, shape), place in zip(self.layout.kinds, self.layout.places, strict=True):
+            count = shape.numel()
+            if count:
+                mapped = torch.frombuffer(self.file.mapped, dtype=dtype, count=count, offset=self.begin + place)
+                leaves.append(mapped.reshape(shape).clone())
+            else:
+                leaves.append(torch.empty(shape, dtype=dtype))
+        return tree_unflatten(leaves, self.layout.structure)
+
+    def digest(self) -> bytes:
+        """The SHA-256 of what the file has."""
+        with memoryview(self.file.mapped) as whole, whole[self.begin : self.begin + self.layout.size] as mine:
+            return hashlib.sha256(mine).digest()
+
+
+class SlotFiles:
+    """The files of a run: in its checkpoints' folder, or without one, temporary files that have no name any more."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.files: dict[str, SlotFile] = {}
+        self.layouts: dict[int, Layout] = {}
+        """By part: that of its states."""
+        self.lock = threading.Lock()
+        self._known: dict[str, dict[int, Slot]] = {}
+        """By file of an earlier process: its slots that checkpoints name, while these are read."""
+
+    def write(self, part: int, state: Tree) -> Slot:
+        """Put a state of a part in a free slot. Threads may do so at the same time."""
+        leaves = [leaf.detach().cpu().contiguous() for leaf in tree_leaves(state)]
+        with self.lock:
+            layout = self.layouts.get(part)
+            if layout is None or (layout.structure, layout.kinds) != (tree_structure(state), kinds(leaves)):
+                layout = self.layouts[part] = Layout.of(state)
+            slot = self._free(layout)
+        for leaf, place in zip(leaves, layout.places, strict=True):
+            slot.file.write(slot.begin + place, leaf)
+        slot.finite = all(bool(leaf.isfinite().all()) for leaf in leaves if leaf.is_floating_point())
+        return slot
+
+    def _free(self, layout: Layout) -> Slot:
+        for file in self.files.values():
+            if file.size == layout.size and (number := file.take()) is not None:
+                return Slot(file, number, layout)
+        file = self._new(layout.size)
+        number = file.take()
+        assert number is not None
+        return Slot(file, number, layout)
+
+    def _new(self, size: int) -> SlotFile:
+        """Another file, made exclusively, so that no other is ever written to."""
+        path = self._named() if self.folder else None
+        if path is None:
+            with tempfile.TemporaryFile(buffering=0) as unnamed:
+                handle = os.dup(unnamed.fileno())
+        else:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            sync(path.parent)
+        os.truncate(handle, max(1, FILE_BYTES // size) * size)
+        name = path.name if path else str(len(self.files))
+        self.files[name] = SlotFile(handle, size, path)
+        return self.files[name]
+
+    def _named(self) -> Path:
+        assert self.folder
+        if not self.folder.is_dir():
+            self.folder.mkdir()
+            sync(self.folder.parent)
+        number = len(self.files)
+        while os.path.lexists(path := self.folder / f"kept-{number}.bin"):
+            number += 1
+        return path
+
+    def reopened(self, name: str, size: int) -> SlotFile:
+        """A file that an earlier process made. Raises `DamagedError` if it cannot be one."""
+        if name not in self.files:
+            assert self.folder
+            path = self.folder / name
+            if not NAME.fullmatch(name) or not regular(path):
+                raise DamagedError(f"{path} is missing.")
+            handle = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            if os.fstat(handle).st_size < size:
+                os.close(handle)
+                raise DamagedError(f"{path} is damaged: it is too short.")
+            file = self.files[name] = SlotFile(handle, size, path)
+            file.used, self._known[name] = file.count, {}  # until `settle` knows which of them are free
+        return self.files[name]
+
+    def known(self, name: str, number: int, layout: Layout, sha256: bytes) -> Slot:
+        """The slot that a checkpoint names. Two checkpoints that name the same share it."""
+        file = self.reopened(name, layout.size)
+        if file.size != layout.size or not 0 <= number < file.count:
+            raise DamagedError(f"{file.path} has no slot {number}.")
+        known = self._known[name]
+        if number not in known:
+            known[number] = Slot(file, number, layout)
+            known[number].sha256 = sha256
+        return known[number]
+
+    def settle(self) -> None:
+        """All checkpoints have been read: slots that none of them names are free."""
+        for name, known in self._known.items():
+            file = self.files[name]
+            file.used = max(known, default=-1) + 1
+            file.free.extend(number for number in range(file.used) if number not in known)
+        self._known.clear()
+
+    def seal(self, slots: Iterable[Slot]) -> None:
+        """Write everything to the disk, with a checksum of each of these slots."""
+        new = [slot for slot in slots if slot.sha256 is None]
+        for slot, sha256 in zip(new, digests(new), strict=True):
+            slot.sha256 = sha256
+        for file in self.files.values():
+            file.sync()
+
+
+def digests(slots: list[Slot]) -> list[bytes]:
+    """What is in these slots now, hashed in threads."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(Slot.digest, slots))
+
+
+def damaged(slots: list[Slot]) -> Slot | None:
+    """The first slot that does not have what was written to it."""
+    found = zip(slots, digests(slots), strict=True)
+    return next((slot for slot, sha256 in found if sha256 != slot.sha256), None)

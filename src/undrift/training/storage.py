@@ -1,0 +1,48 @@
+"""Where what clients keep lies: in memory, or in files if there may be too much of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from undrift.engine.slots import SlotFiles
+from undrift.method.calls import call
+from undrift.training.run import Run
+from undrift.tree import tree_bytes, tree_to
+
+HOST_SHARE = 0.25
+"""The share of the host's memory that clients' states may take; where they might take more, they go to files."""
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Has the memory that a container may use, on Linux."""
+
+
+def with_files(run: Run, out: Any) -> Run:
+    """The run, with files for what clients keep if the clients of all rounds might keep too much for memory.
+
+    That is known before the first round: by how much a newcomer's state takes, and how many clients can take part.
+    """
+    parts = run.composed.overriding("keep")
+    if not parts or not hasattr(os, "pwrite") or run.ranks.several:  # each process has its clients' states alone
+        return run
+    bound = run.bound(0)
+    with torch.no_grad():
+        fresh = [tree_to(call(bound.parts[i], "keep", run.model.start), run.device) for i, _ in parts]
+    most = tree_bytes(fresh) * min(run.population, run.cohort_size * run.rounds)
+    if most <= HOST_SHARE * host_memory():
+        return run
+    folder = Path(out) / "checkpoint" if out else None
+    run.choices["kept"] = f"in {'the run folder' if out else 'temporary files'}: up to {most / 1e9:.3g} GB of states"
+    return replace(run, files=SlotFiles(folder))
+
+
+def host_memory() -> int:
+    """In bytes: what the machine has, or what this process may use of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(LIMIT.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # there is no limit, or none that is told
+        return whole
