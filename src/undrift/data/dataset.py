@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -40,6 +40,11 @@ class Rows:
 
     def all(self) -> tuple[Samples, Tensor]:
         return self.take(self.store, self.index)
+
+    def batches(self, size: int) -> Iterator[tuple[Samples, Tensor]]:
+        """The samples in order, so many at a time."""
+        for begin in range(0, len(self), size):
+            yield self.take(self.store, self.index[begin : begin + size])
 
     def to(self, device: torch.device) -> Rows:
         return Rows({name: t.to(device) for name, t in self.store.items()}, self.index.to(device), self.take)

@@ -18,7 +18,7 @@ from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows
 from undrift.data.labels import Labels, encoded
 from undrift.data.paths import read_bytes
-from undrift.data.samples import Store, take
+from undrift.data.samples import Store, finish, gather, in_halves
 from undrift.data.source import Source
 from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted
@@ -191,8 +191,15 @@ class ImageFolder(Images):
 
 def standardised(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Images minus the training set's mean, divided by its standard deviation, per channel."""
-    x, y = take(store, indices)
+    return _standardised(gather(store, indices), store)
+
+
+def _standardised(rows: Store, store: Store) -> tuple[Tensor, Tensor]:
+    x, y = finish(rows, store)
     return (x - store["mean"]) / store["std"], y
+
+
+in_halves(standardised, gather, _standardised)
 
 
 def _moments(x: np.ndarray) -> Any:

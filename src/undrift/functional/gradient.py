@@ -70,8 +70,12 @@ def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: P
                     raise UndriftError(sentence) from error
             raise
     for name, w in params.items():
-        if leaves[name].data_ptr() != w.data_ptr():  # the forward pass has set its `.data`, as cuDNN's recurrent layers do
-            w.copy_(leaves[name].detach())  # not before the backward pass, which may need the values of the forward pass
+        if (
+            leaves[name].data_ptr() != w.data_ptr()
+        ):  # the forward pass has set its `.data`, as cuDNN's recurrent layers do
+            w.copy_(
+                leaves[name].detach()
+            )  # not before the backward pass, which may need the values of the forward pass
     dense = [g if g.layout is torch.strided else g.to_dense() for g in found]
     return dict(zip(params, dense, strict=True)), {name: b.detach() for name, b in buffers.items()}
 

@@ -20,6 +20,7 @@ from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
 from undrift.engine.fallback import Fallback
 from undrift.engine.graph import captures
+from undrift.engine.placement import Placement
 from undrift.engine.plain import PlainEngine
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
@@ -72,7 +73,9 @@ def prepare(given: Settings) -> Run:
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         call(part, "check_model", examined, rounds)
-    device_data = DeviceData(data, where, examined.accum_dtype)
+    placement = Placement(where, given.data_on)
+    place, why_there = placement.reason(data.store)
+    device_data = DeviceData(data, where, examined.accum_dtype, placement.stays)
     with selected(where):
         in_lanes = examined.in_lanes()
         choice = chosen(given, in_lanes, device_data, cohort_size, method, chosen_loss)
@@ -80,6 +83,7 @@ def prepare(given: Settings) -> Run:
     check_singles(function, local, data.sizes, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given)
+    choices |= {"data": place, "data_why": why_there}
     return Run(
         method=method,
         composed=program.method,

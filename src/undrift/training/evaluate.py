@@ -12,8 +12,11 @@ from undrift.loss_modules import PerSample
 from undrift.losses import Metric, accuracy
 from undrift.training.run import Run
 from undrift.training.state import State
+from undrift.tree import tree_bytes
 
 BATCH = 1000
+BATCH_BYTES = 2**26
+"""The most that the samples of a batch may take; of large ones there are fewer in it."""
 
 
 def evaluate(run: Run, state: State) -> dict[str, Any]:
@@ -29,10 +32,9 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     model = run.model.at(state.tracked)
     sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-    right = torch.zeros(run.data.classes, device=data.index.device)
+    right = torch.zeros(run.data.classes, device=run.device)
     seen = torch.zeros_like(right)
-    for begin in range(0, len(data), BATCH):
-        x, y = data.take(data.store, data.index[begin : begin + BATCH])
+    for x, y in data.batches(batch_size(run)):
         output = model(state.params, x)
         for name, metric in run.measures.items():
             top, bottom = parts_of(metric, output, y)
@@ -45,6 +47,11 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     if by_class:
         found["class_accuracy"] = [r / s if s else None for r, s in zip(right.tolist(), seen.tolist(), strict=True)]
     return found
+
+
+def batch_size(run: Run) -> int:
+    """How many samples to evaluate at a time: a function of their size, not of where they lie, which decides no bit."""
+    return min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))
 
 
 def parts_of(metric: Metric, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from undrift.loss_modules import PerSample
 from undrift.losses import Loss, model_loss
 from undrift.method.part import Method
 from undrift.random import choose, derive
-from undrift.training.evaluate import BATCH, parts_of
+from undrift.training.evaluate import batch_size, parts_of
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -42,11 +42,11 @@ class Personal:
         self.clients = np.intersect1d(own.nonempty, run.data.nonempty)
         if len(self.clients) > MOST:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
+        self.rows = run.device_data.place(Rows(own.store, own.index[:0], own.take))
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
-        self.indices = [span.to(run.device) for span in spans]
+        self.indices = [span.to(self.rows.index.device) for span in spans]
         sizes = torch.tensor([len(own) for own in self.indices])
         self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        self.store, self.take = run.device_data.place(Rows(own.store, own.index[:0])).store, own.take
 
     def shared(self, state: State, last: bool) -> dict[str, Any]:
         """The global model on every client's own data; in the last round also per client.
@@ -120,13 +120,13 @@ class Personal:
         """The loss and each metric, per client."""
         run = self.run
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
-        for begin in range(0, len(indices), BATCH):
-            part = slice(begin, begin + BATCH)
-            x, y = self.take(self.store, indices[part])
+        size = batch_size(run)
+        batches = replace(self.rows, index=indices).batches(size)
+        for (x, y), owners in zip(batches, whose.split(size), strict=True):
             output = model(params, x)
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure, output, y)).cpu()
-                sums[name].index_add_(1, whose[part], both)
+                sums[name].index_add_(1, owners, both)
         # Recall is undefined (NaN) for a client without positive labels; a loss of NaN counts as infinite.
         return {
             n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
