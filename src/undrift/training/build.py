@@ -118,11 +118,20 @@ def engine_of(
         "dtype": str(model.dtype),
         "why": choice.why,
     }
-    engine = build(choice, program, data, given.local.widest(data.data.sizes))
-    if choice.engine == "lanes":
-        plain = partial(PlainEngine, replace(program, model=model), data) if given.engine == "auto" else None
-        engine = Fallback(engine, plain, partial(switched, choices))
-    return engine, choices
+    width = given.local.widest(data.data.sizes)
+    if choice.engine == "plain":
+        return build(choice, program, data, width), choices
+
+    def lanes(count: int) -> Engine:
+        return build(replace(choice, lanes=count), program, data, width)
+
+    plain = partial(PlainEngine, replace(program, model=model), data) if given.engine == "auto" else None
+    return Fallback(lanes, choice.lanes, plain, partial(narrowed, choices), partial(switched, choices)), choices
+
+
+def narrowed(choices: dict[str, Any], t: int, lanes: int) -> None:
+    """Say in a run's choices that it trains with fewer lanes from round `t` on, counted from 0."""
+    choices |= {"lanes": lanes, "why": "memory ran out with more lanes", "narrowed": t + 1}
 
 
 def switched(choices: dict[str, Any], t: int, why: str) -> None:

@@ -259,6 +259,8 @@ class Loop:
         self.complete = last and not method.overriding("finish")
         figures, self.extra = self.figures(method, self.complete)
         row |= figures
+        if run.choices.get("narrowed") == state.round:
+            row["lanes"] = run.choices["lanes"]
         if run.choices.get("switched") == state.round:
             row["switched"] = run.choices["why"]
         state.history.append(row)

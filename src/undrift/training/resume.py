@@ -60,6 +60,8 @@ def resumed(
                 )  # fmt: skip
             return finished(run, folder)
     for row in state.history if state else ():
+        if "lanes" in row and isinstance(run.engine, Fallback) and run.engine.width > row["lanes"]:
+            run.engine.narrow(row["round"] - 1, row["lanes"])
         if "switched" in row and isinstance(run.engine, Fallback) and run.engine.plain:
             run.engine.switch(row["round"] - 1, row["switched"])
     if state is None and folder.finished:
