@@ -176,20 +176,20 @@ def test_a_feed_stays_a_few_pieces_ahead():
         return torch.from_numpy(indices)
 
     items = [(np.arange(10).reshape(10, 1), np.arange(10))] * 3
-    with feed.Feed(items, gather, graph.PIECE_BYTES // 2, torch.device("cpu")) as fed:
+    with feed.Feed(items, gather, feed.CPU_PIECE_BYTES // 2, torch.device("cpu")) as fed:
         for item in fed:
             steps = 0
             for rows, numbers in item:
                 assert torch.equal(rows[:, 0], numbers) and len(rows) == 2
                 steps, used = steps + len(rows), used + 1
                 time.sleep(0.005)
-                assert used <= len(gathered) < used + feed.AHEAD
+                assert used <= len(gathered) < used + feed.CPU_AHEAD
             assert steps == 10
     assert gathered == [2] * 15
-    with feed.Feed(items, gather, graph.PIECE_BYTES, torch.device("cpu")) as fed:
+    with feed.Feed(items, gather, feed.CPU_PIECE_BYTES, torch.device("cpu")) as fed:
         next(next(fed))
         time.sleep(0.05)
-    assert len(gathered) <= 15 + feed.AHEAD + 1  # one was used, and the rest was not read
+    assert len(gathered) <= 15 + feed.CPU_AHEAD + 1  # one was used, and the rest was not read
 
 
 def test_where_data_lie_is_checked_and_shown():

@@ -338,8 +338,11 @@ class FederatedDataset:
 
 
 def _not_finite(tensor: Tensor) -> list[int]:
-    """The indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see."""
-    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+    """The indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see.
+
+    What is read lazily is looked at when it is read.
+    """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
         return []
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
 

@@ -16,11 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.engine.graph import CAPTURING, piece_steps
+from undrift.engine.graph import CAPTURING, PIECE_BYTES, piece_steps
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 AHEAD = 4
 """How many pieces may be on their way: read, in transfer, or not yet used by the device."""
+
+CPU_AHEAD = 2
+CPU_PIECE_BYTES = 2**22
+"""How large a piece is without a GPU, whose memory is the host's and which needs no long transfers."""
 
 Arrays = tuple[np.ndarray, ...]
 """Indices of samples, and whatever goes with them, with steps along the first axis."""
@@ -43,11 +47,11 @@ class Feed:
         self.stream = _side_stream(device) if device.type == "cuda" else None
         self.ready: SimpleQueue[Any] = SimpleQueue()
         self.free: SimpleQueue[Any] = SimpleQueue()
-        self.stopped = False
+        self.stopped, self.most = False, PIECE_BYTES if self.stream is not None else CPU_PIECE_BYTES
         self.thread = Thread(target=self._fill, name="undrift data", daemon=True)
 
     def __enter__(self) -> Iterator[Iterator[Any]]:
-        for _ in range(AHEAD):
+        for _ in range(AHEAD if self.stream is not None else CPU_AHEAD):
             self.free.put(None)
         self.thread.start()
         return self._items()
@@ -86,7 +90,7 @@ class Feed:
             with torch.no_grad(), self._on_side_stream():
                 for arrays in self.items:
                     self.ready.put("an item")
-                    steps = piece_steps(self.sample_bytes * arrays[0][:1].size)
+                    steps = piece_steps(self.sample_bytes * arrays[0][:1].size, self.most)
                     for begin in range(0, len(arrays[0]), steps):
                         self._wait()
                         if self.stopped:

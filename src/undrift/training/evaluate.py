@@ -15,7 +15,7 @@ from undrift.training.state import State
 from undrift.tree import tree_bytes
 
 BATCH = 1000
-BATCH_BYTES = 2**26
+BATCH_BYTES = 2**25
 """The most that the samples of a batch may take; of large ones there are fewer in it."""
 
 

@@ -108,5 +108,6 @@ ROLES: dict[str, Role] = {name: entry.metadata["role"] for name, entry in FIELDS
 KEYS: dict[str, Role] = {name: role for name, role in ROLES.items() if role.form} | {
     "data.seed": Role("seed", compared=False),
     "data.data_dir": Role("text", resume="free", compared=False),
+    "data.workers": Role("count", resume="free", compared=False),
 }
 """The keys of experiment files. Keys of a section have its role, except for those that are listed here."""
