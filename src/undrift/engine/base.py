@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,10 @@ class RoundInputs:
     """Per client, along a first axis in the order of `filled.clients`."""
     batches: Batches
     """Which samples each local step takes."""
+    runs: dict[str, Tree] = field(default_factory=dict)
+    """Where several runs train side by side: what the clients of each share, along a first axis (`stacked.py`)."""
+    owner: np.ndarray | None = None
+    """Then, per client: the position of its run."""
 
     @property
     def cohort(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from undrift.engine.device_data import DeviceData
 from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
+from undrift.engine.stacked import StackedEngine
 from undrift.engine.steps import EagerSteps, GraphSteps
 from undrift.engine.threads import ThreadedEngine
 from undrift.engine.vectorized import Vectorized
@@ -25,6 +27,8 @@ from undrift.errors import UndriftError
 from undrift.functional.arguments import batch_size
 from undrift.functional.model import Model
 from undrift.tree import tree_bytes
+
+L = TypeVar("L", bound=LanesEngine)
 
 CPU_CONVOLUTION_FLOPS = 4e7
 """Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
@@ -99,14 +103,27 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
     """The engine that was chosen."""
     if choice.engine == "plain":
         return PlainEngine(program, data)
-    functions, compiled = Vectorized(program, data), program.model.compute_dtype if choice.compile else None
+    functions = Vectorized(program, data)
     if captures(data.device):
-        steps = GraphSteps(functions.step, compiled)
-        return LanesEngine(functions, steps, choice.lanes, trace_passes=True, compiled=compiled)
+        return _graphs(LanesEngine, choice, functions)
     alone = data.device.type == "cpu" and choice.lanes == 1
     threads = torch.get_num_threads() if alone and _largest(program.model, width) <= CPU_THREAD_BYTES else 1
     engine = LanesEngine(functions, EagerSteps(functions.step), choice.lanes, trace_passes=threads > 1)
     return ThreadedEngine(engine, threads) if threads > 1 else engine
+
+
+def build_stacked(choice: Choice, program: Program, data: DeviceData) -> StackedEngine:
+    """The engine for several runs."""
+    functions = Vectorized(program, data, apart=True)
+    if captures(data.device):
+        return _graphs(StackedEngine, choice, functions)
+    return StackedEngine(functions, EagerSteps(functions.step), choice.lanes)
+
+
+def _graphs(kind: type[L], choice: Choice, functions: Vectorized) -> L:
+    """A lanes engine whose steps are captured as CUDA graphs."""
+    compiled = functions.program.model.compute_dtype if choice.compile else None
+    return kind(functions, GraphSteps(functions.step, compiled), choice.lanes, trace_passes=True, compiled=compiled)
 
 
 def _largest(model: Model, width: int) -> float:

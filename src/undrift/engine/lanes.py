@@ -8,6 +8,7 @@ leave few of them idle. Sums are added in the order that the packing fixes.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -46,7 +47,7 @@ class LanesEngine:
         compiled: torch.dtype | None = None,
     ) -> None:
         self.program, self.data = functions.program, functions.data
-        self.stepper, self.lanes, self.width = stepper, lanes, lanes
+        self.stepper, self.lanes, self.width, self.compiled = stepper, lanes, lanes, compiled
         self.start = Traced(functions.start, compiled if self.program.using["prepare"] else None)
         self.starting_weights = Traced(functions.begin)
         self.conclude = {skip: Traced(partial(functions.conclude, skip), compiled) for skip in (False, True)}
@@ -57,19 +58,21 @@ class LanesEngine:
         steps = inputs.filled.steps
         return self.train(pack(steps, min(self.lanes, len(steps))), inputs, visit, skip).outcome()
 
-    def train(self, queues: list[list[int]], inputs: RoundInputs, visit: Visit | None, skip: bool) -> Sums:
+    def train(
+        self, queues: list[list[int]], inputs: RoundInputs, visit: Callable[..., None] | None, skip: bool
+    ) -> Sums:
         """Train the clients in each lane's queue, one after another."""
-        sums, lanes, state = Sums(self.program, inputs), None, None  # type: Sums, Tree, Tree
+        sums, lanes, state = self.sums(inputs), None, None  # type: Sums, Tree, Tree
         plan = list(segments(inputs.filled.steps, queues))
         with self.data.feed(self.batches(inputs, segment) for segment in plan) as fed:
             for segment, pieces in zip(plan, fed, strict=True):
-                for where, clients in groups(segment.begins, len(queues)):
+                for where, clients in self.groups(segment.begins, len(queues)):
                     fresh, begun = self.begin(inputs, clients)
                     lanes = self.put(lanes, fresh, where, len(queues))
                     state = self.put(state, begun, where, len(queues))
                 for batches in pieces:
                     state = self.stepper.run(state, lanes, inputs.shared, batches)
-                for where, clients in groups(segment.ends, len(queues)):
+                for where, clients in self.groups(segment.ends, len(queues)):
                     whole = len(where) == len(queues)
                     done, own = (state, lanes) if whole else self.take((state, lanes), where)
                     if visit:
@@ -77,7 +80,24 @@ class LanesEngine:
                     self.end(inputs, done, own, clients, sums, skip)
         return sums
 
-    def visit(self, visit: Visit, params: Params, inputs: RoundInputs, clients: list[int]) -> None:
+    def sums(self, inputs: RoundInputs) -> Sums:
+        """Where what the clients of a round send is added up."""
+        return Sums(self.program, inputs)
+
+    def groups(self, pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
+        """(lane, client) pairs to handle together: all lanes, or one by one. Two shapes, so two traces, suffice."""
+        if len(pairs) == lanes:
+            return [([lane for lane, _ in pairs], [client for _, client in pairs])]
+        return [([lane], [client]) for lane, client in pairs]
+
+    def own(self, inputs: RoundInputs, clients: list[int]) -> dict[str, Tree]:
+        """What these clients have of their own; and, of several runs' clients, what each shares with its run's."""
+        found = self.take(inputs.clients, clients)
+        if inputs.owner is not None:
+            found |= self.take(inputs.runs, inputs.owner[clients].tolist())
+        return found
+
+    def visit(self, visit: Callable[..., None], params: Params, inputs: RoundInputs, clients: list[int]) -> None:
         """Show the weights of clients that have trained, but for those that only fill up the cohort."""
         real = [j for j, c in enumerate(clients) if c < inputs.cohort]
         if real:
@@ -86,7 +106,7 @@ class LanesEngine:
 
     def begin(self, inputs: RoundInputs, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
-        lanes = self.take(inputs.clients, clients)
+        lanes = self.own(inputs, clients)
         if self.program.using["begin"]:
             lanes["begun"] = self.starting_weights(lanes, inputs.shared)
         lanes["measured"] = self.measure({}, lanes, inputs, clients, "before")
@@ -98,14 +118,13 @@ class LanesEngine:
         after = self.measure(state["params"], lanes, inputs, clients, "after")
         lanes = {**lanes, "measured": self.program.latest(lanes["measured"], after)}
         sent = self.conclude[skip](state, lanes, inputs.shared)
-        sums.add(sent.sums)
-        sums.collect(sent, clients)
+        sums.take(sent, clients)
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
         sums, cohort = Sums(self.program, inputs), len(inputs.filled.clients)
         for begin in range(0, cohort, self.lanes):
             clients = list(range(begin, min(begin + self.lanes, cohort)))
-            lanes = self.take(inputs.clients, clients)
+            lanes = self.own(inputs, clients)
             found = only_real(self.measure({}, lanes, inputs, clients, when), lanes)
             sums.add(tree_map(lambda t: t.sum(0), found))
         return sums.total
@@ -139,13 +158,16 @@ class LanesEngine:
         return np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps
 
     def put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
-        """`old` with the one lane at `where` replaced by `new`, in place; `new` itself if it is all lanes."""
+        """`old` with the lanes at `where` replaced by `new`, in place; `new` itself if it is all lanes."""
         if len(where) == lanes:
             return new
         if old is None:
             old = tree_map(lambda n: n.new_zeros(lanes, *n.shape[1:]), new)
-        (lane,) = where
-        tree_copy_(tree_map(lambda o: o[lane : lane + 1], old), new)
+        if len(where) == 1:
+            tree_copy_(tree_map(lambda o: o[where[0] : where[0] + 1], old), new)
+        else:
+            index = to_device(torch.tensor(where), self.data.device)
+            tree_map(lambda o, n: o.index_copy_(0, index, n), old, new)
         return old
 
     def take(self, tree: Tree, where: list[int]) -> Tree:
@@ -154,10 +176,3 @@ class LanesEngine:
             return tree_map(lambda t: t[where[0] : where[0] + 1], tree)
         index = to_device(torch.tensor(where), self.data.device)
         return tree_map(lambda t: t.index_select(0, index), tree)
-
-
-def groups(pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
-    """(lane, client) pairs to handle together: all lanes at once, or one by one. Two shapes, so two traces, suffice."""
-    if len(pairs) == lanes:
-        return [([lane for lane, _ in pairs], [client for _, client in pairs])]
-    return [([lane], [client]) for lane, client in pairs]

@@ -30,6 +30,11 @@ class Sums:
         else:
             tree_add_(self.total, sent)
 
+    def take(self, sent: Sent, clients: list[int]) -> None:
+        """Take what clients, at these positions of the cohort, send and keep; `sent.sums` is of all of them."""
+        self.add(sent.sums)
+        self.collect(sent, clients)
+
     def join(self, other: Sums) -> None:
         """Add what others have added up."""
         self.add(other.total)

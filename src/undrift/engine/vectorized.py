@@ -21,8 +21,10 @@ from undrift.tree import Tree, tree_leaves, tree_map, tree_structure, tree_unfla
 
 
 class Vectorized:
-    def __init__(self, program: Program, data: DeviceData) -> None:
-        self.program, self.data = program, data
+    """The functions of all lanes. With `apart`, what lanes send is left to be added up by the caller."""
+
+    def __init__(self, program: Program, data: DeviceData, apart: bool = False) -> None:
+        self.program, self.data, self.apart = program, data, apart
 
     def begin(self, lanes: Tree, shared: Tree) -> Params:
         """The weights that each lane's client starts from."""
@@ -60,13 +62,13 @@ class Vectorized:
         return distinct(contiguous(after), (state, lanes, shared, rows))
 
     def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> Sent:
-        """What each lane's client sends and keeps, along a first axis; the sums are of all lanes."""
+        """What each lane's client sends and keeps, along a first axis; the sums are of all lanes, unless `apart`."""
 
         def one(state: Tree, own: Tree) -> Sent:
             return self.program.conclude(state, self.program.given(shared, own), skip=skip)
 
         sent = vmap(one)(state, lanes)
-        sums = tree_map(lambda t: t.sum(0), sent.sums)
+        sums = contiguous(sent.sums) if self.apart else tree_map(lambda t: t.sum(0), sent.sums)
         return Sent(sums, contiguous(sent.kept), sent.finite, contiguous(sent.update))
 
     def measure(

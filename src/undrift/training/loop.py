@@ -21,6 +21,7 @@ from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic
+from undrift.training.beside import join
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
@@ -161,6 +162,7 @@ def train(
 def train_with(given: Settings) -> Result:
     """The run with these settings: prepared, resumed where that is asked for, and trained."""
     run = prepare(given)
+    beside = join(run, given)
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
     rule = as_rule(given.stop_when)
@@ -179,7 +181,7 @@ def train_with(given: Settings) -> Result:
         if isinstance(earlier, Result):
             return earlier
         if folder.path and not given.resume:
-            checkpoints.record["started"] = session(checkpoints.record["versions"])
+            checkpoints.record["started"] = session(checkpoints.record["versions"], beside)
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         listeners = Listeners(folder, checkpoints, trackers, given.on_round)
         loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, earlier or first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,8 +12,8 @@ PATIENCE = 2.0
 """Seconds after which git is not waited for."""
 
 
-def session(versions: dict[str, str]) -> dict[str, Any]:
-    """The time, the versions, and the commit of the working directory.
+def session(versions: dict[str, str], beside: Sequence[str] = ()) -> dict[str, Any]:
+    """The time, the versions, the commit of the working directory, and the names of runs that train in one program.
 
     `commit` is None where there is no commit or no git. `dirty` is whether tracked files differ from it, and None where
     git takes too long to tell, or would run commands that the repository itself names as filters.
@@ -26,6 +27,7 @@ def session(versions: dict[str, str]) -> dict[str, Any]:
         "versions": versions,
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
+        **({"beside": list(beside)} if beside else {}),
     }
 
 

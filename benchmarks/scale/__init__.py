@@ -1,0 +1,1 @@
+"""How undrift scales: populations, cohorts, processes, runs side by side, data that stay on the host."""

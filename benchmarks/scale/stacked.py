@@ -1,0 +1,157 @@
+"""Runs side by side in one program, against the same runs one after another.
+
+`PYTHONPATH=src python -m benchmarks.scale.stacked digits` (a CPU), `… paper5 --data DIR` and `… paper4` (a GPU). Each
+prints a row and adds it to `benchmarks/results/stacked.json`:
+
+- `digits`: eight seeds of a small network on digits, Dirichlet(0.5), 5 of 20 clients per round;
+- `paper5`: eight seeds of paper 5's CNN on Fashion-MNIST, two clients per round, as in its Figure 2;
+- `paper4`: four seeds of paper 4's VGG-9 with Dirichlet(0.1), on made-up pictures, which take as long.
+
+Each way is timed without its first rounds, which trace, capture and compile: the time of long runs less that of short
+ones. The runs are the same up to rounding: that is checked after three rounds in float32, relative to what training
+changed, and by the accuracies at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import undrift as ud
+from benchmarks.agree import distance
+from benchmarks.record import Table, head
+from undrift.models import parse_model
+from undrift.training.beside import side_by_side
+
+RESULTS = Path(__file__).parents[1] / "results" / "stacked.json"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Problem:
+    data: Callable[[int], ud.FederatedDataset]
+    """By seed."""
+    model: str
+    local: ud.Local
+    runs: int
+    short: int
+    """How many rounds the short runs have."""
+    long: int
+    precision: str = "auto"
+    compile: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def train(self, seed: int, rounds: int, precision: str) -> ud.Result:
+        compiled = {"compile": self.compile and rounds > 3} if DEVICE == "cuda" else {}
+        return ud.train(
+            self.model, self.data(seed), ud.FedAvg(), rounds=rounds, local=self.local, seed=seed, device=DEVICE,
+            precision=precision, **compiled, **self.options,
+        )  # fmt: skip
+
+    def start(self, seed: int) -> dict[str, torch.Tensor]:
+        x, _ = self.data(seed)[0]
+        assert isinstance(x, torch.Tensor)
+        name, options = parse_model(self.model)
+        module = ud.models.get(name, classes=10, shape=x.shape[1:], seed=seed, **options)
+        return {name: w.detach() for name, w in module.named_parameters()}
+
+
+def digits() -> Problem:
+    load = partial(ud.load, "digits", partition=ud.Dirichlet(0.5), clients=20)
+    local, options = ud.Local(epochs=1, batch_size=10, lr=0.1), {"participation": 5, "evaluate_every": 10}
+    return Problem(lambda seed: load(seed=seed), "mlp(hidden=16)", local, 8, 20, 220, options=options)
+
+
+def paper5() -> Problem:
+    load = partial(
+        ud.load, "fashion_mnist", partition=ud.DirichletPrior(1), clients=10, normalize=True, server_fraction=0.01
+    )
+    local = ud.Local(epochs=2, batch_size=50, lr=ud.decay(0.005, 0.99))
+    return Problem(lambda seed: load(seed=seed), "cnn_temporal", local, 8, 10, 50, "tf32", options={"participation": 2})
+
+
+def paper4() -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (50_000, 3, 32, 32), generator=generator, dtype=torch.uint8).float() / 255
+    y = torch.randint(0, 10, (50_000,), generator=generator)
+    load = partial(ud.load, (x, y), partition=ud.Dirichlet(0.1), clients=20, augment=ud.CropFlip())
+    local = ud.Local(epochs=2, batch_size=64, lr=0.01)
+    return Problem(lambda seed: load(seed=seed), "vgg9", local, 4, 4, 12, "bfloat16", options={"participation": 8})
+
+
+def alone(problem: Problem, rounds: int, precision: str) -> list[ud.Result]:
+    return [problem.train(seed, rounds, precision) for seed in range(problem.runs)]
+
+
+def together(problem: Problem, rounds: int, precision: str) -> list[ud.Result]:
+    found: list[ud.Result] = []
+    for result in side_by_side([partial(problem.train, seed, rounds, precision) for seed in range(problem.runs)]):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+def apart(problem: Problem) -> float:
+    """How far the runs are from the same ones alone, after three rounds in float32, at most."""
+    found = []
+    for seed, (one, other) in enumerate(zip(alone(problem, 3, "auto"), together(problem, 3, "auto"), strict=True)):
+        start = problem.start(seed)
+        reference, update = ({n: run.params[n].cpu() - w for n, w in start.items()} for run in (one, other))
+        found.append(distance(update, reference))
+    return max(found)
+
+
+def timed(way: Callable[..., list[ud.Result]], problem: Problem) -> tuple[float, float, list[ud.Result]]:
+    """Seconds of the rounds that long runs have more than short ones, of long runs as a whole, and their results."""
+    begun = time.perf_counter()
+    way(problem, problem.short, problem.precision)
+    middle = time.perf_counter()
+    found = way(problem, problem.long, problem.precision)
+    whole = time.perf_counter() - middle
+    return whole - (middle - begun), whole, found
+
+
+def measured(name: str, problem: Problem) -> dict[str, Any]:
+    row: dict[str, Any] = {"problem": name, "compile": problem.compile, "runs": problem.runs, "rounds": problem.long}
+    row["apart after 3 rounds"] = apart(problem)
+    sides = {"alone": timed(alone, problem), "together": timed(together, problem)}
+    for side, (rounds, whole, results) in sides.items():
+        samples = sum(row["samples"] for run in results for row in run.history[problem.short :])
+        row |= {f"{side}, s": rounds, f"{side}, with start, s": whole, f"{side}, samples/s": samples / rounds}
+    row["times as fast"] = row["alone, s"] / row["together, s"]
+    row["times as fast, with start"] = row["alone, with start, s"] / row["together, with start, s"]
+    scores = [[run.history[-1].get("accuracy") for run in results] for _, _, results in sides.values()]
+    if all(score is not None for score in scores[0]):
+        row["accuracies apart, points"] = max(100 * abs(a - b) for a, b in zip(*scores, strict=True))
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs side by side against one after another.")
+    parser.add_argument("problem", choices=PROBLEMS)
+    parser.add_argument("--data", type=Path, help="arrays that `undrift reproduce --prepare` wrote")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if asked.data:
+        from undrift.reproduce.arrays import use
+
+        use(asked.data)
+    row = measured(asked.problem, replace(PROBLEMS[asked.problem](), compile=asked.compile))
+    row = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+    print(row)
+    Table(asked.out, head("runs side by side"), "problem", "compile").add(row)
+
+
+PROBLEMS = {"digits": digits, "paper5": paper5, "paper4": paper4}
+
+if __name__ == "__main__":
+    main()

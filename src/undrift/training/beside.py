@@ -1,0 +1,307 @@
+"""Runs side by side: several calls of `ud.train`, whose cohorts train as one.
+
+Each run has a thread of its own, in which it does everything as it does alone: its folder, its history, its server, its
+evaluation. Threads take turns: one runs at a time. Once all runs of the same shape (`signature`) have come to the
+training of a round, the first of them trains all of their cohorts in one program (`engine/stacked.py`), and each goes
+on with its own outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from undrift.data.digest import of_parts
+from undrift.engine.base import Engine, Outcome, RoundInputs, Visit
+from undrift.engine.choose import Choice, build_stacked, choose
+from undrift.engine.client import Program
+from undrift.engine.fallback import Fallback
+from undrift.engine.stacked import StackedEngine, data_of, stacked
+from undrift.errors import first_sentence
+from undrift.functional.model import Params
+from undrift.training.identity import describe, identity
+from undrift.training.run import Run
+from undrift.training.settings import Settings
+from undrift.tree import Tree, tree_map
+
+T = TypeVar("T")
+log = logging.getLogger("undrift")
+_here = threading.local()
+
+OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when"}
+"""What a run may have of its own beside others, of its identity; and its data, but for the samples."""
+
+
+def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """Call functions that each train a run, such that runs of the same shape train as one program.
+
+    Seeds may differ, and numbers: rates, steps, the numbers of every part, participation, and the partition of the same
+    samples. Where the model, the method or the batch size differ, runs take turns.
+
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", partition=ud.IID(), clients=5)
+        >>> def task(seed):
+        ...     work = ud.Local(steps=2, lr=0.1)
+        ...     return lambda: ud.train("logistic", data, ud.FedAvg(), rounds=2, local=work, seed=seed)
+        >>> [len(result.history) for result in side_by_side([task(0), task(1)])]
+        [2, 2]
+
+    Args:
+        tasks: Functions without arguments. Each is called in a thread of its own; one of them runs at a time.
+
+    Returns:
+        What each function returned, or the exception that it raised.
+    """
+    stage = Stage(len(tasks))
+    results: list[Any] = [None] * len(tasks)
+    cpus = torch.get_num_threads()
+
+    def work(i: int) -> None:
+        torch.set_num_threads(cpus)
+        _here.place = stage, i
+        with stage.lock:
+            try:
+                results[i] = tasks[i]()
+            except BaseException as error:  # handed to the caller
+                results[i] = error
+            finally:
+                stage.leave(i)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        stage.interrupt()
+        for thread in threads:
+            thread.join()
+        raise
+    return results
+
+
+def join(run: Run, given: Settings) -> list[str]:
+    """Let a run train beside others, if its thread is one of `side_by_side`. Returns the names of the others."""
+    place = getattr(_here, "place", None)
+    if place is None:
+        return []
+    stage, i = place
+    found: list[str] = stage.join(i, run, given)
+    return found
+
+
+class Stage:
+    """The runs that are side by side, and whose turn it is."""
+
+    def __init__(self, tasks: int) -> None:
+        self.lock = threading.RLock()
+        """Held by the thread whose turn it is."""
+        self.complete = threading.Condition(self.lock)
+        self.missing = set(range(tasks))
+        """Those that have neither joined nor ended."""
+        self.ended: set[int] = set()
+        self.interrupted = False
+        self.runs: dict[int, tuple[Run, str, str]] = {}
+        self.groups: dict[int, Group] | None = None
+
+    def join(self, i: int, run: Run, given: Settings) -> list[str]:
+        if i not in self.missing:  # a task's second run is on its own
+            return []
+        name = Path(given.out).name if given.out is not None else f"run {i}"
+        self.runs[i] = run, signature(run, given), name
+        self._arrive(i)
+        self.complete.wait_for(lambda: not self.missing)
+        if self.groups is None:
+            self.groups = self._formed()
+        group = self.groups.get(i)
+        return [self.runs[j][2] for j in group.members if j != i] if group else []
+
+    def leave(self, i: int) -> None:
+        """Note that a run is over: nobody waits for it any more."""
+        self.ended.add(i)
+        self._arrive(i)
+        if self.groups and i in self.groups:
+            self.groups[i].proceed()
+
+    def interrupt(self) -> None:
+        """Let no run train another round."""
+        self.interrupted = True
+        with self.lock:
+            for group in (self.groups or {}).values():
+                for seat in group.seats.values():
+                    seat.turn.notify()
+
+    def _arrive(self, i: int) -> None:
+        self.missing.discard(i)
+        if not self.missing:
+            self.complete.notify_all()
+
+    def _formed(self) -> dict[int, Group]:
+        """The groups of runs that train as one, by run."""
+        alike: dict[str, list[int]] = {}
+        for i, (run, shape, _) in sorted(self.runs.items()):
+            if shape and i not in self.ended and isinstance(run.engine, Fallback):
+                alike.setdefault(shape, []).append(i)
+        found: dict[int, Group] = {}
+        for members in alike.values():
+            runs = {i: self.runs[i][0] for i in members}
+            if len(runs) > 1 and (engine := engine_of(list(runs.values()))):
+                found |= dict.fromkeys(members, Group(self, runs, engine))
+        return found
+
+
+class Group:
+    """Runs that train as one."""
+
+    def __init__(self, stage: Stage, runs: dict[int, Run], engine: StackedEngine) -> None:
+        self.stage, self.members, self.engine = stage, list(runs), engine
+        self.together = True
+        self.seats = {i: Seat(self, i, run.engine.engine) for i, run in runs.items()}  # type: ignore[attr-defined]
+        self.holders: dict[int, Any] = {i: run.engine for i, run in runs.items()}
+        for i, holder in self.holders.items():
+            holder.engine = self.seats[i]
+        firsts = np.cumsum([0, *(len(run.data) for run in runs.values())]).tolist()
+        self.firsts: dict[int, int] = dict(zip(runs, firsts, strict=False))
+        self.waiting: dict[int, tuple[RoundInputs, Visit | None, bool]] = {}
+        self.answers: dict[int, Outcome | Exception] = {}
+
+    @property
+    def present(self) -> list[int]:
+        """Those that will come to another round, unless they end: not those that train on the plain engine by now."""
+        return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
+
+    def train(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> Outcome:
+        """The outcome of a run's round, once the others have come to theirs."""
+        self.waiting[i] = inputs, visit, skip
+        self.proceed()
+        while i not in self.answers:
+            if self.stage.interrupted:
+                raise KeyboardInterrupt
+            if self.ready and i == self.present[0]:
+                self.serve()
+            else:
+                self.seats[i].turn.wait()
+        answer = self.answers.pop(i)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @property
+    def ready(self) -> bool:
+        return len(self.waiting) == len(self.present) > 0
+
+    def proceed(self) -> None:
+        """Wake up the first run if all have come to a round: always the same thread trains, with its own CPU threads."""
+        if self.ready:
+            self.seats[self.present[0]].turn.notify()
+
+    def serve(self) -> None:
+        """Train the rounds of all that wait."""
+        waiting, self.waiting = self.waiting, {}
+        kinds: dict[Any, list[int]] = {}
+        for i, (_, visit, skip) in sorted(waiting.items()):
+            kinds.setdefault((visit is None, skip), []).append(i)
+        for (_, skip), members in kinds.items():
+            if not (self.together and self._train_together(members, waiting, skip)):
+                for i in members:
+                    self._train_alone(i, *waiting[i])
+        for i in waiting:
+            self.seats[i].turn.notify()
+
+    def _train_together(self, members: list[int], waiting: dict[int, Any], skip: bool) -> bool:
+        def visit(place: int, params: Params, clients: np.ndarray) -> None:
+            waiting[members[place]][1](params, clients)
+
+        visits = waiting[members[0]][1] is not None
+        try:
+            inputs = stacked([waiting[i][0] for i in members], [self.firsts[i] for i in members])
+            outcomes = self.engine.run_all(inputs, visit if visits else None, skip)
+        except Exception as error:  # each alone finds out whose it is
+            log.warning("runs train one after another from here on: %s", first_sentence(error))
+            self.together = False
+            return False
+        self.answers |= dict(zip(members, outcomes, strict=True))
+        return True
+
+    def _train_alone(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> None:
+        try:
+            self.answers[i] = self.seats[i].own.run(inputs, visit, skip)
+        except Exception as error:  # raised in its own thread
+            self.answers[i] = error
+
+
+class Seat:
+    """The engine of a run that trains beside others."""
+
+    def __init__(self, group: Group, i: int, own: Engine) -> None:
+        """`own` is the engine that trains the run alone."""
+        self.group, self.i, self.own = group, i, own
+        self.turn = threading.Condition(group.stage.lock)
+
+    @property
+    def width(self) -> int:
+        return self.own.width
+
+    @property
+    def program(self) -> Program:
+        return self.own.program
+
+    def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
+        return self.group.train(self.i, inputs, visit, skip)
+
+    def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
+        if not self.group.together:
+            return self.own.measure_all(inputs, when)
+        return self.group.engine.measure_all(stacked([inputs], [self.group.firsts[self.i]]), when)
+
+
+def signature(run: Run, given: Settings) -> str:
+    """Runs with the same one can train as one program; empty if a run must train alone.
+
+    Not in it is what a client is given as data: its run's weights, numbers and draws.
+    """
+    if run.choices["engine"] != "lanes" or given.lanes is not None:
+        return ""
+    program = run.engine.program
+    numbers = run.composed.numbers(0)
+    method = run.composed.bind(tree_map(lambda number: 0.0, numbers))
+    known = {name: value for name, value in identity(run, given).items() if name not in OWN | run.data.digests.keys()}
+    return describe(
+        {
+            **known,
+            "method": method,
+            "weighting": run.composed.weighting,
+            "hooks": program.using,
+            "rates": program.reads_rates,
+            "numbers": [sorted(own) for own in numbers],
+            "program": [type(program).__name__, program.weight_decay, program.decay, program.personal],
+            "norms": getattr(program, "norms", 0),
+            "batches": [run.local.widest(run.data.sizes), run.composed.batches],
+            "store": of_parts(run.data.store),
+            "classes": [run.data.classes, run.model.outputs],
+            "tracked": sorted(run.model.tracked),
+            "device": str(run.device),
+            "compile": run.choices["compile"],
+            "deterministic": given.deterministic,
+        }
+    )
+
+
+def engine_of(runs: list[Run]) -> StackedEngine | None:
+    """The engine for the cohorts of all these runs; None if it would have no more lanes than one of them alone."""
+    first, data = runs[0], data_of([run.device_data for run in runs])
+    steps = np.concatenate([run.steps_at(0, run.data.nonempty) for run in runs])
+    cohort, width = sum(run.cohort_size for run in runs), first.local.widest(first.data.sizes)
+    choice = choose("auto", None, first.model, data, cohort, steps, width)
+    if choice.engine != "lanes" or choice.lanes <= max(run.choices["lanes"] for run in runs):
+        return None
+    whole = Choice(choice.engine, choice.lanes, choice.why, first.choices["compile"])
+    return build_stacked(whole, first.engine.program, data)
