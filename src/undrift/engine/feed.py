@@ -113,6 +113,7 @@ class Feed:
         rows = self.gather(arrays[0])
         with CAPTURING:
             piece = tree_map(lambda t: to_device(t, self.device), (rows, *map(torch.from_numpy, arrays[1:])))
+            del rows  # pinned memory, whose return is a matter of events too
             return piece, self.stream.record_event() if self.stream is not None else None
 
     def _on_side_stream(self) -> contextlib.AbstractContextManager[Any]:
