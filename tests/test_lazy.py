@@ -116,6 +116,13 @@ class Known(Squares):
         return super().__getitem__(i)
 
 
+class Fatal(Known):
+    """Ends the process that reads one of its samples."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) if i != 8 else os._exit(1)
+
+
 class Three(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -142,11 +149,15 @@ def test_labels_that_are_known_are_not_read():
     assert Known.read < 50 and data.label_counts().sum() == 2000
 
 
-def test_what_makes_a_dataset_unfit():
+def test_what_makes_a_dataset_unfit(caplog):
     with pytest.raises(ud.UndriftError, match="gives other values each time"):
         ud.load(Squares(noise=1.0), ud.IID(), clients=4, lazy=True)
     data = ud.load(Squares(broken=7), ud.IID(), clients=4, lazy=True)
     with pytest.raises(ud.UndriftError, match="Sample 7 of the training set has NaN in its x"):
+        ud.train(conv(), data, rounds=1, local=LOCAL)
+    assert not caplog.records  # the plain engine was not tried, which would fail too
+    data = ud.load(Fatal(), ud.IID(), clients=4, lazy=True, workers=2)
+    with pytest.raises(ud.UndriftError, match="A process that reads the training set has ended"):
         ud.train(conv(), data, rounds=1, local=LOCAL)
     for name, options in (("digits", {}), ((1, 2), {"workers": 2}), (Squares(), {"lazy": True, "workers": 0})):
         with pytest.raises(ud.UndriftError, match=r"Leave lazy out|True where workers are given|workers must be"):

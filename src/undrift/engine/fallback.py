@@ -12,6 +12,7 @@ import torch
 
 from undrift.engine.base import Engine, Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
+from undrift.engine.feed import of_data
 from undrift.errors import UndriftError, first_sentence, machine_trouble
 from undrift.tree import Tree
 
@@ -98,7 +99,7 @@ class Fallback:
 
     def _refuse(self, error: Exception, memory: bool) -> None:
         """Raise the error if the plain engine would not help, or was not asked for."""
-        if machine_trouble(error) and not memory:
+        if (machine_trouble(error) or of_data(error)) and not memory:
             raise error
         if self.plain is None and (memory or isinstance(error, UndriftError)):
             raise error

@@ -99,6 +99,7 @@ class Feed:
                     self.ready.put(None)
             self.ready.put(None)
         except BaseException as error:  # raised where the data are needed
+            vars(error)["of_data"] = True
             self.ready.put(error)
 
     def _wait(self) -> None:
@@ -124,6 +125,11 @@ class Feed:
         stack.enter_context(torch.cuda.device(self.device))
         stack.enter_context(torch.cuda.stream(self.stream))
         return stack
+
+
+def of_data(error: BaseException) -> bool:
+    """Whether an error is one of reading data, which no other engine would read better."""
+    return "of_data" in vars(error)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
