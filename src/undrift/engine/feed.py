@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.engine.graph import CAPTURING, PIECE_BYTES, piece_steps
+from undrift.engine.graph import CAPTURING, piece_steps
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 AHEAD = 4
 """How many pieces may be on their way: read, in transfer, or not yet used by the device."""
-
 CPU_AHEAD = 2
+"""The same without a GPU, where nothing is in transfer."""
 CPU_PIECE_BYTES = 2**22
-"""How large a piece is without a GPU, whose memory is the host's and which needs no long transfers."""
+"""How large a piece is there; on a GPU, as large as a graph's buffers."""
 
 Arrays = tuple[np.ndarray, ...]
 """Indices of samples, and whatever goes with them, with steps along the first axis."""
@@ -47,7 +47,7 @@ class Feed:
         self.stream = _side_stream(device) if device.type == "cuda" else None
         self.ready: SimpleQueue[Any] = SimpleQueue()
         self.free: SimpleQueue[Any] = SimpleQueue()
-        self.stopped, self.most = False, PIECE_BYTES if self.stream is not None else CPU_PIECE_BYTES
+        self.stopped, self.most = False, CPU_PIECE_BYTES if self.stream is None else None
         self.thread = Thread(target=self._fill, name="undrift data", daemon=True)
 
     def __enter__(self) -> Iterator[Iterator[Any]]:

@@ -35,9 +35,9 @@ CAPTURING = threading.RLock()
 """Held while a graph is captured, when no other thread may allocate memory or wait for events."""
 
 
-def piece_steps(step_bytes: int, most: int = PIECE_BYTES) -> int:
-    """How many steps' batches the buffers hold, given what one takes."""
-    return max(1, min(PIECE_STEPS, most // max(1, step_bytes)))
+def piece_steps(step_bytes: int, most: int | None = None) -> int:
+    """How many steps' batches the buffers hold, given what one takes; or others that hold at most so many bytes."""
+    return max(1, min(PIECE_STEPS, (most or PIECE_BYTES) // max(1, step_bytes)))
 
 
 def captures(device: torch.device) -> bool:
