@@ -11,7 +11,9 @@ import sys
 import tarfile
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +41,10 @@ def table_of(*cells: catalogue.Cell) -> Table:
     return Table(first.paper, first.table, "a table", columns, rows, [0], [], list(cells), {})
 
 
-def quick_cell(rounds: int = 6, **more) -> catalogue.Cell:
+def quick_cell(rounds: int = 6, seed: int = 0, **more) -> catalogue.Cell:
     """A federated run on digits that takes a second."""
     cell = catalogue.cell("fednlr/table-1/cifar-10-dirichlet-0.1/scaffold/0", quick=True)
-    return dataclasses.replace(cell, settings={**cell.settings, "rounds": rounds}, **more)
+    return dataclasses.replace(cell, settings={**cell.settings, "rounds": rounds, "seed": seed}, **more)
 
 
 # ---- the papers' files -------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ class Clock:
         monkeypatch.setattr(queue.Costs, "seconds", lambda _, cell: self.seconds[cell.row])
         monkeypatch.setattr(work, "run", self.run)
 
-    def run(self, cell, folder, late, device):
+    def run(self, cell, folder, late, device, beside=1):
         """A round a second."""
         self.ran.append(cell.row)
         needed = self.seconds[cell.row]
@@ -287,6 +289,21 @@ def test_a_cell_that_fails_does_not_end_the_queue(tmp_path, monkeypatch):
     found = runner(tmp_path)
     found.run([table_of(*cells)])
     assert "mu" in next(iter(found.failed.values())) and len(found.finished) == 1
+
+
+def test_seeds_of_one_setting_train_in_one_program(tmp_path):
+    cells = [quick_cell(seed=seed) for seed in range(3)] + [quick_cell(rounds=9, row="longer")]
+    tables = [table_of(*cells)]
+    found = runner(tmp_path, budget=100.0)
+    costs = SimpleNamespace(seconds=lambda cell: 10.0)
+    beside = partial(found.beside, cells[0], tables)
+    assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1, 2]
+    assert [c.seed for c in beside(costs, 3.0, [cells[1].key])] == [0, 2]
+    found.budget = 28.0
+    assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1], "three take 20 s, and the margins"
+    found.budget = None
+    found.several(cells[:3])
+    assert [found.results.get(cell)["beside"] for cell in cells[:3]] == [3, 3, 3]
 
 
 def test_side_by_side_in_processes(tmp_path, capsys):

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="show what is done and what remains, and run nothing")
     add("--cells", action="store_true", help="with --list: every cell")
     add("--show", metavar="CELL", help="print a cell's experiment file, and run nothing")
-    add("--cell", help="run this cell only")
+    add("--cell", action="append", help="run this cell only; if given more than once, the cells train in one program")
     add("--child", action="store_true", help=argparse.SUPPRESS)
     add("--prepare", type=Path, metavar="DIR", help="write the data as arrays, in files of at most 60 MiB")
     add("--data", type=Path, metavar="DIR", help="read data that --prepare wrote")
@@ -130,7 +130,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
         # Scaled-down models are too small to gain from more threads.
         with threads(1 if asked.quick else None), stopping() as runner.stop:
             if asked.cell:
-                runner.one(catalogue.cell(asked.cell, asked.quick))
+                runner.several([catalogue.cell(key, asked.quick) for key in asked.cell])
             else:
                 runner.run(tables)
     finally:

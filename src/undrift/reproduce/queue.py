@@ -64,6 +64,11 @@ def _open(table: Table, results: Results) -> list[Cell]:
     return [cell for cell in calibrating if cell.variant == first]
 
 
+def slower(beside: int) -> float:
+    """How much longer cells in one program are expected to take than one of them alone."""
+    return (1 + beside) / 2
+
+
 class Costs:
     """Seconds per cell, from cells that were run on the same hardware, or from the files' estimates."""
 
@@ -71,7 +76,9 @@ class Costs:
         self.hardware = hardware
         found = ((c, results.get(c)) for paper in papers().values() for c in cells(paper.tables.values()))
         self.measured: list[tuple[Cell, float]] = [
-            (cell, result["seconds"]) for cell, result in found if result and result["hardware"] == hardware
+            (cell, result["seconds"] / slower(result.get("beside", 1)))
+            for cell, result in found
+            if result and result["hardware"] == hardware
         ]
 
     def seconds(self, cell: Cell) -> float | None:

@@ -1,5 +1,8 @@
 """Runs cells from the queue within a time budget; on a GPU, several at once.
 
+Seeds of the same setting and method train in one program (`training/beside.py`); different ones share the GPU as
+processes.
+
 A cell is only started if it is expected to finish within the remaining time. If no cell is, one that takes longer than
 the whole budget is run in part, and resumed from its checkpoint the next time. The same happens to a cell that takes
 longer than expected.
@@ -13,15 +16,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from undrift.errors import UndriftError, first_line
 from undrift.reproduce import work
 from undrift.reproduce.catalogue import Cell, Table
-from undrift.reproduce.queue import Costs, ordered
+from undrift.reproduce.queue import Costs, ordered, slower
 from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
+from undrift.training.beside import side_by_side
 
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""
@@ -31,6 +36,8 @@ LEAST = 45.0
 """A cell is not run in part with fewer seconds left, most of which its start would take."""
 SLACK = 1.15
 """The safety factor for estimates."""
+MOST_BESIDE = 8
+"""The most cells in one program."""
 
 
 @dataclass
@@ -77,6 +84,21 @@ class Runner:
         done = work.share_done(self.parts / cell.digest, cell)
         return expected * (1 - done) * SLACK + MARGIN < self.left
 
+    def beside(self, cell: Cell, tables: list[Table], costs: Costs, room: float, busy: Iterable[str]) -> list[Cell]:
+        """The cell, and those of its other seeds that are not done, as many as there are time and room for."""
+        if cell.options.get("kind", "train") != "train":
+            return [cell]
+        tried = {*self.paused, *self.failed, *busy}
+        alike = [other for other in ordered(tables, self.results) if other.key not in tried and siblings(cell, other)]
+        chosen = alike[:MOST_BESIDE]
+        expected = costs.seconds(cell)
+        while len(chosen) > 1 and (
+            share_of(chosen) > room + 1e-9
+            or (expected is not None and expected * slower(len(chosen)) * SLACK + MARGIN > self.left)
+        ):
+            chosen.pop()
+        return chosen if cell in chosen else [cell]
+
     def too_long(self, cell: Cell, costs: Costs) -> bool:
         """Whether the cell would not even finish in the whole budget."""
         expected = costs.seconds(cell)
@@ -112,12 +134,22 @@ class Runner:
         while cell := self.next(tables, costs, 1.0):
             self.one(cell)
 
-    def one(self, cell: Cell) -> None:
-        """Run a cell, whether or not it fits, until it is finished or the time is up."""
+    def several(self, cells: list[Cell]) -> None:
+        """Run cells in one program, whether or not they fit, until they are finished or the time is up."""
+        waiting = [cell for cell in cells if not self.results.get(cell)]
+        if len(waiting) == 1:
+            self.one(waiting[0])
+            return
+        for error in side_by_side([partial(self.one, cell, len(waiting)) for cell in waiting]):
+            if error is not None:
+                raise error
+
+    def one(self, cell: Cell, beside: int = 1) -> None:
+        """Run a cell, whether or not it fits, until it is finished or the time is up. `beside`: see `work.run`."""
         if self.results.get(cell):
             return
         try:
-            result = work.run(cell, self.folder(cell), self.late, self.device)
+            result = work.run(cell, self.folder(cell), self.late, self.device, beside)
         except work.Paused:
             self.pause(cell)
         except Exception as error:  # one cell that fails must not end the queue
@@ -130,18 +162,21 @@ class Runner:
             self.finish(cell, result)
 
     def _side_by_side(self, tables: list[Table], costs: Costs) -> None:
-        running: dict[str, tuple[Cell, subprocess.Popen[str], TextIO]] = {}
+        running: dict[str, tuple[list[Cell], subprocess.Popen[str], TextIO]] = {}
         asked_to_stop: set[str] = set()
         try:
             while True:
-                room = 1.0 - sum(cell.share for cell, *_ in running.values())
-                while len(running) < self.processes and (cell := self.next(tables, costs, room, running)):
-                    running[cell.key] = (cell, *self.start(cell))
-                    room -= cell.share
+                room = 1.0 - sum(share_of(cells) for cells, *_ in running.values())
+                busy = [cell.key for cells, *_ in running.values() for cell in cells]
+                while len(running) < self.processes and (cell := self.next(tables, costs, room, busy)):
+                    cells = self.beside(cell, tables, costs, room, busy)
+                    running[cell.key] = (cells, *self.start(cells))
+                    room -= share_of(cells)
+                    busy += [other.key for other in cells]
                 if not running:
                     return
                 time.sleep(0.2)
-                for key, (cell, process, log) in list(running.items()):
+                for key, (cells, process, log) in list(running.items()):
                     if (
                         self.stop.asked and key not in asked_to_stop
                     ):  # only once: a second signal would interrupt the round
@@ -152,34 +187,34 @@ class Runner:
                     if (code := process.poll()) is not None:
                         del running[key]
                         close(process, log)
-                        self.ended(cell, code)
+                        for cell in cells:
+                            self.ended(cell, code, cells[0])
         finally:
             for _, process, log in running.values():
                 process.kill()
                 close(process, log)
 
-    def start(self, cell: Cell) -> tuple[subprocess.Popen[str], TextIO]:
-        command = [sys.executable, "-m", "undrift.reproduce", "--cell", cell.key, "--out", str(self.results.folder)]
+    def start(self, cells: list[Cell]) -> tuple[subprocess.Popen[str], TextIO]:
+        command = [sys.executable, "-m", "undrift.reproduce", "--out", str(self.results.folder)]
+        command += [word for cell in cells for word in ("--cell", cell.key)]
         command += ["--parts", str(self.parts), "--device", self.device]
         command += ["--budget", f"{max(0.0, self.left - MARGIN):.0f}s"] if self.budget is not None else []
         command += ["--data", str(self.data)] if self.data else []
         command += ["--quick"] if self.quick else []
         command += ["--child"]
-        log = (self.folder(cell) / "log.txt").open("a", encoding="utf-8")
+        log = (self.folder(cells[0]) / "log.txt").open("a", encoding="utf-8")
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True)
         return child, log
 
-    def ended(self, cell: Cell, code: int) -> None:
-        """Handle the end of a process; if its cell is finished, its result is on disk."""
-        if code == 0:
-            self.results = Results(self.results.folder)
-            if result := self.results.get(cell):
-                self.finish(cell, result)
-                return
-        if code in (PAUSED, -9):
+    def ended(self, cell: Cell, code: int, first: Cell) -> None:
+        """Handle the end of a process, whose log is with its `first` cell; finished cells' results are on disk."""
+        self.results = Results(self.results.folder)
+        if result := self.results.get(cell):
+            self.finish(cell, result)
+        elif code in (PAUSED, -9):
             self.pause(cell)
         else:
-            lines = (self.parts / cell.digest / "log.txt").read_text(encoding="utf-8").splitlines()
+            lines = (self.parts / first.digest / "log.txt").read_text(encoding="utf-8").splitlines()
             self.fail(cell, lines[-1] if lines else f"its process ended with status {code}")
 
     def finish(self, cell: Cell, result: Result) -> None:
@@ -194,6 +229,17 @@ class Runner:
     def fail(self, cell: Cell, why: str) -> None:
         self.failed[cell.key] = why
         self.say(f"FAILED             {cell.key}: {why}")
+
+
+def siblings(one: Cell, other: Cell) -> bool:
+    """Whether two cells differ in nothing but their seeds."""
+    mine, theirs = ({**cell.settings, "seed": 0} for cell in (one, other))
+    return one.quick == other.quick and one.options == other.options and mine == theirs
+
+
+def share_of(cells: list[Cell]) -> float:
+    """The share of a GPU that cells in one program use."""
+    return min(1.0, sum(cell.share for cell in cells))
 
 
 def close(process: subprocess.Popen[str], log: TextIO) -> None:

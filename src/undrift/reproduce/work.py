@@ -42,10 +42,11 @@ class Enough(Exception):  # noqa: N818 - no error
     """The cell has used up its samples."""
 
 
-def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "auto") -> Result:
+def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "auto", beside: int = 1) -> Result:
     """Run a cell, or the rest of it; `folder` has its checkpoints until it is finished.
 
-    `late` is called after every round, and says whether to stop there. Raises `Paused` if so.
+    `late` is called after every round, and says whether to stop there. Raises `Paused` if so. `beside` is how many
+    cells train in one program, this one included.
     """
     kind = cell.options.get("kind", "train")
     if kind not in KINDS:
@@ -61,7 +62,7 @@ def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "aut
     return {
         "settings": cell.settings, "options": cell.options, "seed": cell.seed, "quick": cell.quick,
         **found, "seconds": round(seconds, 2), "parts": earlier["parts"] + 1,
-        "share": cell.share if _device(device).type == "cuda" else 1.0,
+        "share": min(1.0, cell.share * beside) / beside if _device(device).type == "cuda" else 1.0, "beside": beside,
         "hardware": hardware(device), "versions": identity.versions(_device(device)), "source": code,
     }  # fmt: skip
 

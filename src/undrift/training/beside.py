@@ -199,7 +199,7 @@ class Group:
         return len(self.waiting) == len(self.present) > 0
 
     def proceed(self) -> None:
-        """Wake up the first run if all have come to a round: always the same thread trains, with its own CPU threads."""
+        """Wake up the first run if all have come to a round: so it is always the same thread that trains."""
         if self.ready:
             self.seats[self.present[0]].turn.notify()
 
@@ -296,12 +296,12 @@ def signature(run: Run, given: Settings) -> str:
 
 
 def engine_of(runs: list[Run]) -> StackedEngine | None:
-    """The engine for the cohorts of all these runs; None if it would have no more lanes than one of them alone."""
+    """The engine for the cohorts of all these runs; None if it would have one lane, or fewer than a run has alone."""
     first, data = runs[0], data_of([run.device_data for run in runs])
     steps = np.concatenate([run.steps_at(0, run.data.nonempty) for run in runs])
     cohort, width = sum(run.cohort_size for run in runs), first.local.widest(first.data.sizes)
     choice = choose("auto", None, first.model, data, cohort, steps, width)
-    if choice.engine != "lanes" or choice.lanes <= max(run.choices["lanes"] for run in runs):
+    if choice.engine != "lanes" or choice.lanes < max(2, *(run.choices["lanes"] for run in runs)):
         return None
     whole = Choice(choice.engine, choice.lanes, choice.why, first.choices["compile"])
     return build_stacked(whole, first.engine.program, data)

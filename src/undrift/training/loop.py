@@ -177,7 +177,7 @@ def train_with(given: Settings) -> Result:
             checkpoints.record = {
                 "identity": identity(run, given), "versions": versions(where), "config": config, "choices": run.choices
             }  # fmt: skip
-        earlier = resumed(run, given, folder, checkpoints, rule) if given.resume else None
+        earlier = resumed(run, given, folder, checkpoints, rule, beside) if given.resume else None
         if isinstance(earlier, Result):
             return earlier
         if folder.path and not given.resume:

@@ -27,7 +27,7 @@ FLAG = "allow_version_change=True, or undrift resume --allow-version-change"
 
 
 def resumed(
-    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
+    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None, beside: list[str]
 ) -> Result | State | None:
     """The result of a run that is finished, the state that it goes on from, or None where there is no checkpoint.
 
@@ -75,7 +75,7 @@ def resumed(
     again = {"after_round": state.round if state else 0, "rounds": run.rounds, "allowed": allowed}
     checkpoints.record |= {
         "started": known.get("started"),
-        "resumed": [*known.get("resumed", ()), session(checkpoints.record["versions"]) | again],
+        "resumed": [*known.get("resumed", ()), session(checkpoints.record["versions"], beside) | again],
     }
     return state
 

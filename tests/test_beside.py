@@ -1,0 +1,198 @@
+"""Runs side by side: each is what it is alone, whatever the others are and do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+import undrift as ud
+from tests.parts import METHOD, Normed
+from tests.problems import distance, make_clients, net, same_bits, split
+from undrift.engine.stacked import StackedEngine
+from undrift.training.beside import side_by_side
+from undrift.training.result import recorded
+
+SIZES = ([23, 5, 0, 41, 10, 17, 1], [9, 30, 2, 2, 14, 40], [12, 12, 12, 12, 12])
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """How many runs' cohorts each round had that was trained in one program."""
+    seen, train = [], StackedEngine.run_all
+
+    def watched(self, inputs, *rest):
+        seen.append(len(inputs.each))
+        return train(self, inputs, *rest)
+
+    monkeypatch.setattr(StackedEngine, "run_all", watched)
+    return seen
+
+
+def one_store():
+    """Three partitions of the same samples, which overlap, and differ in sizes and in the number of clients."""
+    whole = make_clients([60, 60])
+    rows = torch.randperm(120, generator=torch.Generator().manual_seed(0)).numpy()
+    found = []
+    for sizes in SIZES:
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).numpy()
+        found.append(
+            ud.FederatedDataset.from_owners(
+                whole.store,
+                rows[: len(owner)],
+                owner,
+                len(sizes),
+                test_rows=whole.test_rows,
+                server_rows=whole.server_rows,
+            )
+        )
+    return found
+
+
+def settings(seed, **changed):
+    local = ud.Local(epochs=2, batch_size=8, lr=0.1 / (seed + 1), weight_decay=0.01 * (seed + 1))
+    return {"rounds": 3, "local": local, "participation": 4, "seed": seed, "device": "cpu", **changed}
+
+
+def noisy():
+    return net(dropout=0.2)
+
+
+def trained(methods, module=noisy, data=None, **changed):
+    """Each method's run alone, and beside the others."""
+    data = data or one_store()
+    tasks = []
+    for seed, method in enumerate(methods):
+        torch.manual_seed(seed)  # starting weights of its own
+        model = module()
+        tasks.append(partial(ud.train, model, data[seed % len(data)], method, **settings(seed, **changed)))
+    alone = [task() for task in tasks]
+    return alone, side_by_side(tasks)
+
+
+ALIKE = {
+    "FedAvg": [ud.FedAvg()] * 3,
+    "numbers": [ud.FedProx(0.1), ud.FedProx(ud.decay(1.0, 0.5)), ud.FedProx(3)],
+    "kept states": [ud.Scaffold()] * 3,
+    "measured": [ud.FedDyn(0.1) + ud.FedNLR(), ud.FedDyn(0.3) + ud.FedNLR(base=2.0), ud.FedDyn(0.2) + ud.FedNLR()],
+    "server": [ud.ServerAdam(lr=0.1), ud.ServerAdam(lr=0.2), ud.ServerAdam(lr=0.3, beta1=0.5)],
+    "plans": [ud.TwoDLRD(window=1)] * 3,
+    "curvature": [ud.FedCurv(0.1), ud.FedCurv(0.2), ud.FedCurv(0.3)],
+}
+
+
+def same(one, other):
+    assert distance(one.params, other.params) < 1e-12
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        assert mine.keys() == theirs.keys() and mine["clients"] == theirs["clients"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_run_beside_others_is_the_run_alone(name, rounds):
+    alone, beside = trained(ALIKE[name])
+    assert rounds and set(rounds) == {3}
+    for one, other in zip(alone, beside, strict=True):
+        same(one, other)
+
+
+def test_every_hook(rounds):
+    alone, beside = trained([METHOD] * 2, data=[make_clients(SIZES[0])])
+    assert rounds == [2] * 3
+    for one, other in zip(alone, beside, strict=True):
+        same(one, other)
+
+
+def test_the_same_bits_each_time():
+    first, again = (trained([ud.Scaffold()] * 3)[1] for _ in range(2))
+    assert all(same_bits(a.params, b.params) for a, b in zip(first, again, strict=True))
+
+
+def test_running_statistics_and_own_models(rounds):
+    alone, beside = trained([ud.FedAvg()] * 2, Normed, [make_clients([20, 10, 16, 7, 12])])
+    assert set(rounds) == {2}
+    for one, other in zip(alone, beside, strict=True):
+        state = other.model.state_dict()
+        assert all(torch.allclose(t, state[name], atol=1e-12) for name, t in one.model.state_dict().items())
+    alone, beside = trained([ud.FedAvg()] * 2, net, [split()], personalize_every=2)
+    assert {len(rounds), *rounds} >= {2}
+    for one, other in zip(alone, beside, strict=True):
+        assert one.history[-1]["tuned_loss"] == pytest.approx(other.history[-1]["tuned_loss"], abs=1e-12)
+
+
+def test_faults_and_rules(rounds):
+    given = {"faults": ud.Faults(dropout=0.3, nan=0.1, explode=0.2), "max_norm_ratio": 1.5}
+    alone, beside = trained([ud.Scaffold()] * 3, **given)
+    assert rounds
+    for one, other in zip(alone, beside, strict=True):
+        assert distance(one.params, other.params) < 1e-12
+        assert [row["left_out"] for row in one.history] == [row["left_out"] for row in other.history]
+        assert [row["dropped"] for row in one.history] == [row["dropped"] for row in other.history]
+
+
+def test_runs_of_another_shape_take_turns(rounds):
+    alone, beside = trained([ud.FedAvg(), ud.Scaffold(), ud.FedAvg()])
+    assert set(rounds) == {2}
+    assert all(distance(one.params, other.params) < 1e-12 for one, other in zip(alone, beside, strict=True))
+
+
+@dataclass(frozen=True)
+class Broken(ud.Part):
+    """Fails in the hook of one run in round 2: where the number is 7."""
+
+    number: ud.Number = 0.0
+
+    def transform(self, update, state, server):
+        if float(self.number) == 7 and server.round == 1:
+            raise RuntimeError("this hook is broken")
+        return update, state
+
+
+def test_a_run_that_fails_or_ends_early_leaves_the_others_alone(rounds):
+    methods = [Broken(1.0), Broken(7.0), Broken(2.0)]
+    data = one_store()
+    tasks = [
+        partial(ud.train, net(), data[i], method, **settings(i, rounds=2 if i == 0 else 4))
+        for i, method in enumerate(methods)
+    ]
+    first, second, third = side_by_side(tasks)
+    assert isinstance(second, ud.UndriftError) and "this hook is broken" in str(second)
+    assert rounds == [3, 3, 1, 1]
+    assert len(first.history) == 2 and distance(third.params, tasks[2]().params) < 1e-12
+
+
+@dataclass(frozen=True)
+class Unmappable(ud.Part):
+    """A client's hook that fails for all lanes but not for one client at a time."""
+
+    def gradient(self, g, params, client):
+        if torch._C._functorch.is_batchedtensor(client.lr):  # the rate is each lane's own only beside other runs
+            raise RuntimeError("not beside others")
+        return g
+
+
+def test_what_fails_together_goes_on_alone(rounds, caplog):
+    alone, beside = trained([Unmappable()] * 3)
+    assert rounds == [3] and "one after another" in caplog.text
+    assert all(distance(one.params, other.params) < 1e-12 for one, other in zip(alone, beside, strict=True))
+
+
+def test_folders_name_the_others_and_are_resumed_alone(tmp_path, rounds):
+    data = one_store()
+
+    def task(i, count, resume=False):
+        given = settings(i, rounds=count, out=tmp_path / f"run-{i}", resume=resume)
+        return partial(ud.train, net(), data[i], ud.Scaffold(), **given)
+
+    side_by_side([task(i, 2) for i in range(3)])
+    assert recorded(tmp_path / "run-1")["started"]["beside"] == ["run-0", "run-2"]
+    longer = task(1, 4, resume=True)()
+    assert "beside" not in recorded(tmp_path / "run-1")["resumed"][-1]
+    whole = ud.train(net(), data[1], ud.Scaffold(), **settings(1, rounds=4))
+    assert distance(longer.params, whole.params) < 1e-12
+    assert [row["clients"] for row in longer.history] == [row["clients"] for row in whole.history]
+    alone = ud.train(net(), data[1], ud.Scaffold(), **settings(1, rounds=2, out=tmp_path / "alone"))
+    assert {f.name for f in (tmp_path / "alone").iterdir()} == {f.name for f in (tmp_path / "run-1").iterdir()}
+    assert alone.history[0].keys() == longer.history[0].keys()
