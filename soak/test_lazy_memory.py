@@ -53,6 +53,7 @@ def test_a_folder_larger_than_memory(tmp_path):
     lazy = run("lazy")
     assert lazy.returncode == 0, lazy.stderr
     place, peak = lazy.stdout.split()
+    print(f"{size / 1e6:.0f} MB of pictures, at most {LIMIT / 1e6:.0f} MB allocated, {int(peak) / 1e3:.0f} MB resident")
     assert place == "disk" and int(peak) * 1024 < LIMIT
     whole = run("whole")
     assert whole.returncode != 0 and "allocate" in whole.stderr, whole.stderr  # so the limit is one
