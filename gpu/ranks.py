@@ -41,4 +41,4 @@ def processes(number: int, device: str) -> list[Finding]:
 
 def checks() -> Iterator[Check]:
     for number in (1, 2):
-        yield Check("h", f"{number} in all", partial(processes, number), seconds=60.0)
+        yield Check("i", f"{number} in all", partial(processes, number), seconds=60.0)

@@ -137,7 +137,7 @@ COLUMNS = {
     "round", "clients", "steps", "total_steps", "steps_fraction", "local_steps", "lr", "samples", "seconds",
     "bytes_down", "bytes_up", "total_bytes", "loss", "class_accuracy", "by_client", "skipped", "dropped", "stragglers",
     "left_out", "survivors", "round_skipped", "stopped_early",
-    "switched",
+    "switched", "lanes",
 }  # fmt: skip
 """The columns that every row of the history may have."""
 

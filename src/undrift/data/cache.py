@@ -24,6 +24,7 @@ from typing import IO, Any
 import numpy as np
 from safetensors import safe_open
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from undrift.data import digest
 from undrift.data.paths import as_path, kind
@@ -36,6 +37,16 @@ FORMAT = 3
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64", "float32": "F32"}
 
 Notes = dict[str, Any]
+
+_mapped_files: dict[int, StorageWeakRef] = {}
+"""Memory that is a file's, by its address in torch."""
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor, or what it is a view of, is a file of the cache."""
+    asked = StorageWeakRef(tensor.untyped_storage())
+    known = _mapped_files.get(asked.cdata)
+    return known is not None and not known.expired()
 
 
 class Writer:
@@ -172,4 +183,6 @@ def _mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
         if check and digest.checksum(digest.as_bytes(tensor)) != known["checksum"]:
             raise ValueError(f"the values of {name} have changed")
         digest.remember(tensor, known["sha256"])
+        mapped = StorageWeakRef(tensor.untyped_storage())
+        _mapped_files[mapped.cdata] = mapped
     return arrays, contents["notes"]

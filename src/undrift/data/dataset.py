@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,11 @@ class Rows:
 
     def all(self) -> tuple[Samples, Tensor]:
         return self.take(self.store, self.index)
+
+    def batches(self, size: int) -> Iterator[tuple[Samples, Tensor]]:
+        """The samples in order, so many at a time."""
+        for begin in range(0, len(self), size):
+            yield self.take(self.store, self.index[begin : begin + size])
 
     def to(self, device: torch.device) -> Rows:
         return Rows({name: t.to(device) for name, t in self.store.items()}, self.index.to(device), self.take)
@@ -371,8 +376,11 @@ class FederatedDataset:
 
 
 def _not_finite(tensor: Tensor) -> list[int]:
-    """The indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see."""
-    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+    """The indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see.
+
+    What is read lazily is looked at when it is read.
+    """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
         return []
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
 

@@ -49,7 +49,9 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def of_tensor(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's values, computed once for each tensor."""
+    """The SHA-256 of a tensor's values, computed once for each tensor; of data that are read lazily, their identity."""
+    if not isinstance(tensor, Tensor):
+        return str(tensor.identity)
     version = None if tensor.is_inference() else tensor._version
     known = _known.get(tensor)
     if known is None or version is None or known[0] != version:

@@ -18,7 +18,7 @@ from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows
 from undrift.data.labels import Labels, encoded
 from undrift.data.paths import read_bytes
-from undrift.data.samples import Store, take
+from undrift.data.samples import Store, finish, gather, in_halves
 from undrift.data.source import Source
 from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted
@@ -83,7 +83,7 @@ class Images:
         place = places[0]
         names, read = self.reader(place)
         codes: dict[Any, int] = {}
-        moments: Any = 0
+        found: Any = 0
         for split in ("train", *([self.test] if self.test else [])):
             to, count = "train" if split == "train" else "test", 0
             for cells, y, who in read(split):
@@ -91,7 +91,7 @@ class Images:
                     count += len(x)
                     write.append(f"{to}_x", x)
                     if to == "train":
-                        moments = moments + _moments(x)
+                        found = found + moments(x)
                 write.append(f"{to}_y", y)
                 if to == "train" and who is not None:
                     write.append("train_key", encoded(who, codes, f"The column {quoted(self.client)} of {place.name}"))
@@ -104,10 +104,8 @@ class Images:
             count, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
             if count != wanted:
                 raise UndriftError(f"{other.name} has {count} rows, but {place.name} has {wanted}; get both again.")
-        total, squares, pixels = moments
-        mean = total / pixels
-        write.append("mean", mean.astype(np.float32)[:, None, None])
-        write.append("std", np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8)).astype(np.float32)[:, None, None])
+        for name, values in statistics(found).items():
+            write.append(name, values)
         write.notes |= {"classes": names, "clients": list(map(str, codes))}
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
@@ -145,7 +143,7 @@ class Images:
         found: list[np.ndarray] = []
         for i, cell in enumerate(cells):
             where = str(cell) if isinstance(cell, Path) else f"Row {begin + i} of the {split} split of {place.name}"
-            pixels = self._decoded(_bytes(cell, place, where), where)
+            pixels = self.decoded(_bytes(cell, place, where), where)
             shape = shape or pixels.shape
             if pixels.shape != shape:
                 sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
@@ -157,7 +155,7 @@ class Images:
         if found:
             yield np.stack(found)
 
-    def _decoded(self, data: bytes, where: str) -> np.ndarray:
+    def decoded(self, data: bytes, where: str) -> np.ndarray:
         try:
             return self.decoder(data)
         except Exception as error:  # decoders raise all kinds of errors for damaged bytes
@@ -170,6 +168,22 @@ class ImageFolder(Images):
     """Images in one subfolder per class, optionally below `train` and `test`."""
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
+        names, classes = self.labels(place)
+
+        def read(split: str) -> Iterator[Cells]:
+            files, y = dict(place.files)[split], classes(split)
+            for begin in range(0, len(files), BATCH):
+                yield list(files[begin : begin + BATCH]), y[begin : begin + BATCH], None
+
+        return names, read
+
+    def from_file(self, file: Path) -> np.ndarray:
+        """One image."""
+        return self.decoded(_bytes(file, None, str(file)), str(file))
+
+    def labels(self, place: Place) -> tuple[list[str], Callable[[str], np.ndarray]]:
+        """The classes' names, and a function that gives each image's class in a split: no image is read for that."""
+
         def named(split: str) -> list[str]:
             files = dict(place.files)[split]
             parts = [file.relative_to(place.name).parts for file in files]
@@ -177,31 +191,45 @@ class ImageFolder(Images):
             return [part[1] if below else part[0] for part in parts]
 
         names = sorted(set(named("train")))
+        numbers = {name: i for i, name in enumerate(names)}
 
-        def read(split: str) -> Iterator[Cells]:
-            files, classes = list(dict(place.files)[split]), named(split)
-            if strange := set(classes) - set(names):
+        def classes(split: str) -> np.ndarray:
+            found = named(split)
+            if strange := set(found) - set(names):
                 raise UndriftError(f"{place.name} has images of {min(strange)!r} in {split}, but none to train on.")
-            for begin in range(0, len(files), BATCH):
-                part = slice(begin, begin + BATCH)
-                yield files[part], np.array([names.index(c) for c in classes[part]], np.int64), None
+            return np.array([numbers[name] for name in found], np.int64)
 
-        return names, read
+        return names, classes
 
 
 def standardised(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Images minus the training set's mean, divided by its standard deviation, per channel."""
-    x, y = take(store, indices)
+    return _standardised(gather(store, indices), store)
+
+
+def _standardised(rows: Store, store: Store) -> tuple[Tensor, Tensor]:
+    x, y = finish(rows, store)
     return (x - store["mean"]) / store["std"], y
 
 
-def _moments(x: np.ndarray) -> Any:
+in_halves(standardised, gather, _standardised)
+
+
+def moments(x: np.ndarray) -> Any:
     """Per channel: the sum of the pixels, scaled to [0, 1], the sum of their squares, and their number."""
     scaled = x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1) / 255.0
     return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
 
 
-def _bytes(cell: Any, place: Place, where: str) -> bytes:
+def statistics(found: np.ndarray) -> dict[str, np.ndarray]:
+    """The mean and the standard deviation per channel, from the sum of all moments."""
+    total, squares, pixels = found
+    mean = total / pixels
+    std = np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8))
+    return {name: values.astype(np.float32)[:, None, None] for name, values in (("mean", mean), ("std", std))}
+
+
+def _bytes(cell: Any, place: Place | None, where: str) -> bytes:
     """The encoded image: from the cell itself, or from a file in the table's folder."""
     try:
         if isinstance(cell, Path):
@@ -209,6 +237,7 @@ def _bytes(cell: Any, place: Place, where: str) -> bytes:
         if not isinstance(cell, dict):
             raise ValueError(f"it holds {type(cell).__name__}, not an image's bytes")
         data = cell.get("bytes")
+        assert place
         return data if data is not None else read_bytes(place.beside(cell.get("path")))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

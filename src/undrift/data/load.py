@@ -16,6 +16,7 @@ from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
 from undrift.data.images import standardised
+from undrift.data.lazy_images import with_statistics
 from undrift.data.names import names_of
 from undrift.data.partition import MOST, ByKey, Partition, parse_partition
 from undrift.data.paths import as_path
@@ -46,6 +47,8 @@ def load(
     normalize: bool = False,
     augment: Any = None,
     data_dir: str | Path | None = None,
+    lazy: bool = False,
+    workers: int | None = None,
 ) -> FederatedDataset:
     """Load a data set and partition it over clients.
 
@@ -74,6 +77,10 @@ def load(
         normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
         augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
         data_dir: A folder in hub layout to read from, instead of the hub (or set UNDRIFT_DATA).
+        lazy: Read samples when they are needed, and keep none in memory: of a folder of images, a torch `Dataset`, or
+            arrays such as `numpy.memmap`.
+        workers: With `lazy`, how many threads decode images, by default as many as there are cores, up to 8; or how
+            many processes read a `Dataset`, by default none but this one.
 
     Returns:
         The clients' data, with the test, validation and server data.
@@ -95,7 +102,12 @@ def load(
         raise UndriftError(f"test_size must be a whole number from 1, not {quoted(test_size)}.")
     augment = _augment(augment)
 
-    source = _source(name, test, label, client, data_dir)
+    if workers is not None and (not whole(workers) or workers < 1):
+        raise UndriftError(f"workers must be a whole number from 1, not {quoted(workers)}.")
+    if not isinstance(lazy, bool) or (workers is not None and not lazy):
+        raise UndriftError(f"lazy must be True or False, and True where workers are given, not {quoted(lazy)}.")
+
+    source = _source(name, test, label, client, data_dir, lazy, workers)
     if not len(source.labels):
         raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
     if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
@@ -169,7 +181,15 @@ def _assigned(source: Source, samples: np.ndarray, owner: np.ndarray, clients: i
     return FederatedDataset.from_owners(source.store, source.in_store(samples), owner, clients, **rest)
 
 
-def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str | Path | None) -> Source:
+def _source(
+    name: Any,
+    test: Any,
+    label: str,
+    client: str | None,
+    data_dir: str | Path | None,
+    lazy: bool,
+    workers: int | None,
+) -> Source:
     if not isinstance(name, str | Path):
         sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
         if not isinstance(name, tuple | list) and not sequence:
@@ -178,7 +198,7 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
                 "load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not "
                 f"{type(name).__name__}.{splits}"
             )
-        return own.in_memory(name, test, label)
+        return own.given(name, test, label, lazy, workers)
     if test is not None:
         raise UndriftError(
             "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."
@@ -187,11 +207,15 @@ def _source(name: Any, test: Any, label: str, client: str | None, data_dir: str 
         raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")
     if name in sources.FUNCTIONS:
         made = sources.FUNCTIONS[str(name)]()
-        return made if isinstance(made, Source) else own.in_memory(*made)
+        if isinstance(made, Source) and lazy:
+            raise UndriftError(own.NOT_LAZY.format(name))
+        return made if isinstance(made, Source) else own.given(made[0], made[1], lazy=lazy, workers=workers)
     if name in sources.RECIPES:
+        if lazy:
+            raise UndriftError(own.NOT_LAZY.format(name))
         return sources.named(str(name), data_dir)
     if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or os.path.exists(name)):
-        return own.on_disk(name, label, client, data_dir)
+        return own.on_disk(name, label, client, data_dir, lazy, workers)
     raise unknown("data set", str(name), sources.names())
 
 
@@ -224,6 +248,7 @@ def _with_test(source: Source, name: str | None, fraction: float | None, size: i
 
 
 def _normalised(source: Source) -> Source:
+    source = with_statistics(source)
     if source.take is not take or "mean" not in source.store:
         raise UndriftError("normalize is for images that are read from files; leave it out.")
     test = replace(source.test, take=standardised) if source.test else None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data import tables
+from undrift.data import lazy_images, lazy_sets, tables
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Task
 from undrift.data.images import ImageFolder, Images
@@ -27,11 +27,17 @@ from undrift.errors import UndriftError, listed, quoted, shortened
 
 log = logging.getLogger("undrift")
 
+NOT_LAZY = (
+    "lazy=True is for folders of images, torch Datasets and arrays; {} is decoded once and then read from its file "
+    "in the cache anyway. Leave lazy out."
+)
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
-def in_memory(data: Any, test: Any = None, label: str = "label") -> Source:
+def given(data: Any, test: Any = None, label: str = "label", lazy: bool = False, workers: int | None = None) -> Source:
     """A pair (x, y), or a `Dataset` of such samples, with its own test set where one is given."""
+    if lazy:
+        return lazy_sets.source(data, test, label, workers)
     x, y = stacked(data, "the training set", label)
     held_out = None
     if test is not None:
@@ -42,11 +48,23 @@ def in_memory(data: Any, test: Any = None, label: str = "label") -> Source:
     return Source({**stored(x), "y": y}, partition_labels(y), test=held_out)
 
 
-def on_disk(where: str | Path, label: str, client: str | None, data_dir: str | Path | None) -> Source:
+def on_disk(
+    where: str | Path,
+    label: str,
+    client: str | None,
+    data_dir: str | Path | None,
+    lazy: bool = False,
+    workers: int | None = None,
+) -> Source:
     """A file, a folder, or a data set of the hub by its id: images or numbers, labels and optional client ids."""
     place = _find(where, data_dir)
     name = "".join(c if c.isalnum() else "-" for c in Path(where).stem)[:40]
-    return opened(name, _recipe(place, label, client), [place])
+    recipe = _recipe(place, label, client)
+    if lazy and isinstance(recipe, ImageFolder):
+        return lazy_images.folder(place, recipe, workers)
+    if lazy:
+        raise UndriftError(NOT_LAZY.format(place.name))
+    return opened(name, recipe, [place])
 
 
 def _recipe(place: Place, label: str, client: str | None) -> Recipe:

@@ -71,4 +71,4 @@ def read_bytes(file: Path) -> bytes:
             raise ValueError(f"{file} is not a regular file")
         if status.st_size > MOST_BYTES:
             raise ValueError(f"{file} has {status.st_size:,} bytes; the limit is {MOST_BYTES:,}")
-        return stream.read(MOST_BYTES)
+        return stream.read(status.st_size)  # not MOST_BYTES, for which memory would be set aside first

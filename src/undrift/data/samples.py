@@ -7,6 +7,7 @@ samples together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ Samples = Any
 Store = dict[str, Tensor]
 Take = Callable[[Store, Tensor], tuple[Samples, Tensor]]
 
+Pick = Callable[[Tensor, Tensor], Tensor]
+"""A function of a tensor and indices, which may have any shape: the tensor's entries there, along its first axis."""
+
 INPUT = "x/"
 """What the store's name of one of several inputs begins with."""
 
@@ -32,14 +36,42 @@ def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
     uint8 values of a single tensor are pictures if a sample has at least two axes, and are scaled to [0, 1]. Along one
     axis, or in a tuple or dict, nothing is converted: there, small integers are as likely to be tokens or a mask.
     """
-    y = store["y"][indices]
-    if "x" in store:
-        x = store["x"][indices]
+    return finish(gather(store, indices), store)
+
+
+def gather(store: Store, indices: Tensor, pick: Pick = operator.getitem) -> Store:
+    """The entries of the store that make up the samples at `indices`, in the types in which they are stored."""
+    names = ["y", *(["x"] if "x" in store else [name for name in store if name.startswith(INPUT)])]
+    read = {name: store[name].reader for name in names if not isinstance(store[name], Tensor)}  # type: ignore[attr-defined]
+    found: Store = {}
+    for reader in set(read.values()):  # a sample with several inputs is read once
+        found |= reader.read(indices)
+    return {name: found[name] if name in read else pick(store[name], indices) for name in names}
+
+
+def finish(rows: Store, store: Store) -> tuple[Samples, Tensor]:
+    """The samples, from what `gather` found; see `take`."""
+    y = rows["y"]
+    if "x" in rows:
+        x = rows["x"]
         return (x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 2 else x), y
-    inputs = {name.removeprefix(INPUT): t[indices] for name, t in store.items() if name.startswith(INPUT)}
+    inputs = {name.removeprefix(INPUT): t for name, t in rows.items() if name != "y"}
     if "0" in inputs:
         return tuple(inputs[str(i)] for i in range(len(inputs))), y
     return inputs, y
+
+
+def in_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store, Store], Any]) -> None:
+    """Say that `take` is `finish(gather(store, indices), store)`.
+
+    Then, where the store stays in the host's memory, the host only gathers, and everything that computes runs on the
+    device, as it would with the store there: the results are the same to the bit. A class of `take` has the two as
+    methods.
+    """
+    vars(take).update(gather=gather, finish=finish)
+
+
+in_halves(take, gather, finish)
 
 
 def stored(x: Samples) -> Store:

@@ -5,6 +5,7 @@ The store holds the text itself, as small integers; windows and bags are built w
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Task
 from undrift.data.labels import Labels, encoded
-from undrift.data.samples import Store
+from undrift.data.samples import Pick, Store, gather, in_halves
 from undrift.data.source import Source
 from undrift.data.tables import Place
 from undrift.errors import UndriftError
@@ -33,8 +34,14 @@ class Windows:
     length: int
 
     def __call__(self, store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return self.finish(self.gather(store, indices), store)
+
+    def gather(self, store: Store, indices: Tensor, pick: Pick = operator.getitem) -> Store:
         span = torch.arange(self.length, device=indices.device)
-        return store["x"][indices[:, None] + span].long(), store["y"][indices].long()
+        return {"x": pick(store["x"], indices[:, None] + span), "y": pick(store["y"], indices)}
+
+    def finish(self, rows: Store, store: Store) -> tuple[Tensor, Tensor]:
+        return rows["x"].long(), rows["y"].long()
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,14 @@ class Bags:
     tags: int
 
     def __call__(self, store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-        bag = _counts(store["x"][indices].long(), self.words)
-        return bag / bag.sum(1, keepdim=True).clamp(min=1), _counts(store["y"][indices].long(), self.tags)
+        return self.finish(gather(store, indices), store)
+
+    def gather(self, store: Store, indices: Tensor, pick: Pick = operator.getitem) -> Store:
+        return gather(store, indices, pick)
+
+    def finish(self, rows: Store, store: Store) -> tuple[Tensor, Tensor]:
+        bag = _counts(rows["x"].long(), self.words)
+        return bag / bag.sum(1, keepdim=True).clamp(min=1), _counts(rows["y"].long(), self.tags)
 
 
 def _counts(ids: Tensor, size: int) -> Tensor:
@@ -58,7 +71,14 @@ def _counts(ids: Tensor, size: int) -> Tensor:
 
 def sequences(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Word ids as int64, the type that embeddings take."""
-    return store["x"][indices].long(), store["y"][indices]
+    return _sequences(gather(store, indices), store)
+
+
+def _sequences(rows: Store, store: Store) -> tuple[Tensor, Tensor]:
+    return rows["x"].long(), rows["y"]
+
+
+in_halves(sequences, gather, _sequences)
 
 
 @dataclass(frozen=True)

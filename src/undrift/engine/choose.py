@@ -142,8 +142,7 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: in
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
         return 1, "on a CPU convolutions of this size are fastest one client at a time"
     busy = min(cohort, math.ceil(cohort * steps.mean / steps.largest))
-    x = data.data.take(data.store, torch.zeros(1, dtype=torch.int64, device=device))[0]
-    batch = 2 * width * tree_bytes(x)  # and at least as much again for what the layers make of it
+    batch = 2 * width * tree_bytes(data.sample)  # and at least as much again for what the layers make of it
     lane = batch + sum(w.numel() * w.element_size() for w in model.start.values())
     on_gpu = device.type == "cuda"
     memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES

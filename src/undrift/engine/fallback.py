@@ -1,7 +1,9 @@
-"""From the lanes engine to the plain one, when training shows that lanes cannot run the model, the loss or a hook."""
+"""From the lanes engine to fewer lanes, when memory runs out; or to the plain one, when training shows that lanes
+cannot run the model, the loss or a hook."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 
 from undrift.engine.base import Engine, Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
+from undrift.engine.feed import of_data
 from undrift.errors import UndriftError, first_sentence, machine_trouble
 from undrift.tree import Tree
 
@@ -17,20 +20,32 @@ log = logging.getLogger("undrift")
 
 
 class Fallback:
-    """Trains with `lanes` until that fails; from then on, that round included, with what `plain` makes.
+    """Trains with lanes until that fails; from then on, that round included, with fewer lanes or the plain engine.
+
+    Where memory runs out, the number of lanes is halved until it does not. Where lanes fail otherwise, or one is still
+    too many, everything goes to what `plain` makes.
 
     A round is a function of its inputs, so the one that failed is run again from its beginning. If the plain engine
     fails on it too, that error is the user's to see.
 
     Args:
-        lanes: The engine to begin with.
+        lanes: Makes the engine for a number of lanes.
+        count: How many to begin with.
         plain: Makes the engine that runs everything; None where lanes were asked for, and their failure is an error.
+        narrowed: Called with the round in which memory ran out, from 0, and the lanes that are left.
         switched: Called with the round in which lanes failed, from 0, and the reason.
     """
 
-    def __init__(self, lanes: Engine, plain: Callable[[], Engine] | None, switched: Callable[[int, str], None]) -> None:
-        self.engine, self.plain, self.switched = lanes, plain, switched
-        self.fallen = False
+    def __init__(
+        self,
+        lanes: Callable[[int], Engine],
+        count: int,
+        plain: Callable[[], Engine] | None,
+        narrowed: Callable[[int, int], None],
+        switched: Callable[[int, str], None],
+    ) -> None:
+        self.engine, self.lanes, self.plain = lanes(count), lanes, plain
+        self.narrowed, self.switched, self.fallen = narrowed, switched, False
 
     @property
     def width(self) -> int:
@@ -48,6 +63,11 @@ class Fallback:
         found: list[Tree] = self._try(inputs, lambda engine: engine.measure_all(inputs, when))
         return found
 
+    def narrow(self, t: int, lanes: int) -> None:
+        """Train with so many lanes from now on."""
+        self.engine = self.lanes(lanes)
+        self.narrowed(t, lanes)
+
     def switch(self, t: int, why: str) -> None:
         """Train with the plain engine from now on."""
         assert self.plain
@@ -55,24 +75,45 @@ class Fallback:
         self.switched(t, why)
 
     def _try(self, inputs: RoundInputs, work: Callable[[Engine], Any]) -> Any:
-        if not self.fallen:
+        t = inputs.plan.round
+        while not self.fallen:
             try:
                 return work(self.engine)
             except Exception as error:  # whatever a model, a loss or a hook may raise under vmap or while it is traced
-                memory = isinstance(error, torch.OutOfMemoryError)
-                if machine_trouble(error) and not memory:
-                    raise
-                if self.plain is None and (memory or isinstance(error, UndriftError)):
-                    raise
-                if self.plain is None:
-                    raise explained(error) from error
+                memory = out_of_memory(error)
+                halve = memory and self.width > 1
+                if not halve:
+                    self._refuse(error, memory)
                 why = "lanes need more memory than there is" if memory else f"lanes failed ({first_sentence(error)})"
             # Outside of the handler, whose traceback would keep the lanes' tensors alive.
-            self.switch(inputs.plan.round, why)
+            if halve:
+                self.narrow(t, (self.width + 1) // 2)
+                log.warning("round %d starts again with %d lanes: memory ran out with more", t + 1, self.width)
+            else:
+                self.switch(t, why)
+                log.warning("round %d starts again on the plain engine: %s", t + 1, why)
             if torch.cuda.is_available():
+                gc.collect()  # captured graphs hold memory of their own
                 torch.cuda.empty_cache()
-            log.warning("round %d starts again on the plain engine: %s", inputs.plan.round + 1, why)
         return work(self.engine)
+
+    def _refuse(self, error: Exception, memory: bool) -> None:
+        """Raise the error if the plain engine would not help, or was not asked for."""
+        if (machine_trouble(error) or of_data(error)) and not memory:
+            raise error
+        if self.plain is None and (memory or isinstance(error, UndriftError)):
+            raise error
+        if self.plain is None:
+            raise explained(error) from error
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether a GPU's memory has run out: also where that broke off a capture or a hook, whose error hides it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def explained(error: Exception) -> UndriftError:

@@ -11,6 +11,7 @@ buffers goes through them in pieces. So no warm-up can run on the state of a cli
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,14 @@ PIECE_STEPS = 64
 PIECE_BYTES = 16 * 2**20
 """How much memory these batches may take; a step whose own batch is larger has buffers for itself alone."""
 
+CAPTURING = threading.RLock()
+"""Held while a graph is captured, when no other thread may allocate memory or wait for events."""
+
+
+def piece_steps(step_bytes: int, most: int | None = None) -> int:
+    """How many steps' batches the buffers hold, given what one takes; or others that hold at most so many bytes."""
+    return max(1, min(PIECE_STEPS, (most or PIECE_BYTES) // max(1, step_bytes)))
+
 
 def captures(device: torch.device) -> bool:
     """Whether steps on this device are captured as graphs."""
@@ -47,8 +56,7 @@ class StepGraph:
         self.state = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(state)]
         self.rest = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(rest)]
         step_bytes = sum(t[0].numel() * t.element_size() for t in batch)
-        piece = max(1, min(PIECE_STEPS, PIECE_BYTES // step_bytes))
-        self.batches = [t.new_zeros(piece, *t.shape[1:]) for t in batch]
+        self.batches = [t.new_zeros(piece_steps(step_bytes), *t.shape[1:]) for t in batch]
         self.turn = torch.zeros(1, dtype=torch.int64, device=batch[0].device)
         casts = _cast_ahead(program, len(self.state)) if compiled and isinstance(program, GraphModule) else []
         self.casts = [(i, torch.zeros_like(self.state[i], dtype=dtype)) for i, dtype in casts]
@@ -103,7 +111,8 @@ class StepGraph:
                 self._once()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread looks at its events meanwhile
+        # Other threads may use the GPU meanwhile: NCCL's looks at its events.
+        with CAPTURING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._once()
         return graph
 

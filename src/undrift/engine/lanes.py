@@ -7,15 +7,16 @@ leave few of them idle. Sums are added in the order that the packing fixes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import MEASURE
+from undrift.engine.feed import Arrays
 from undrift.engine.packing import Segment, pack, segments
 from undrift.engine.steps import Stepper
 from undrift.engine.sums import Sums, only_real
@@ -61,18 +62,22 @@ class LanesEngine:
         self, queues: list[list[int]], inputs: RoundInputs, visit: Callable[..., None] | None, skip: bool
     ) -> Sums:
         """Train the clients in each lane's queue, one after another."""
-        sums, lanes, state = self.sums(inputs), None, None
-        for segment in segments(inputs.filled.steps, queues):
-            for where, clients in self.groups(segment.begins, len(queues)):
-                fresh, begun = self.begin(inputs, clients)
-                lanes, state = self.put(lanes, fresh, where, len(queues)), self.put(state, begun, where, len(queues))
-            state = self.stepper.run(state, lanes, inputs.shared, self.batches(inputs, segment))
-            for where, clients in self.groups(segment.ends, len(queues)):
-                whole = len(where) == len(queues)
-                done, own = (state, lanes) if whole else self.take((state, lanes), where)
-                if visit:
-                    self.visit(visit, {**done["params"], **done.get("statistics", {})}, inputs, clients)
-                self.end(inputs, done, own, clients, sums, skip)
+        sums, lanes, state = self.sums(inputs), None, None  # type: Sums, Tree, Tree
+        plan = list(segments(inputs.filled.steps, queues))
+        with self.data.feed(self.batches(inputs, segment) for segment in plan) as fed:
+            for segment, pieces in zip(plan, fed, strict=True):
+                for where, clients in self.groups(segment.begins, len(queues)):
+                    fresh, begun = self.begin(inputs, clients)
+                    lanes = self.put(lanes, fresh, where, len(queues))
+                    state = self.put(state, begun, where, len(queues))
+                for batches in pieces:
+                    state = self.stepper.run(state, lanes, inputs.shared, batches)
+                for where, clients in self.groups(segment.ends, len(queues)):
+                    whole = len(where) == len(queues)
+                    done, own = (state, lanes) if whole else self.take((state, lanes), where)
+                    if visit:
+                        self.visit(visit, {**done["params"], **done.get("statistics", {})}, inputs, clients)
+                    self.end(inputs, done, own, clients, sums, skip)
         return sums
 
     def sums(self, inputs: RoundInputs) -> Sums:
@@ -124,24 +129,26 @@ class LanesEngine:
         ids = inputs.filled.clients[clients]
         sizes, width = self.data.data.sizes_of(ids), self.data.measure_width
         found = None
-        for number, begin in enumerate(range(0, int(sizes.max()), width)):
+
+        def batch(number: int, begin: int) -> Arrays:
             positions = begin + np.arange(width)[None]
             indices = self.data.indices(ids, np.minimum(positions, sizes[:, None] - 1))
-            arrays = (torch.from_numpy(indices), torch.from_numpy(positions < sizes[:, None]), torch.tensor(number))
-            moved = [to_device(array, self.data.device) for array in arrays]
-            sums = self.passes[when](params, lanes, inputs.shared, *moved)
-            found = sums if found is None else tree_add(found, sums)
+            return indices[None], (positions < sizes[:, None])[None], np.array([number])
+
+        begins = range(0, int(sizes.max()), width)
+        with self.data.feed(itertools.starmap(batch, enumerate(begins))) as fed:
+            for moved in itertools.chain.from_iterable(fed):
+                sums = self.passes[when](params, lanes, inputs.shared, *tree_map(lambda t: t[0], moved))
+                found = sums if found is None else tree_add(found, sums)
         return contiguous(found)
 
-    def batches(self, inputs: RoundInputs, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
+    def batches(self, inputs: RoundInputs, segment: Segment) -> Arrays:
         """Per step and lane of a segment: indices of each batch's samples, how many are real, and the local step."""
         per_step = inputs.batches.per_step
         rows = (inputs.batches.first[segment.clients][None] + segment.steps * per_step)[..., None] + np.arange(per_step)
         positions = inputs.batches.positions[rows].swapaxes(0, 1)
         indices = self.data.indices(inputs.filled.clients[segment.clients], positions).swapaxes(0, 1)
-        arrays = (np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps)
-        one, two, three = (to_device(torch.from_numpy(array), self.data.device) for array in arrays)
-        return one, two, three
+        return np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps
 
     def own(self, inputs: RoundInputs, clients: list[int]) -> dict[str, Tree]:
         """What clients that start have of their own; what they kept is fetched now, not for the whole cohort.

@@ -81,8 +81,8 @@ class PlainEngine:
         return self.batch(client, inputs.batches.positions[i, : inputs.batches.counts[i]])
 
     def batch(self, client: int, positions: np.ndarray) -> Batch:
-        indices = torch.from_numpy(self.data.indices(np.array([client]), positions[None])[0]).to(self.data.device)
-        return self.data.batch(indices, torch.ones(len(indices), device=self.data.device))
+        rows = self.data.rows(self.data.indices(np.array([client]), positions[None])[0])
+        return self.data.batch(rows, torch.ones(len(positions), device=self.data.device))
 
 
 def refuse_late_writes(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:

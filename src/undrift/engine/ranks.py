@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undrift.engine.fallback import out_of_memory
 from undrift.errors import UndriftError, first_line, known_to_all, machine_trouble, shared_by_all
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
@@ -286,7 +287,7 @@ def described(error: BaseException | None) -> tuple[str, str] | None:
     if error is None:
         return None
     kinds = {
-        "memory": isinstance(error, torch.OutOfMemoryError),
+        "memory": out_of_memory(error),
         "stop": isinstance(error, KeyboardInterrupt),
         "refusal": isinstance(error, UndriftError),
         "trouble": isinstance(error, Exception) and machine_trouble(error) is not None,

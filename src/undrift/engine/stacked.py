@@ -91,7 +91,7 @@ def data_of(each: Sequence[DeviceData]) -> DeviceData:
     offsets = [own.data.offsets[:-1] + begin for own, begin in zip(each, ends[:-1], strict=True)]
     index = torch.cat([own.data.index for own in each])
     whole = FederatedDataset(first.store, index, np.concatenate([*offsets, ends[-1:]]), first.data.take)
-    return DeviceData(whole, first.device, first.dtype)
+    return DeviceData(whole, first.device, first.dtype, lambda store: first.host is not None)
 
 
 class StackedEngine(LanesEngine):

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from undrift.engine.graph import StepGraph
 from undrift.engine.trace import Traced
-from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
+from undrift.tree import Tree, tree_leaves, tree_map, tree_structure, tree_unflatten
 
-Batches = tuple[Tensor, Tensor, Tensor]
-"""Per step and lane: indices of each batch's samples, how many of them are real, and the number of the local step."""
+Batches = tuple[Tree, Tensor, Tensor]
+"""Per step and lane: the rows of each batch's samples (`DeviceData`), how many of them are real, and the number of the
+local step."""
 
 
 class Stepper(Protocol):
@@ -34,7 +35,7 @@ class EagerSteps:
         program, tree = traced_step(self.step, state, lanes, shared, batches)
         # Lanes that have just started share one copy of the weights, with stride 0; traced code needs contiguous ones.
         leaves, rest = [t.contiguous() for t in tree_leaves(state)], tree_leaves((lanes, shared))
-        for batch in zip(*batches, strict=True):
+        for batch in zip(*tree_leaves(batches), strict=True):
             leaves = program(*leaves, *rest, *batch)
         return tree_unflatten(leaves, tree)
 
@@ -49,14 +50,14 @@ class GraphSteps:
 
     def run(self, state: Tree, lanes: Tree, shared: Tree, batches: Batches) -> Tree:
         program, _ = traced_step(self.step, state, lanes, shared, batches)
-        rest = (lanes, shared)
+        rest, leaves = (lanes, shared), tuple(tree_leaves(batches))
         if program not in self.graphs:
-            self.graphs[program] = StepGraph(program, state, rest, batches, self.compiled)
-        return self.graphs[program].run(state, rest, batches)
+            self.graphs[program] = StepGraph(program, state, rest, leaves, self.compiled)
+        return self.graphs[program].run(state, rest, leaves)
 
 
 def traced_step(step: Traced, state: Tree, lanes: Tree, shared: Tree, batches: Batches) -> tuple[Any, Any]:
     """The program for steps of these shapes, and the structure of the state that it returns."""
-    program, tree = step.at(state, lanes, shared, *(t[0] for t in batches))
+    program, tree = step.at(state, lanes, shared, *tree_map(lambda t: t[0], batches))
     assert tree == tree_structure(state), "a step must keep the structure of the training state"
     return program, tree

@@ -41,24 +41,25 @@ class Vectorized:
         prepared, state = vmap(one)(lanes)
         return contiguous(prepared), state
 
-    def step(self, state: Tree, lanes: Tree, shared: Tree, indices: Tensor, counts: Tensor, k: Tensor) -> Tree:
-        """One local step, on the samples at `indices` (lanes × batches × samples).
+    def step(self, state: Tree, lanes: Tree, shared: Tree, rows: Tree, counts: Tensor, k: Tensor) -> Tree:
+        """One local step, on the samples of `rows` (lanes × batches × samples).
 
         Of each batch the first `counts` (lanes × batches) are real.
         """
-        mask = torch.arange(indices.shape[2], device=indices.device) < counts[:, :, None]
-        batches = [self.data.batch(indices[:, j], mask[:, j]) for j in range(indices.shape[1])]
+        mask = torch.arange(tree_leaves(rows)[0].shape[2], device=counts.device) < counts[:, :, None]
+        split = [tree_map(lambda t, j=j: t[:, j], rows) for j in range(counts.shape[1])]
+        batches = [self.data.batch(part, mask[:, j]) for j, part in enumerate(split)]
 
         def one(state: Tree, own: Tree, batches: list[tuple[Tree, Tree, Tensor]], k: Tensor) -> Tree:
             given = self.program.given(shared, own)
             return self.program.step(state, given, [Batch(*batch) for batch in batches], k, functional_gradient)
 
         everything = (state, lanes, [(batch.x, batch.y, batch.mask) for batch in batches], k)
-        if len(indices) == 1:  # one lane needs no vmap, whose rule for convolutions costs a CPU a tenth more
+        if len(counts) == 1:  # one lane needs no vmap, whose rule for convolutions costs a CPU a tenth more
             after = tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything)))
         else:
             after = vmap(one)(*everything)
-        return distinct(contiguous(after), (state, lanes, shared))
+        return distinct(contiguous(after), (state, lanes, shared, rows))
 
     def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> Sent:
         """What each lane's client sends and keeps, along a first axis; the sums are of all lanes, unless `apart`."""
@@ -71,10 +72,10 @@ class Vectorized:
         return Sent(sums, contiguous(sent.kept), sent.finite, contiguous(sent.update))
 
     def measure(
-        self, when: str, params: Params, lanes: Tree, shared: Tree, indices: Tensor, mask: Tensor, number: Tensor
+        self, when: str, params: Params, lanes: Tree, shared: Tree, rows: Tree, mask: Tensor, number: Tensor
     ) -> Any:
         """The parts' measurements on one batch, at each lane's `params`; without any, at the weights it starts from."""
-        batch = self.data.batch(indices, mask)
+        batch = self.data.batch(rows, mask)
 
         def one(params: Params, own: Tree, x: Tree, y: Tree, mask: Tensor) -> Tree:
             given = self.program.given(shared, own)

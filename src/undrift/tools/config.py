@@ -51,6 +51,8 @@ class Data(Section):
     normalize: StrictBool = False
     augment: StrictStr | None = None
     data_dir: StrictStr | None = None
+    lazy: StrictBool = False
+    workers: Count | None = None
 
 
 class Factors(Section):

@@ -163,8 +163,9 @@ class Group:
     """Runs that train as one."""
 
     def __init__(self, stage: Stage, runs: dict[int, Run], engine: StackedEngine) -> None:
-        self.stage, self.members, self.engine = stage, list(runs), engine
-        self.together = True
+        self.stage, self.members = stage, list(runs)
+        self.engine: StackedEngine | None = engine
+        """None once it has failed: then each run trains alone."""
         self.seats = {i: Seat(self, i, run.engine.engine) for i, run in runs.items()}  # type: ignore[attr-defined]
         self.holders: dict[int, Any] = {i: run.engine for i, run in runs.items()}
         for i, holder in self.holders.items():
@@ -211,7 +212,7 @@ class Group:
         for i, (_, visit, skip) in sorted(waiting.items()):
             kinds.setdefault((visit is None, skip), []).append(i)
         for (_, skip), members in kinds.items():
-            if not (self.together and self._train_together(members, waiting, skip)):
+            if not (self.engine and self._train_together(members, waiting, skip)):
                 for i in members:
                     self._train_alone(i, *waiting[i])
         for i in waiting:
@@ -221,13 +222,16 @@ class Group:
         def visit(place: int, params: Params, clients: np.ndarray) -> None:
             waiting[members[place]][1](params, clients)
 
-        visits = waiting[members[0]][1] is not None
+        visits, failed = waiting[members[0]][1] is not None, False
+        assert self.engine
         try:
             inputs = stacked([waiting[i][0] for i in members], [self.firsts[i] for i in members])
             outcomes = self.engine.run_all(inputs, visit if visits else None, skip)
         except Exception as error:  # each alone finds out whose it is
             log.warning("runs train one after another from here on: %s", first_sentence(error))
-            self.together = False
+            failed = True
+        if failed:  # outside of the handler, whose traceback would keep its tensors alive
+            self.engine = None
             return False
         self.answers |= dict(zip(members, outcomes, strict=True))
         return True
@@ -259,9 +263,10 @@ class Seat:
         return self.group.train(self.i, inputs, visit, skip)
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
-        if not self.group.together:
+        engine = self.group.engine
+        if engine is None:
             return self.own.measure_all(inputs, when)
-        return self.group.engine.measure_all(stacked([inputs], [self.group.firsts[self.i]]), when)
+        return engine.measure_all(stacked([inputs], [self.group.firsts[self.i]]), when)
 
 
 def signature(run: Run, given: Settings) -> str:

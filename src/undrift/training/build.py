@@ -20,6 +20,7 @@ from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
 from undrift.engine.fallback import Fallback
 from undrift.engine.graph import captures
+from undrift.engine.placement import Placement
 from undrift.engine.plain import PlainEngine
 from undrift.engine.ranked import RankedEngine
 from undrift.engine.ranks import ALONE, Ranks
@@ -79,7 +80,9 @@ def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         call(part, "check_model", examined, rounds)
-    device_data = DeviceData(data, where, examined.accum_dtype)
+    placement = Placement(where, given.data_on)
+    place, why_there = placement.reason(data.store)
+    device_data = DeviceData(data, where, examined.accum_dtype, placement.stays)
     with selected(where):
         in_lanes = examined.in_lanes()
         choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
@@ -87,6 +90,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
+    choices |= {"data": place, "data_why": why_there}
     run = Run(
         method=method,
         composed=program.method,
@@ -128,13 +132,23 @@ def engine_of(
     def joined(engine: Engine) -> Engine:
         return engine if ranks.group is None else RankedEngine(engine, ranks)
 
+    width = given.local.widest(data.data.size_counts[0])
+    if choice.engine == "plain":
+        return joined(build(choice, program, data, width)), choices
+
+    def lanes(count: int) -> Engine:
+        return joined(build(replace(choice, lanes=count), program, data, width))
+
     def plain() -> Engine:
         return joined(PlainEngine(replace(program, model=model), data))
 
-    engine = joined(build(choice, program, data, given.local.widest(data.data.size_counts[0])))
-    if choice.engine == "lanes":
-        engine = Fallback(engine, plain if given.engine == "auto" else None, partial(switched, choices))
-    return engine, choices
+    spare = plain if given.engine == "auto" else None
+    return Fallback(lanes, choice.lanes, spare, partial(narrowed, choices), partial(switched, choices)), choices
+
+
+def narrowed(choices: dict[str, Any], t: int, lanes: int) -> None:
+    """Say in a run's choices that it trains with fewer lanes from round `t` on, counted from 0."""
+    choices |= {"lanes": lanes, "why": "memory ran out with more lanes", "narrowed": t + 1}
 
 
 def switched(choices: dict[str, Any], t: int, why: str) -> None:

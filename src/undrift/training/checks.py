@@ -53,6 +53,8 @@ def check_types(given: Settings) -> None:
     require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
     precisions = ("auto", "tf32", "bfloat16")
     require(precision in precisions, f'precision must be "auto", "tf32" or "bfloat16", not {precision!r}.')
+    places = ("auto", "device", "host")
+    require(given.data_on in places, f'data_on must be "auto", "device" or "host", not {given.data_on!r}.')
     fine = lanes is None or (whole(lanes) and lanes >= 1)
     require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
     require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from undrift.loss_modules import PerSample
 from undrift.losses import Metric, accuracy
 from undrift.training.run import Run
 from undrift.training.state import State
+from undrift.tree import tree_bytes
 
 BATCH = 1000
+BATCH_BYTES = 2**25
+"""The most that the samples of a batch may take; of large ones there are fewer in it."""
 
 
 def evaluate(run: Run, state: State) -> dict[str, Any]:
@@ -40,10 +44,10 @@ def added_up(run: Run, state: State, data: Rows) -> tuple[dict[str, Tensor], Ten
     """
     model = run.model.at(state.tracked)
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=data.index.device) for name in run.measures}
-    classes = torch.zeros(2, run.data.classes if by_class else 0, device=data.index.device)
-    for begin in range(run.ranks.rank * BATCH, len(data), run.ranks.size * BATCH):
-        x, y = data.take(data.store, data.index[begin : begin + BATCH])
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in run.measures}
+    classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)
+    size = batch_size(run)
+    for x, y in replace(data, index=own_batches(run, data.index, size)).batches(size):
         output = model(state.params, x)
         for name, metric in run.measures.items():
             top, bottom = parts_of(metric, output, y)
@@ -52,6 +56,18 @@ def added_up(run: Run, state: State, data: Rows) -> tuple[dict[str, Tensor], Ten
             for total, own in zip(classes, accuracy(output, y), strict=True):
                 total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
     return sums, classes
+
+
+def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
+    """Of the batches of so many values that these make up, those that this process takes."""
+    if not run.ranks.several:
+        return values
+    return torch.cat([values[:0], *values.split(size)[run.ranks.rank :: run.ranks.size]])
+
+
+def batch_size(run: Run) -> int:
+    """How many samples to evaluate at a time: a function of their size, not of where they lie, which decides no bit."""
+    return min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))
 
 
 def parts_of(metric: Metric, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:

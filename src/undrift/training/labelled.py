@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,17 @@ class WithLabels:
     take: Take
 
     def __call__(self, store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
-        x, y = self.take(store, indices)
+        return self._labelled(*self.take(store, indices))
+
+    @property
+    def gather(self) -> Any:
+        """The half of the inner `take` that finds rows, if it has halves; see `in_halves`."""
+        return getattr(self.take, "gather", None)
+
+    def finish(self, rows: Store, store: Store) -> tuple[Samples, Tensor]:
+        return self._labelled(*self.take.finish(rows, store))  # type: ignore[attr-defined]
+
+    def _labelled(self, x: Samples, y: Tensor) -> tuple[Samples, Tensor]:
         return {"labels": y, **(x if isinstance(x, dict) else {POSITIONAL: x})}, y
 
 

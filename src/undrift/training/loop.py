@@ -62,6 +62,7 @@ def train(
     engine: str = "auto",
     lanes: int | None = None,
     compile: bool | None = None,
+    data_on: str = "auto",
     deterministic: bool = False,
     evaluate_every: int = 1,
     personalize_every: int | None = None,
@@ -108,6 +109,9 @@ def train(
             `result.choices` says what was chosen and why.
         lanes: How many clients train side by side with `engine="lanes"`. By default as many as pay.
         compile: Whether to compile the local step with `torch.compile`, on a GPU. By default if the run is long enough.
+        data_on: Where the data lie: on the `"device"`, or on the `"host"`, which gathers the batches of the next steps
+            and sends them while the device computes. `"auto"` keeps them on the host only if they are too large for a
+            GPU's memory. The result is the same.
         deterministic: Use torch's deterministic algorithms throughout.
         evaluate_every: Evaluate on the test and validation data every so many rounds, and after the last.
         personalize_every: Where clients have test data of their own: every so many rounds, and after the last, also
@@ -149,7 +153,7 @@ def train(
         Settings(
             model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
             loss=loss, metrics=metrics, output=output, device=device, precision=precision, engine=engine, lanes=lanes,
-            compile=compile, deterministic=deterministic, evaluate_every=evaluate_every,
+            compile=compile, data_on=data_on, deterministic=deterministic, evaluate_every=evaluate_every,
             personalize_every=personalize_every, out=out, checkpoint_every=checkpoint_every, resume=resume, track=track,
             on_round=on_round, notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults,
             max_norm_ratio=max_norm_ratio, min_clients=min_clients, allow_version_change=allow_version_change,
@@ -284,6 +288,8 @@ class Loop:
         self.complete = last and not method.overriding("finish")
         figures, self.extra = self.figures(method, self.complete)
         row |= figures
+        if run.choices.get("narrowed") == state.round:
+            row["lanes"] = run.choices["lanes"]
         if run.choices.get("switched") == state.round:
             row["switched"] = run.choices["why"]
         state.history.append(row)

@@ -33,7 +33,7 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     if len(rows) < 2:
         return False
     count = len(rows)
-    batch = data.batch(torch.from_numpy(rows).to(data.device), torch.ones(count, device=data.device))
+    batch = data.batch(data.rows(rows), torch.ones(count, device=data.device))
     key, repeated = fixed_key(data.device), repeating(model, loss)
 
     def losses(weights: Params, rows: int, real: int) -> Tensor:
@@ -74,6 +74,8 @@ def take_is_foreign(data: DeviceData) -> bool:
 
     What was traced for some samples must give for others what `take` itself gives for them.
     """
+    if data.host:  # then it runs on the host, and nobody traces it
+        return False
     take: Any = data.data.take
     while hasattr(take, "take"):  # one of ours around another
         take = take.take

@@ -22,7 +22,7 @@ from undrift.loss_modules import PerSample
 from undrift.losses import Loss, model_loss
 from undrift.method.part import Method
 from undrift.random import choose, derive
-from undrift.training.evaluate import BATCH, parts_of
+from undrift.training.evaluate import batch_size, own_batches, parts_of
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -43,11 +43,11 @@ class Personal:
         self.clients = np.flatnonzero((np.diff(own.offsets) > 0) & (np.diff(run.data.offsets) > 0))
         if len(self.clients) > MOST:
             self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
+        self.rows = run.device_data.place(Rows(own.store, own.index[:0], own.take))
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
-        self.indices = [span.to(run.device) for span in spans]
+        self.indices = [span.to(self.rows.index.device) for span in spans]
         sizes = torch.tensor([len(own) for own in self.indices])
         self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        self.store, self.take = run.device_data.place(Rows(own.store, own.index[:0])).store, own.take
 
     def shared(self, state: State, last: bool) -> dict[str, Any]:
         """The global model on every client's own data; in the last round also per client.
@@ -73,8 +73,8 @@ class Personal:
     def _at_once(self, state: State) -> dict[str, Tensor]:
         """The global model on all clients' own data, in common batches, of which each process takes some."""
         ranks, model, indices = self.run.ranks, self.run.model.at(state.tracked), torch.cat(self.indices)
-        mine = range(ranks.rank * BATCH, len(indices), ranks.size * BATCH)
-        sums = ranks.together(lambda: self._sums(model, state.params, indices, self.whose, len(self.clients), mine))
+        mine, whose = (own_batches(self.run, t, batch_size(self.run)) for t in (indices, self.whose))
+        sums = ranks.together(lambda: self._sums(model, state.params, mine, whose, len(self.clients)))
         return ratios(ranks.sum(sums))
 
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
@@ -137,19 +137,17 @@ class Personal:
             run.engine.run(run.inputs(here, state, received, state.clients), visit)
         return summary("tuned", self._by_place(lambda: found))
 
-    def _sums(
-        self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int, begins: range | None = None
-    ) -> dict[str, Tensor]:
-        """The numerators and denominators of the loss and each metric, per client; of the batches that begin there."""
+    def _sums(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
+        """The numerators and denominators of the loss and each metric, per client."""
         run = self.run
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
-        for begin in range(0, len(indices), BATCH) if begins is None else begins:
-            part = slice(begin, begin + BATCH)
-            x, y = self.take(self.store, indices[part])
+        size = batch_size(run)
+        batches = replace(self.rows, index=indices).batches(size)
+        for (x, y), owners in zip(batches, whose.split(size) if len(whose) else (), strict=True):
             output = model(params, x)
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure, output, y)).cpu()
-                sums[name].index_add_(1, whose[part], both)
+                sums[name].index_add_(1, owners, both)
         return sums
 
 

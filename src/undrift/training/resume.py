@@ -112,6 +112,8 @@ def resumed(
 def take_up(run: Run, state: State) -> None:
     """Go on with the engine that the run had in this state."""
     for row in state.history:
+        if "lanes" in row and isinstance(run.engine, Fallback) and run.engine.width > row["lanes"]:
+            run.engine.narrow(row["round"] - 1, row["lanes"])
         if "switched" in row and isinstance(run.engine, Fallback) and run.engine.plain:
             run.engine.switch(row["round"] - 1, row["switched"])
 

@@ -75,6 +75,7 @@ class Settings:
     engine: str = field(default="auto", metadata=role("text", resume="digits", compared=False))
     lanes: int | None = field(default=None, metadata=role("count", resume="digits", compared=False))
     compile: bool | None = field(default=None, metadata=role("switch", resume="digits", compared=False))
+    data_on: str = field(default="auto", metadata=role("text", resume="free", compared=False))
     deterministic: bool = field(default=False, metadata=role("switch", resume="digits"))
     threads: int | None = field(
         default=None, metadata=role("threads", resume="digits", compared=False, argument=False)
@@ -107,5 +108,6 @@ ROLES: dict[str, Role] = {name: entry.metadata["role"] for name, entry in FIELDS
 KEYS: dict[str, Role] = {name: role for name, role in ROLES.items() if role.form} | {
     "data.seed": Role("seed", compared=False),
     "data.data_dir": Role("text", resume="free", compared=False),
+    "data.workers": Role("count", resume="free", compared=False),
 }
 """The keys of experiment files. Keys of a section have its role, except for those that are listed here."""
