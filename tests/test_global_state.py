@@ -128,5 +128,5 @@ def test_threads_are_put_back(start, tmp_path):
     if start == "a run":
         experiment.run(config.checked(settings, "e"), tmp_path / "run", on_round=look)
     else:
-        assert sweep._one(settings, str(tmp_path / "run"), "e", 2, look) is None
+        assert sweep._one(None, settings, str(tmp_path / "run"), "e", 2, look) is None
     assert seen == [3] and torch.get_num_threads() == before

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -269,6 +270,7 @@ def _leave() -> None:
         ranks.group = ranks.nccl = None
         if dist.is_initialized() and not stuck:
             dist.destroy_process_group()
+            gc.collect()  # so that nothing holds a group any more: torch aborts if its threads outlive Python
 
 
 def local_rank() -> int | None:
