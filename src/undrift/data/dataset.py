@@ -350,12 +350,13 @@ class FederatedDataset:
 
     def _count(self, clients: np.ndarray) -> Tensor:
         sizes = self.sizes_of(clients)
-        position = np.arange(sizes.sum()) + np.repeat(self.offsets[clients] - np.cumsum(sizes) + sizes, sizes)
+        owner = np.repeat(np.arange(len(clients)), sizes)
+        position = np.arange(len(owner)) + (self.offsets[clients] - np.cumsum(sizes) + sizes)[owner]
         assert self.labels is not None
-        labels = self.labels[self.index[torch.from_numpy(position)]].long()
-        owner = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
+        labels = self.labels.numpy()[self.index.numpy()[position]].astype(np.int64)
         place = (owner * self.classes + labels)[labels >= 0]
-        return torch.bincount(place, minlength=len(clients) * self.classes).view(len(clients), self.classes)
+        counts = np.bincount(place, minlength=len(clients) * self.classes)
+        return torch.from_numpy(counts.reshape(len(clients), self.classes))
 
     def _refuse_not_finite(self) -> None:
         for what, tensor in self.store.items():
