@@ -44,7 +44,7 @@ def pictures(count: int) -> ud.FederatedDataset:
 
 
 def speed(small: bool, compile: bool) -> dict[str, Any]:
-    data, (short, long, repeats) = pictures(400 if small else 50_000), (1, 2, 1) if small else (4, 24, 5)
+    data, (short, long, repeats) = pictures(400 if small else 50_000), (1, 2, 1) if small else (3, 13, 3)
     options: dict[str, Any] = {"compile": compile} if DEVICE == "cuda" else {}
     local = ud.Local(epochs=1 if small else 2, batch_size=10 if small else 64, lr=0.01)
 
