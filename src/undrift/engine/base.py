@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -73,6 +73,12 @@ class Outcome:
     """Per client: whether it counts; None unless clients may be skipped."""
     updates: Tree = ()
     """Every client's own update along a first axis, in the order of the cohort, where a part aggregates them."""
+    total: Tree = ()
+    """What the means are of, as it was added up: weighted updates, each part's sums, weighted statistics."""
+    lost: np.ndarray | None = None
+    """By place in the cohort: whose answer did not come or was refused, where clients are elsewhere."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What the history says about them."""
 
 
 class Engine(Protocol):

@@ -73,7 +73,7 @@ class Sums:
         update = tree_map(lambda total, w: (total / whole).to(w.dtype), updates, self.program.model.start)
         statistics = tree_map(lambda total: total / whole, statistics) if cohort else {}
         each = tree_stack([self.updates[c] for c in range(cohort)]) if self.updates else ()
-        return Outcome(update, own, weight, size, statistics, self.kept, finite, each)
+        return Outcome(update, own, weight, size, statistics, self.kept, finite, each, self.total)
 
 
 def only_real(found: Tree, clients: Tree) -> Tree:

@@ -46,13 +46,16 @@ from undrift.tree import tree_map
 log = logging.getLogger("undrift")
 
 
-def prepare(given: Settings) -> Run:
-    """Check what decides the training, and choose what was left open. Raises `UndriftError`."""
+def prepare(given: Settings, cohort: int | None = None) -> Run:
+    """Check what decides the training, and choose what was left open. Raises `UndriftError`.
+
+    `cohort` is how many clients are sampled in a round, where the data are those of some of the clients only.
+    """
     check_types(given)
     data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
     method = as_method(given.method)
     where = find_device(given.device)
-    cohort_size = cohort_size_of(given.participation, len(data.nonempty))
+    cohort_size = cohort or cohort_size_of(given.participation, len(data.nonempty))
     conditions = Conditions(given.faults, given.max_norm_ratio, given.min_clients)
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)

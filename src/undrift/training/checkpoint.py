@@ -29,7 +29,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from undrift.engine.client_states import ClientStates
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.early import COLUMN
@@ -231,7 +230,7 @@ class Checkpoints:
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
         parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # once, local work was no part
-        clients = ClientStates.none(self.run.composed, self.run.device, self.run.population)
+        clients = self.run.no_states()
         for name, own in whole["clients"].items():
             clients = clients.updated(_read_clients(self.folder / name, own), number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]

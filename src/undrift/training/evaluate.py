@@ -23,9 +23,14 @@ def evaluate(run: Run, state: State) -> dict[str, Any]:
     return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
 
 
-@torch.no_grad()
 def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     """The mean loss and each metric; with accuracy also `class_accuracy`, a list with None for classes without data."""
+    return ratios(totals(run, state, data))
+
+
+@torch.no_grad()
+def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
+    """What `measured` is the ratios of: `sums` per metric, and by class with accuracy; each numerators, denominators."""
     model = run.model.at(state.tracked)
     sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
@@ -41,10 +46,16 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
             top, bottom = (t * (y >= 0) for t in accuracy(output, y))
             right.index_add_(0, y.clamp(min=0), top.to(right.dtype))
             seen.index_add_(0, y.clamp(min=0), bottom.to(right.dtype))
-    found: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in sums.items()}
-    if by_class:
-        found["class_accuracy"] = [r / s if s else None for r, s in zip(right.tolist(), seen.tolist(), strict=True)]
-    return found
+    return {"sums": sums} | ({"by_class": [right, seen]} if by_class else {})
+
+
+def ratios(found: dict[str, Any]) -> dict[str, Any]:
+    """The columns that sums stand for."""
+    row: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in found["sums"].items()}
+    if "by_class" in found:
+        pairs = zip(*(t.tolist() for t in found["by_class"]), strict=True)
+        row["class_accuracy"] = [right / seen if seen else None for right, seen in pairs]
+    return row
 
 
 def parts_of(metric: Metric, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,9 +154,12 @@ def train(
     )  # fmt: skip
 
 
-def train_with(given: Settings) -> Result:
-    """The run with these settings: prepared, resumed where that is asked for, and trained."""
-    run = prepare(given)
+def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> Result:
+    """The run with these settings: prepared, resumed where that is asked for, and trained.
+
+    `put` may put another engine in the place of the one that was chosen.
+    """
+    run = put(prepare(given))
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
     rule = as_rule(given.stop_when)
@@ -272,7 +275,8 @@ class Loop:
         due = state.round % self.evaluate_every == 0
         tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
         if last or due:
-            found = evaluate(self.run, state) | self.personal.shared(state, last)
+            elsewhere = self.run.held_out(state, last)
+            found = evaluate(self.run, state) | self.personal.shared(state, last) if elsewhere is None else elsewhere
         if last or tuning:
             tuned = self.personal.tuned(state, method, state.round - 1)
         extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())

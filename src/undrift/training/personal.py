@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.engine.base import RoundInputs
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
 from undrift.loss_modules import PerSample
@@ -70,6 +71,13 @@ class Personal:
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
         return row
 
+    def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
+        """Numerators and denominators by client: of its own model if it has one, else of the global one."""
+        shared, found = {**state.params, **state.tracked}, []
+        for client, indices in zip(self.clients.tolist(), self.indices, strict=True):
+            found.append(self._sums(self.run.model, models.get(client, shared), *self._alone(indices)))
+        return {name: torch.cat([one[name] for one in found], 1) for name in self.run.measures}
+
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
         """The global model on every client's own data, in batches of their own."""
         model = self.run.model.at(state.tracked)
@@ -118,6 +126,10 @@ class Personal:
         self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int
     ) -> dict[str, Tensor]:
         """The loss and each metric, per client."""
+        return {name: means(sums) for name, sums in self._sums(model, params, indices, whose, clients).items()}
+
+    def _sums(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
+        """Their numerators and denominators."""
         run = self.run
         sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
         for begin in range(0, len(indices), BATCH):
@@ -127,11 +139,13 @@ class Personal:
             for name, measure in run.measures.items():
                 both = torch.stack(parts_of(measure, output, y)).cpu()
                 sums[name].index_add_(1, whose[part], both)
-        # Recall is undefined (NaN) for a client without positive labels; a loss of NaN counts as infinite.
-        return {
-            n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
-            for n, (top, bottom) in sums.items()
-        }
+        return sums
+
+
+def means(sums: Tensor) -> Tensor:
+    """Ratios by client. Recall is undefined (NaN) without positive labels; a loss of NaN counts as infinite."""
+    top, bottom = sums
+    return torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
 
 
 def one_number(loss: Loss) -> bool:
@@ -146,11 +160,16 @@ def has_own_models(run: Run) -> bool:
 
 def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[Params]:
     """The weights and running statistics that each of these clients would use."""
-    program, method, t = run.engine.program, run.bound(state.round - 1), state.round - 1
+    method, t = run.bound(state.round - 1), state.round - 1
     server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
-    inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
-    for c in range(len(clients)):
+    yield from owned(run, run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients))
+
+
+def owned(run: Run, inputs: RoundInputs) -> Iterator[Params]:
+    """The weights and running statistics that each client of these inputs would use."""
+    program = run.engine.program
+    for c in range(inputs.cohort):
         given = program.given(inputs.shared, tree_map(lambda t, c=c: t[c], inputs.clients))
         yield {**program.own(given), **given["tracked"]}
 

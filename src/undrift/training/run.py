@@ -73,8 +73,15 @@ class Run:
     def start(self) -> State:
         """The state before the first round."""
         parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
-        clients = ClientStates.none(self.composed, self.device, self.population)
-        return State(self.model.start, parts, self.model.tracked, clients)
+        return State(self.model.start, parts, self.model.tracked, self.no_states())
+
+    def no_states(self) -> ClientStates:
+        """What clients keep before the first round."""
+        return ClientStates.none(self.composed, self.device, self.population)
+
+    def held_out(self, state: State, last: bool) -> dict[str, Any] | None:
+        """The history's columns on held-out data, where these lie elsewhere; None if they are here."""
+        return None
 
     def bound(self, t: int) -> Method:
         """The method with the numbers of round `t`."""

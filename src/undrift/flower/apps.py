@@ -1,0 +1,159 @@
+"""Flower's `ServerApp` and `ClientApp`: thin shells around `server.py` and `node.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from undrift.errors import UndriftError
+from undrift.flower.engine import Trouble
+from undrift.flower.node import Node
+from undrift.flower.server import Terms, serve
+from undrift.tools import config
+from undrift.tools.config import Experiment
+from undrift.training.result import Result
+
+log = logging.getLogger("undrift.flower")
+
+RECORD, ENTRY, FORMAT = "undrift", "message", "safetensors"
+KINDS = {"hello": "query.hello", "train": "train", "measure": "query.measure", "evaluate": "evaluate"}
+"""What the server asks for, and Flower's type of that message."""
+PAUSE = 0.2
+"""Seconds between two looks at whether replies are there."""
+WAIT, DEADLINE = 300.0, 3600.0
+"""Seconds to wait for the nodes before a run starts, and for their replies in a round, if the app does not say."""
+
+
+def wrapped(data: bytes) -> RecordDict:
+    """Bytes as Flower carries them, in pieces if there are many."""
+    return RecordDict({RECORD: ArrayRecord({ENTRY: Array("uint8", (len(data),), FORMAT, data)})})
+
+
+def unwrapped(content: RecordDict) -> bytes:
+    """The bytes in a message."""
+    record: Any = content.get(RECORD)
+    array = record.get(ENTRY) if isinstance(record, ArrayRecord) else None
+    return bytes(array.data) if array is not None and array.stype == FORMAT else b""
+
+
+@dataclass
+class GridLink:
+    """The way to the nodes through Flower's grid."""
+
+    grid: Grid
+    deadline: float
+    """Seconds until replies of a round are too late."""
+
+    def online(self) -> dict[str, int]:
+        """Flower's ids of the nodes that are there, by the digest of their keys."""
+        return {_key(node): node.node_id for node in self.grid.get_nodes()}
+
+    def found(self, count: int, wait: float) -> list[str]:
+        """The keys of the nodes that are there, once there are enough of them."""
+        end = time.monotonic() + wait
+        while len(there := self.online()) < count:
+            if time.monotonic() > end:
+                raise UndriftError(f"After {wait:.0f} s, {len(there)} nodes are there, and {count} are needed.")
+            time.sleep(PAUSE)
+        return sorted(there)
+
+    def ask(self, kind: str, requests: dict[str, bytes]) -> dict[str, bytes | Trouble]:
+        there = self.online()
+        found: dict[str, bytes | Trouble] = {k: Trouble("it is not connected") for k in requests if k not in there}
+        keys = [key for key in requests if key in there]
+        messages = [Message(wrapped(requests[key]), there[key], KINDS[kind], ttl=self.deadline) for key in keys]
+        ids = list(self.grid.push_messages(messages)) if messages else []
+        waiting = {sent: key for sent, key in zip(ids, keys, strict=bool(ids)) if sent}
+        end = time.monotonic() + self.deadline
+        while waiting and time.monotonic() < end:
+            for reply in self.grid.pull_messages(list(waiting)):
+                key = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if key is not None:
+                    found[key] = Trouble(_reason(reply)) if reply.has_error() else unwrapped(reply.content)
+            time.sleep(PAUSE if waiting else 0)
+        return found | {key: Trouble(f"no answer within {self.deadline:g} s") for key in waiting.values()}
+
+
+def _key(node: Any) -> str:
+    """Nodes are known by their key; a simulation's have none, but there their ids do not change."""
+    return hashlib.sha256(node.public_key or f"simulated {node.node_id}".encode()).hexdigest()
+
+
+def _reason(reply: Message) -> str:
+    return f"{reply.error.reason} (Flower's code {reply.error.code})"[:500]
+
+
+def server_app(experiment: str | Path) -> ServerApp:
+    """The `ServerApp` for an experiment file."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        run_server(read(experiment), grid, context)
+
+    return app
+
+
+def run_server(experiment: Experiment, grid: Grid, context: Context) -> Result:
+    """A run from Flower's context; raises unless it ends well, so that Flower calls it failed."""
+    given = context.run_config
+    nodes, replies = int(given.get("min-nodes", 1)), int(given.get("min-replies", 1))
+    link = GridLink(grid, float(given.get("deadline", DEADLINE)))
+    wait, out = float(given.get("wait", WAIT)), Path(str(given.get("out") or "federation")).expanduser()
+
+    def on_round(row: dict[str, Any]) -> None:
+        shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
+        left = [f"{how}: {row[how]}" for how in ("missing", "refused") if row[how]]
+        log.warning("round %d of %d  %s", row["round"], experiment.rounds, "  ".join([*shown, *left]))
+
+    result = serve(experiment, link, lambda: link.found(nodes, wait), out, Terms(nodes, replies), on_round)
+    if result.stopped:
+        raise UndriftError(f"The run stopped: {result.stopped}")
+    log.warning("finished; the run is in %s", out / "run")
+    return result
+
+
+def client_app(experiment: str | Path) -> ClientApp:
+    """The `ClientApp` for an experiment file."""
+    app = ClientApp()
+
+    def answer(kind: str, message: Message, context: Context) -> Message:
+        node = Node(read(experiment), configured(context.node_config))
+        return Message(wrapped(node.answer(kind, unwrapped(message.content))), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return answer("train", message, context)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return answer("evaluate", message, context)
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        return answer("hello", message, context)
+
+    @app.query("measure")
+    def measure(message: Message, context: Context) -> Message:
+        return answer("measure", message, context)
+
+    return app
+
+
+def configured(node_config: Any) -> dict[str, Any]:
+    return dict(node_config)
+
+
+def read(experiment: str | Path) -> Experiment:
+    return config.checked(config.read(experiment), str(experiment))
+
+
