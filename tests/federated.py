@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from undrift.errors import UndriftError
 from undrift.flower.engine import Trouble
 from undrift.flower.node import Node
-from undrift.flower.server import Terms, serve
+from undrift.flower.server import serve
 from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import arguments
@@ -55,7 +56,11 @@ class Near:
         found: dict[str, bytes | Trouble] = {}
         for key, request in reversed(requests.items()):  # in any order
             self.asked.append((kind, int(key, 16)))
-            reply: Any = self.nodes[key].answer(kind, request)
+            try:
+                reply: Any = self.nodes[key].answer(kind, request)
+            except UndriftError as error:  # Flower makes an error message of it
+                found[key] = Trouble(str(error))
+                continue
             found[key] = self.spoil(kind, int(key, 16), request, reply) if self.spoil else reply
         return found
 
@@ -66,4 +71,4 @@ class Near:
 def near(folder: Path, changes: dict[str, Any], link: Near | None = None, replies: int = 1) -> Result:
     """The experiment on nodes in this process."""
     link = link or Near(folder, changes)
-    return serve(experiment(changes), link, link.keys, folder / "out", Terms(len(link.nodes), replies))
+    return serve(experiment(changes), link, link.keys, folder / "out", replies)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import logging
+import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from undrift.errors import UndriftError
+from undrift.files import write_text
 from undrift.flower.engine import Trouble
 from undrift.flower.node import Node
-from undrift.flower.server import Terms, serve
+from undrift.flower.server import STATUS, serve
 from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.training.result import Result
-
-log = logging.getLogger("undrift.flower")
 
 RECORD, ENTRY, FORMAT = "undrift", "message", "safetensors"
 KINDS = {"hello": "query.hello", "train": "train", "measure": "query.measure", "evaluate": "evaluate"}
@@ -92,42 +93,58 @@ def _reason(reply: Message) -> str:
     return f"{reply.error.reason} (Flower's code {reply.error.code})"[:500]
 
 
-def server_app(experiment: str | Path) -> ServerApp:
-    """The `ServerApp` for an experiment file."""
+def server_app(experiment: str | Path, **given: Any) -> ServerApp:
+    """The `ServerApp` for an experiment file; `given` takes the place of values in the app's config."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        run_server(read(experiment), grid, context)
+        run_server(read(experiment), grid, {**context.run_config, **given})
 
     return app
 
 
-def run_server(experiment: Experiment, grid: Grid, context: Context) -> Result:
-    """A run from Flower's context; raises unless it ends well, so that Flower calls it failed."""
-    given = context.run_config
+def run_server(experiment: Experiment, grid: Grid, given: Mapping[str, Any]) -> Result:
+    """A run with these values of the app's config; raises unless it ends well, so that Flower calls it failed."""
     nodes, replies = int(given.get("min-nodes", 1)), int(given.get("min-replies", 1))
     link = GridLink(grid, float(given.get("deadline", DEADLINE)))
     wait, out = float(given.get("wait", WAIT)), Path(str(given.get("out") or "federation")).expanduser()
-
-    def on_round(row: dict[str, Any]) -> None:
-        shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
-        left = [f"{how}: {row[how]}" for how in ("missing", "refused") if row[how]]
-        log.warning("round %d of %d  %s", row["round"], experiment.rounds, "  ".join([*shown, *left]))
-
-    result = serve(experiment, link, lambda: link.found(nodes, wait), out, Terms(nodes, replies), on_round)
-    if result.stopped:
-        raise UndriftError(f"The run stopped: {result.stopped}")
-    log.warning("finished; the run is in %s", out / "run")
+    out.mkdir(parents=True, exist_ok=True)
+    with standing(out):
+        result = serve(
+            experiment, link, lambda: link.found(nodes, wait), out, replies, partial(tell, experiment.rounds)
+        )
+        if result.stopped:
+            raise UndriftError(f"The run stopped: {result.stopped}")
     return result
 
 
-def client_app(experiment: str | Path) -> ClientApp:
-    """The `ClientApp` for an experiment file."""
+def tell(rounds: int, row: dict[str, Any]) -> None:
+    """A round's line in the server's log."""
+    shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
+    left = [f"{how}: {row[how]}" for how in ("missing", "refused") if row[how]]
+    print("  ".join([f"round {row['round']} of {rounds}", *shown, *left]), flush=True)
+
+
+@contextmanager
+def standing(out: Path) -> Iterator[None]:
+    """Say in a file how the run stands: whoever started it need not ask Flower, which hides why an app failed."""
+    write_text(out / STATUS, json.dumps({"status": "running"}))
+    try:
+        yield
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}" if not isinstance(error, UndriftError) else str(error)
+        write_text(out / STATUS, json.dumps({"status": "failed", "why": why}))
+        raise
+    write_text(out / STATUS, json.dumps({"status": "finished"}))
+
+
+def client_app(experiment: str | Path, **given: Any) -> ClientApp:
+    """The `ClientApp` for an experiment file; `given` is for what a node's config does not say."""
     app = ClientApp()
 
     def answer(kind: str, message: Message, context: Context) -> Message:
-        node = Node(read(experiment), configured(context.node_config))
+        node = Node(read(experiment), {**given, **context.node_config})
         return Message(wrapped(node.answer(kind, unwrapped(message.content))), reply_to=message)
 
     @app.train()
@@ -149,11 +166,5 @@ def client_app(experiment: str | Path) -> ClientApp:
     return app
 
 
-def configured(node_config: Any) -> dict[str, Any]:
-    return dict(node_config)
-
-
 def read(experiment: str | Path) -> Experiment:
     return config.checked(config.read(experiment), str(experiment))
-
-

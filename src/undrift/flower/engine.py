@@ -170,7 +170,7 @@ class FlowerEngine:
             if skip or others:
                 sums.noted.append((counting.to(self.local.device), places))
             for i, _ in self.program.method.overriding("keep"):
-                sums.kept.setdefault(i, {}).update({c: after for c in own.tolist()})
+                sums.kept.setdefault(i, {}).update(dict.fromkeys(own.tolist(), after))
         if sums.updates:  # those that do not count are left out of what a part aggregates, but need a place
             like = next(iter(sums.updates.values()))
             sums.updates |= {int(p): tree_map(torch.zeros_like, like) for p in np.flatnonzero(lost)}

@@ -52,7 +52,7 @@ def check_sums(found: Sums, ids: list[int], measures: dict[str, Any]) -> None:
             plain["by_class"] = [torch.zeros(by_class[0].shape)] * 2  # type: ignore[assignment]
         check_form(sums, plain, split)
     if clients:
-        who = found.get("ids")
+        who: Any = found.get("ids")
         known = isinstance(who, torch.Tensor) and who.dtype == torch.int64 and set(who.tolist()) <= set(ids)
         if not known or not isinstance(clients, dict):
             raise RefusedError("it has sums of clients that are not its own")

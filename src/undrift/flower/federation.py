@@ -6,6 +6,7 @@ those that are not back yet. Flower's ids of nodes change; keys do not.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,7 +91,9 @@ def founded(reports: dict[str, tuple[str, Report]]) -> Federation:
     order = sorted(reports, key=lambda key: (reports[key][0], key))
     shared = {key: report["ids"] for key, (_, report) in reports.items()}
     if any(ids is None for ids in shared.values()) != all(ids is None for ids in shared.values()):
-        raise UndriftError("Some nodes have data of their own and others a share of the experiment's; give all the same.")
+        raise UndriftError(
+            "Some nodes have data of their own and others a share of the experiment's; give all the same."
+        )
     if any(ids is not None for ids in shared.values()):
         total, ids = _dealt(reports)
     else:
@@ -111,7 +114,7 @@ def _dealt(reports: dict[str, tuple[str, Report]]) -> tuple[int, dict[str, list[
     ids = {key: report["ids"] for key, (_, report) in reports.items()}
     flat = sorted(client for own in ids.values() for client in own)
     total = totals.pop()
-    for before, client in zip(flat, flat[1:], strict=False):
+    for before, client in itertools.pairwise(flat):
         if before == client:
             raise UndriftError(f"Two nodes have client {client}; give each a partition-id of its own.")
     if flat and not (0 <= flat[0] and flat[-1] < total):

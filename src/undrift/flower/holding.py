@@ -56,7 +56,7 @@ def holding(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
         part, parts = int(config["partition-id"]), int(config["num-partitions"])
     except (KeyError, TypeError, ValueError):
         raise UndriftError(
-            'The node\'s config must name its data (data="/path/to/file.parquet"), or which share of the experiment\'s '
+            "The node's config must name its data (data=\"/path/to/file.parquet\"), or which share of the experiment's "
             "clients it has (partition-id=0 num-partitions=3)."
         ) from None
     if not 0 <= part < parts:
@@ -65,7 +65,9 @@ def holding(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
     own = [c for c in range(len(data)) if c % parts == part]
     if not data.sizes[own].any():
         raise UndriftError(f"Of {len(data)} clients in {parts} shares, the share {part} has none with data.")
-    rows = {f"{name}_rows": share(getattr(data, f"{name}_rows"), part, parts) for name in ("test", "validation")}
+    rows: dict[str, Any] = {
+        f"{name}_rows": share(getattr(data, f"{name}_rows"), part, parts) for name in ("test", "validation")
+    }
     return Holding(replace(data, server_rows=None, **rows), own, shared=True)
 
 
@@ -86,4 +88,4 @@ def state_folder(config: Mapping[str, Any]) -> Path:
     if "data" in config:
         data = Path(str(config["data"])).expanduser().resolve()
         return data.with_name(f"{data.name}.undrift")
-    raise UndriftError('The node\'s config must say where its clients\' state lies: state="/path/to/folder".')
+    raise UndriftError("The node's config must say where its clients' state lies: state=\"/path/to/folder\".")

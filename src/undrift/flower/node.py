@@ -47,11 +47,12 @@ class Node:
             held = holding(self.experiment, self.config)
             if kind == "hello":
                 return encode((), {"report": held.report(), "name": str(self.config.get("name", ""))})
-            work: Callable[[Work], bytes] = {"train": Work.train, "measure": Work.measure, "evaluate": Work.evaluate}[kind]
             run = node_run(self.experiment, held, notes)
             exact = arithmetic(self.experiment.precision, self.experiment.deterministic, run.device)
             with selected(run.device), exact:
-                return work(Work(run, state_folder(self.config), sent, notes))
+                work = Work(run, state_folder(self.config), sent, notes)
+                answers: dict[str, Callable[[], bytes]] = {"train": work.train, "measure": work.measure}
+                return (answers | {"evaluate": work.evaluate})[kind]()
 
 
 def node_run(experiment: Experiment, held: Holding, notes: Notes) -> Run:

@@ -31,6 +31,8 @@ from undrift.training.state import State
 
 log = logging.getLogger("undrift.flower")
 
+STATUS = "status.json"
+"""The file that says how a run stands."""
 REPORT = 1 << 26
 """The most bytes of a node's report about its data, and of its sums in an evaluation."""
 
@@ -59,7 +61,7 @@ class ServerRun(Run):
             if notes.get("round") != t:
                 raise RefusedError("it is of another round")
             check_sums(sent, engine.federation.members[key].ids, self.measures)
-            return sent  # type: ignore[no-any-return]
+            return sent
 
         accepted, others = engine.collect("evaluate", engine.requests(inputs), accept)
         found: Sums = {"splits": {}, "clients": {}}
@@ -68,16 +70,6 @@ class ServerRun(Run):
         row = columns(found, last)
         names = [engine.federation.members[key].name for key in others]
         return row | ({"not_evaluated": names} if names else {})
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How a federation runs, beside the experiment."""
-
-    nodes: int = 1
-    """How many nodes to wait for before the run starts."""
-    replies: int = 1
-    """How many nodes must answer in every round."""
 
 
 def met(link: Link, keys: list[str]) -> Federation:
@@ -92,7 +84,7 @@ def met(link: Link, keys: list[str]) -> Federation:
             raise RefusedError("a node's first answer has no report about its data")
         check_report(found)
         reports[key] = (str(notes.get("name", ""))[:80], found)
-    require(reports, "No node answered.")
+    require(bool(reports), "No node answered.")
     return founded(reports)
 
 
@@ -101,7 +93,7 @@ def serve(
     link: Link,
     found: Callable[[], list[str]],
     out: Path,
-    terms: Terms = Terms(),  # noqa: B008 - frozen
+    replies: int = 1,
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Run an experiment on nodes, or go on with the run in `out`.
@@ -111,10 +103,12 @@ def serve(
         link: The way to the nodes.
         found: Waits for the nodes and returns their keys; called if the run is new.
         out: The folder of the federation, with the run in `run/`.
-        terms: How many nodes must be there.
+        replies: How many nodes must answer in every round.
         on_round: Called with each round's history.
     """
-    require(experiment.personalize_every is None, "personalize_every needs clients' weights, which stay on their nodes.")
+    require(
+        experiment.personalize_every is None, "personalize_every needs clients' weights, which stay on their nodes."
+    )
     import_plugins(experiment.imports)
     out.mkdir(parents=True, exist_ok=True)
     federation = read(out)
@@ -123,7 +117,7 @@ def serve(
         federation.save(out)
     with threads(experiment.threads):
         given = settings(experiment, federation, out / "run")
-        return train_with(replace(given, on_round=on_round), lambda run: served(run, federation, link, terms))
+        return train_with(replace(given, on_round=on_round), lambda run: served(run, federation, link, replies))
 
 
 def settings(experiment: Experiment, federation: Federation, folder: Path) -> Settings:
@@ -134,9 +128,9 @@ def settings(experiment: Experiment, federation: Federation, folder: Path) -> Se
     return Settings(**(arguments(experiment, data) | own | {"resume": (folder / RUN).exists()}))
 
 
-def served(run: Run, federation: Federation, link: Link, terms: Terms) -> ServerRun:
+def served(run: Run, federation: Federation, link: Link, replies: int) -> ServerRun:
     """The run with the nodes for an engine."""
     given = {entry.name: getattr(run, entry.name) for entry in fields(run)}
-    engine = FlowerEngine(run, federation, link, terms.replies)
+    engine = FlowerEngine(run, federation, link, replies)
     choices = run.choices | {"engine": "flower", "why": f"{len(federation.members)} nodes train"}
     return ServerRun(**(given | {"engine": engine, "choices": choices}))

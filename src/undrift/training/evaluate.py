@@ -30,7 +30,7 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
 
 @torch.no_grad()
 def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
-    """What `measured` is the ratios of: `sums` per metric, and by class with accuracy; each numerators, denominators."""
+    """Numerators and denominators of what `measured` returns: `sums` per metric, and `by_class` with accuracy."""
     model = run.model.at(state.tracked)
     sums: dict[str, Any] = {name: [0.0, 0.0] for name in run.measures}
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
