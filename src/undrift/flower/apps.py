@@ -20,7 +20,7 @@ from undrift.errors import UndriftError
 from undrift.files import write_text
 from undrift.flower.engine import Trouble
 from undrift.flower.node import Node
-from undrift.flower.server import STATUS, serve
+from undrift.flower.server import STATUS, described, serve
 from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.training.result import Result
@@ -121,9 +121,7 @@ def run_server(experiment: Experiment, grid: Grid, given: Mapping[str, Any]) -> 
 
 def tell(rounds: int, row: dict[str, Any]) -> None:
     """A round's line in the server's log."""
-    shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
-    left = [f"{how}: {row[how]}" for how in ("missing", "refused") if row[how]]
-    print("  ".join([f"round {row['round']} of {rounds}", *shown, *left]), flush=True)
+    print(described(row, rounds), flush=True)
 
 
 @contextmanager

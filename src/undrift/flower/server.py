@@ -101,7 +101,8 @@ def serve(
     Args:
         experiment: What to run.
         link: The way to the nodes.
-        found: Waits for the nodes and returns their keys; called if the run is new.
+        found: Waits for the nodes and returns their keys. A run that goes on waits too, so that it does not leave out
+            nodes which are about to come back.
         out: The folder of the federation, with the run in `run/`.
         replies: How many nodes must answer in every round.
         on_round: Called with each round's history.
@@ -111,9 +112,9 @@ def serve(
     )
     import_plugins(experiment.imports)
     out.mkdir(parents=True, exist_ok=True)
-    federation = read(out)
+    federation, keys = read(out), found()
     if federation is None:
-        federation = met(link, found())
+        federation = met(link, keys)
         federation.save(out)
     with threads(experiment.threads):
         given = settings(experiment, federation, out / "run")
@@ -134,3 +135,10 @@ def served(run: Run, federation: Federation, link: Link, replies: int) -> Server
     engine = FlowerEngine(run, federation, link, replies)
     choices = run.choices | {"engine": "flower", "why": f"{len(federation.members)} nodes train"}
     return ServerRun(**(given | {"engine": engine, "choices": choices}))
+
+
+def described(row: dict[str, Any], rounds: int) -> str:
+    """A round in a line."""
+    shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
+    left = [f"{how} {row[how]}" for how in ("missing", "refused") if row.get(how)]
+    return "  ".join([f"round {row['round']} of {rounds}", *shown, *left])
