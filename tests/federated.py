@@ -45,11 +45,19 @@ def here(changes: dict[str, Any], out: Path | None = None) -> Result:
 class Near:
     """Nodes in this process; `spoil` may change a reply, lose it, or raise."""
 
-    def __init__(self, folder: Path, changes: dict[str, Any], nodes: int = 3, spoil: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        changes: dict[str, Any],
+        nodes: int = 3,
+        spoil: Callable[..., Any] | None = None,
+        own: list[dict[str, Any]] | None = None,
+    ) -> None:
         self.spoil, self.asked = spoil, []
         self.nodes = {}
         for i in range(nodes):
-            place = {"partition-id": i, "num-partitions": nodes, "name": f"n{i}", "state": str(folder / f"state{i}")}
+            share = {"partition-id": i, "num-partitions": nodes} if own is None else own[i]
+            place = {"name": f"n{i}", "state": str(folder / f"state{i}"), **share}
             self.nodes[f"{i:064x}"] = Node(experiment(changes), place)
 
     def ask(self, kind: str, requests: dict[str, bytes]) -> dict[str, bytes | Trouble]:
