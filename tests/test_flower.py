@@ -6,11 +6,14 @@ this process (`tests/federated.py`), which `test_flower_near.py` holds against l
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,7 +117,7 @@ def test_a_node_without_a_registered_key_gets_nothing(runs):
     grounds, folder, _ = runs
     grounds.node("stranger", {"name": "stranger", "partition-id": 0, "num-partitions": 1, "state": str(folder / "x")})
     log = grounds.folder / "logs" / "stranger.log"
-    until(lambda: grounds.processes["stranger"].poll() is not None or "not " in log.read_text().lower(), 60)
+    until(lambda: "Failed to activate SuperNode" in log.read_text(), 60)
     grounds.stop("stranger")
     assert len(grounds.flwr("supernode", "list", "local")["nodes"]) == NODES
     assert not (folder / "x").exists()
@@ -179,3 +182,33 @@ def test_a_server_that_is_killed_between_rounds_goes_on_to_the_same_bits(tmp_pat
     unbroken = near(tmp_path / "near", changes, Near(tmp_path / "near", changes, NODES))
     assert same_bits(weights(out), dict(unbroken.model.state_dict()))
     assert len(rows(out)) == 3
+
+
+def test_the_command_runs_an_experiment_and_leaves_nothing_running(tmp_path):
+    shutil.copy(PROBLEM, tmp_path)
+    changes = FOUR["feddyn"] | {"rounds": 1, "imports": ["flower_problem"]}
+    write_text(tmp_path / "e.toml", as_toml(BASE | changes))
+    words = [sys.executable, "-m", "undrift", "flower", "up", "e.toml", "--nodes", "2", "--out", "here"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SLOW, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "round 1 of 1  loss " in done.stdout and (tmp_path / "here/federation/run/model.safetensors").exists()
+    assert not [line for line in processes() if str(tmp_path) in line]
+
+
+def test_a_run_that_fails_is_a_failed_command(tmp_path):
+    """Flower calls a run whose app raised a success; here the exit status and the last line say what happened."""
+    shutil.copy(PROBLEM, tmp_path)
+    write_text(tmp_path / "e.toml", as_toml(BASE | {"imports": ["flower_problem"], "min_clients": 100}))
+    words = [sys.executable, "-m", "undrift", "flower", "up", "e.toml", "--nodes", "1", "--out", "here"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SLOW, check=False)
+    assert done.returncode == 2 and "The run failed: min_clients is 100" in done.stderr
+    assert not [line for line in processes() if str(tmp_path) in line]
+
+
+def processes() -> list[str]:
+    """The command lines of all processes."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_text(errors="replace").replace("\0", " "))
+    return found
