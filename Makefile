@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs docs-serve install test soak mutants bench compat gpu gpu-full sbom audit clean
+.PHONY: demo docs docs-serve install test flower soak mutants bench compat gpu gpu-full sbom audit clean
 
 install: .venv/ready
 
@@ -14,6 +14,10 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Real SuperLinks and SuperNodes on this machine. There the tests of federations fail where they would be skipped.
+flower: .venv/flower/ready
+	UNDRIFT_FLOWER=required OMP_NUM_THREADS=1 .venv/flower/bin/python -m pytest tests/test_flower.py
 
 # The documentation as a site, in site/.
 docs: .venv/ready
@@ -78,6 +82,14 @@ audit: .venv/tools/ready
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$(.venv/compat/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/above.pth
 	$(BIN)/pip --python .venv/compat/bin/python install --disable-pip-version-check -q --no-deps -r compat/requirements.txt
+	touch $@
+
+# Flower, apart from .venv but on top of it: it asks for older versions of some packages.
+.venv/flower/ready: .venv/ready requirements-flower.txt
+	$(BIN)/python -m venv --without-pip .venv/flower
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$(.venv/flower/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/above.pth
+	$(BIN)/pip --python .venv/flower/bin/python install --disable-pip-version-check -q --no-deps -r requirements-flower.txt
 	touch $@
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).

@@ -18,7 +18,7 @@ LAYERS = {
     "methods": ["methods"],
     "engine": ["engine"],
     "training": ["training"],
-    "tools": ["tools", "reproduce", "__main__"],
+    "tools": ["tools", "reproduce", "flower", "__main__"],
 }
 """From the bottom up, each with its modules and packages."""
 ORDER = list(LAYERS)
@@ -31,7 +31,7 @@ ABOUT = {
     "methods": "one file per family of methods",
     "engine": "a cohort's local training: plain, lanes, threads",
     "training": "a run: settings, state, rounds, evaluation, checkpoints, folder, trackers",
-    "tools": "command line, experiment files, sweeps, comparison, report · reproduce/",
+    "tools": "command line, experiment files, sweeps, comparison, report · reproduce/ · flower/",
 }
 
 

@@ -104,8 +104,12 @@ class Outcome:
     """Per client: whether it counts; None unless clients may be skipped."""
     updates: Tree = ()
     """Every client's own update along a first axis, in the order of the cohort, where a part aggregates them."""
-    totals: Tree = ()
-    """The sums that `update` and `statistics` are the means of."""
+    total: Tree = ()
+    """What the means are of, as it was added up: weighted updates, each part's sums, weighted statistics."""
+    lost: np.ndarray | None = None
+    """By place in the cohort: whose answer did not come or was refused, where clients are elsewhere."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What the history says about them."""
 
 
 class Engine(Protocol):

@@ -61,10 +61,10 @@ class RankedEngine:
         flags = torch.zeros(cohort, dtype=torch.int64, device=device)
         if found.finite is not None:
             flags[to_device(torch.from_numpy(inputs.places), device)] = found.finite.long()
-        sent = (found.totals, found.sums, found.weight, flags if skip else ())
-        totals, sums, weight, flags = self.ranks.sum(sent)
+        total, weight, flags = self.ranks.sum((found.total, found.weight, flags if skip else ()))
+        updates, sums, tracked = total
         finite = flags.bool() if skip else None
-        update, statistics = means(self.program, totals, weight, finite, cohort)
+        update, statistics = means(self.program, (updates, tracked), weight, finite, cohort)
         return replace(
             found,
             update=update,
@@ -73,7 +73,7 @@ class RankedEngine:
             weight=weight,
             size=torch.full_like(found.size, cohort) if finite is None else finite.sum(dtype=torch.float64),
             finite=finite,
-            totals=totals,
+            total=total,
             updates=self._updates(found.updates, shares, device) if shares and cohort else (),
         )
 

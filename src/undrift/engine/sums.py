@@ -79,7 +79,7 @@ class Sums:
         updates, own, tracked = self.total
         update, statistics = means(self.program, (updates, tracked), weight, finite, cohort)
         each = tree_stack([self.updates[c] for c in range(cohort)]) if self.updates else ()
-        return Outcome(update, own, weight, size, statistics, self.kept, finite, each, (updates, tracked))
+        return Outcome(update, own, weight, size, statistics, self.kept, finite, each, self.total)
 
 
 def means(program: Program, totals: Tree, weight: Tensor, finite: Tensor | None, cohort: int) -> tuple[Params, Params]:

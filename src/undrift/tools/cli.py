@@ -15,6 +15,7 @@ import typer
 
 from undrift import __version__
 from undrift.errors import DEBUG, said_elsewhere
+from undrift.flower.commands import flower
 from undrift.tools import launch
 from undrift.tools.torchrun import refuse_torchrun, speaks
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )  # fmt: skip
 data = typer.Typer(no_args_is_help=True, help="Data sets and their partitions.")
 app.add_typer(data, name="data")
+app.add_typer(flower, name="flower")
 
 File = Annotated[Path, typer.Argument(help="An experiment file, or the folder of a run to repeat.", show_default=False)]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: local.lr=0.05")]

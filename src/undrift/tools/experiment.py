@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 from undrift import models
+from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, first_line, quoted
@@ -97,15 +98,20 @@ def filled(kind: Callable[..., T], name: str, section: Section, parsed: Callable
         return kind(**found)
 
 
-def arguments(experiment: Experiment) -> dict[str, Any]:
-    """What `ud.train` is given."""
+def arguments(experiment: Experiment, data: FederatedDataset | None = None) -> dict[str, Any]:
+    """What `ud.train` is given; `data` take the place of those that the file names."""
     method, local, faults = understood(experiment)
-    asked = experiment.data.model_dump()
-    with about("data"):
-        data = load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})
+    data = loaded(experiment) if data is None else data
     made = {"data": data, "local": local, "method": method, "faults": faults}
     rest = {name: value for name, value in experiment if ROLES[name].argument and name not in made}
     return {**rest, **made, "notes": {"imports": experiment.imports}}
+
+
+def loaded(experiment: Experiment, **other: Any) -> FederatedDataset:
+    """The data that the file names, with `other` values of keys of its section."""
+    asked = experiment.data.model_dump() | other
+    with about("data"):
+        return load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})
 
 
 FREE = {key for key, role in KEYS.items() if role.resume in ("free", "length")}

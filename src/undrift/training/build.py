@@ -50,17 +50,18 @@ from undrift.tree import tree_map
 log = logging.getLogger("undrift")
 
 
-def prepare(given: Settings, ranks: Ranks = ALONE) -> Run:
+def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) -> Run:
     """Check what decides the training, and choose what was left open. Raises `UndriftError`.
 
     `ranks` are the processes that the run has. They are not asked anything here: what one of them refuses, or finds
-    missing on its machine, the others learn of afterwards.
+    missing on its machine, the others learn of afterwards. `cohort` is how many clients are sampled in a round, where
+    the data are those of some of the clients only.
     """
     check_types(given)
     data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
     method = as_method(given.method)
     where = find_device(given.device)
-    cohort_size = cohort_size_of(given.participation, data.population)
+    cohort_size = cohort or cohort_size_of(given.participation, data.population)
     conditions = Conditions(given.faults, given.max_norm_ratio, given.min_clients)
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)

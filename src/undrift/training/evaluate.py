@@ -27,18 +27,14 @@ def evaluate(run: Run, state: State) -> dict[str, Any]:
     return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
 
 
-@torch.no_grad()
 def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     """The mean loss and each metric; with accuracy also `class_accuracy`, a list with None for classes without data."""
-    sums, (right, seen) = run.ranks.sum(run.ranks.together(lambda: added_up(run, state, data)))
-    found: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in sums.items()}
-    if len(right):
-        found["class_accuracy"] = [r / s if s else None for r, s in zip(right.tolist(), seen.tolist(), strict=True)]
-    return found
+    return ratios(run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
 
 
-def added_up(run: Run, state: State, data: Rows) -> tuple[dict[str, Tensor], Tensor]:
-    """Each measure's numerator and denominator, and how many samples of each class are right and how many there are.
+@torch.no_grad()
+def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
+    """Numerators and denominators of what `measured` returns: `sums` per metric, and `by_class` with accuracy.
 
     Of several processes, each takes some of the batches.
     """
@@ -55,7 +51,16 @@ def added_up(run: Run, state: State, data: Rows) -> tuple[dict[str, Tensor], Ten
         if by_class:
             for total, own in zip(classes, accuracy(output, y), strict=True):
                 total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
-    return sums, classes
+    return {"sums": sums} | ({"by_class": classes} if by_class else {})
+
+
+def ratios(found: dict[str, Any]) -> dict[str, Any]:
+    """The columns that sums stand for."""
+    row: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in found["sums"].items()}
+    if "by_class" in found:
+        pairs = zip(*found["by_class"].tolist(), strict=True)
+        row["class_accuracy"] = [right / seen if seen else None for right, seen in pairs]
+    return row
 
 
 def own_batches(run: Run, values: Tensor, size: int) -> Tensor:

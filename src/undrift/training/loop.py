@@ -14,8 +14,7 @@ from torch import nn
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
 from undrift.engine.ranks import Ranks, launched
-from undrift.errors import machine_trouble, require
-from undrift.losses import reserved
+from undrift.errors import machine_trouble
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
@@ -38,11 +37,12 @@ from undrift.training.record import record
 from undrift.training.result import Folder, Result
 from undrift.training.resume import resumed_by_all, stops
 from undrift.training.rounds import Round, federated_round, finish
+from undrift.training.rows import history_row, late_figures
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.track import Trackers
-from undrift.tree import Tree, tree_finite
+from undrift.tree import tree_finite
 
 
 def train(
@@ -161,19 +161,22 @@ def train(
     )  # fmt: skip
 
 
-def train_with(given: Settings) -> Result:
-    """The run with these settings: prepared, resumed where that is asked for, and trained."""
+def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> Result:
+    """The run with these settings: prepared, resumed where that is asked for, and trained.
+
+    `put` may put another engine in the place of the one that was chosen.
+    """
     with launched() as ranks:
-        run, rule = ranks.together(lambda: checked(given, ranks))
+        run, rule = ranks.together(lambda: checked(given, ranks, put))
         ranks.use(run.device)
         agree(run, given)
         join(run, given)
         return trained(run, rule, given)
 
 
-def checked(given: Settings, ranks: Ranks) -> tuple[Run, Rule | None]:
+def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
     """The run, and the rule that ends it early."""
-    run = prepare(given, ranks)
+    run = put(prepare(given, ranks))
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
     rule = as_rule(given.stop_when)
@@ -307,7 +310,8 @@ class Loop:
         due = state.round % self.evaluate_every == 0
         tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
         if last or due:
-            found = evaluate(self.run, state) | self.personal.shared(state, last)
+            elsewhere = self.run.held_out(state, last)
+            found = evaluate(self.run, state) | self.personal.shared(state, last) if elsewhere is None else elsewhere
         if last or tuning:
             tuned = self.personal.tuned(state, method, state.round - 1)
         extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())
@@ -368,33 +372,3 @@ class Loop:
         except nonfinite.NonFiniteError as found:
             return found
         raise error
-
-
-def history_row(state: State, done: Round) -> dict[str, Any]:
-    """The columns of a round that are known as soon as it has been launched."""
-    work, answers = done.answers.work, done.answers
-    return {
-        "round": state.round,
-        "clients": answers.clients.tolist(),
-        **answers.columns,
-        "steps": int(work.steps.sum()),
-        "total_steps": state.total_steps,
-        "steps_fraction": state.total_steps / state.constant_steps if state.constant_steps else 1.0,
-        "local_steps": work.span,
-        "lr": float(work.lr),
-        "samples": answers.samples,
-        "bytes_down": done.bytes_down,
-        "bytes_up": done.bytes_up,
-        "total_bytes": state.total_bytes,
-    }
-
-
-def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
-    """The columns of a round that must be read from the device. Raises `NonFiniteError`."""
-    settled, own = watch.settle(row), method.history(states)
-    for name in own:
-        require(
-            name not in row and not reserved(name),
-            f"A part's history has {name!r}, which is a column of the history already; rename it.",
-        )
-    return settled | own

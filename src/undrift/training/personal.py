@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.engine.base import RoundInputs
 from undrift.engine.ranks import ALONE
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
@@ -76,6 +77,14 @@ class Personal:
         mine, whose = (own_batches(self.run, t, batch_size(self.run)) for t in (indices, self.whose))
         sums = ranks.together(lambda: self._sums(model, state.params, mine, whose, len(self.clients)))
         return ratios(ranks.sum(sums))
+
+    def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
+        """Numerators and denominators by client: of its own model if it has one, else of the global one."""
+        shared, found = {**state.params, **state.tracked}, []
+        for client, indices in zip(self.clients.tolist(), self.indices, strict=True):
+            whose = torch.zeros(len(indices), dtype=torch.int64)
+            found.append(self._sums(self.run.model, models.get(client, shared), indices, whose, 1))
+        return {name: torch.cat([one[name] for one in found], 1) for name in self.run.measures}
 
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
         """The global model on every client's own data, in batches of their own."""
@@ -152,10 +161,14 @@ class Personal:
 
 
 def ratios(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and each metric. Recall is undefined (NaN) without positive labels; a loss of NaN counts as infinite."""
-    return {
-        n: torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan) for n, (top, bottom) in sums.items()
-    }
+    """The loss and each metric, by client."""
+    return {name: means(both) for name, both in sums.items()}
+
+
+def means(sums: Tensor) -> Tensor:
+    """Ratios by client. Recall is undefined (NaN) without positive labels; a loss of NaN counts as infinite."""
+    top, bottom = sums
+    return torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
 
 
 def one_number(loss: Loss) -> bool:
@@ -169,14 +182,16 @@ def has_own_models(run: Run) -> bool:
 
 
 def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[int, Params]]:
-    """The weights and running statistics that each of these clients would use, and its place among them.
-
-    Of several processes, each has its share of them.
-    """
-    program, method, t = run.engine.program, run.bound(state.round - 1), state.round - 1
+    """The weights and running statistics that each of these clients would use, and its place among them."""
+    method, t = run.bound(state.round - 1), state.round - 1
     server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
-    inputs = run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients)
+    yield from owned(run, run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients))
+
+
+def owned(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
+    """The same of the clients of these inputs. Of several processes, each has its share of them."""
+    program = run.engine.program
     for c, place in enumerate(inputs.places.tolist()):
         given = program.given(inputs.shared, inputs.own(c))
         yield place, {**program.own(given), **given["tracked"]}

@@ -86,6 +86,10 @@ class Run:
         """What clients keep before the first round."""
         return ClientStates.none(self.composed, self.device, self.population, self.files)
 
+    def held_out(self, state: State, last: bool) -> dict[str, Any] | None:
+        """The history's columns on held-out data, where these lie elsewhere; None if they are here."""
+        return None
+
     def bound(self, t: int) -> Method:
         """The method with the numbers of round `t`."""
         return self.composed.bind(on_device(self.composed.numbers(t), self.device))

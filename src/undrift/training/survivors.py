@@ -87,9 +87,10 @@ class Conditions:
         plan = inputs.plan
         counts = inputs.counts
         if self.ordinary:
-            nobody = np.zeros(len(plan.clients), bool)
             outcome = _hooks_go_on(engine.run(inputs, skip=skip), plan)
-            return Answers(outcome, plan.clients, plan, int(counts.sum()), nobody)
+            lost = lost_of(outcome, plan)
+            work, samples = _of_those(~lost, plan, counts, inputs)
+            return Answers(outcome, plan.clients, work, samples, lost, columns=outcome.columns)
         fates, ratio = plan.fates, self.max_norm_ratio
         assert fates is not None
         outcome = engine.run(inputs, skip=True)
@@ -99,14 +100,14 @@ class Conditions:
         if self.faults:
             columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
         columns |= {} if ratio is None else {"left_out": []}
-        excused = fates.dropped
+        excused = fates.dropped | lost_of(outcome, plan)
         if ratio is not None and outcome.finite is not None:
             norms = outcome.sums[-1].cpu().numpy()[: len(plan.clients)]  # a plan may have fewer clients than usual
             far = outliers(norms, outcome.finite.cpu().numpy(), ratio)
             if far.any():  # a round is a function of its inputs, so it can be run once more without them
                 again = _with_factor(inputs, np.where(far, np.nan, fates.factor))
                 outcome = engine.run(again, skip=True)
-            excused, columns["left_out"] = excused | far, plan.clients[far].tolist()
+            excused, columns["left_out"] = excused | far | lost_of(outcome, plan), plan.clients[far].tolist()
         outcome = replace(outcome, sums=outcome.sums if ratio is None else outcome.sums[:-1])
         gone = set(plan.clients[excused].tolist())
         own = {i: {c: state for c, state in states.items() if c not in gone} for i, states in outcome.kept.items()}
@@ -114,10 +115,19 @@ class Conditions:
         least = 0 if outcome.finite is None else least
         if least > 1 and int(outcome.size) < least:  # a round without survivors is found on the device, without waiting
             outcome = replace(outcome, size=torch.zeros_like(outcome.size), kept={})
-        answered = ~fates.dropped
-        work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
-        samples = int(counts[np.repeat(answered, plan.steps * inputs.batches.per_step)].sum())
-        return Answers(outcome, plan.clients, work, samples, excused, least, survivors, columns)
+        work, samples = _of_those(~(fates.dropped | lost_of(outcome, plan)), plan, counts, inputs)
+        return Answers(outcome, plan.clients, work, samples, excused, least, survivors, columns | outcome.columns)
+
+
+def lost_of(outcome: Outcome, plan: Plan) -> Array:
+    """By place in the cohort: whose answer is missing."""
+    return np.zeros(len(plan.clients), bool) if outcome.lost is None else outcome.lost
+
+
+def _of_those(answered: Array, plan: Plan, counts: Array, inputs: RoundInputs) -> tuple[Plan, int]:
+    """The plan of those that answered, and on how many samples they trained."""
+    work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
+    return work, int(counts[np.repeat(answered, plan.steps * inputs.batches.per_step)].sum())
 
 
 def _hooks_go_on(outcome: Outcome, plan: Plan) -> Outcome:

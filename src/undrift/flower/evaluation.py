@@ -1,0 +1,87 @@
+"""Evaluation on the nodes' held-out data: nodes send sums, of which the server makes the history's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from undrift.engine.base import RoundInputs
+from undrift.flower.check import check_form
+from undrift.flower.messages import RefusedError
+from undrift.training.evaluate import ratios, totals
+from undrift.training.personal import Personal, has_own_models, means, owned, summary
+from undrift.training.run import Run
+from undrift.training.state import State
+from undrift.tree import Tree, tree_add, tree_map
+
+Sums = dict[str, Tree]
+BY_CLASS = "class_accuracy"
+
+
+def evaluated(run: Run, state: State, inputs: Callable[[], RoundInputs]) -> Sums:
+    """Numerators and denominators: of the splits that this node has, and by client of its own test data.
+
+    `inputs` are those of all of the node's clients, whose own models are evaluated if they have any.
+    """
+    found: Sums = {"splits": {}, "clients": {}}
+    for name, rows in (("test", run.test), ("validation", run.validation)):
+        if rows is not None:
+            found["splits"][name] = totals(run, state, rows)
+    personal = Personal(run)
+    if len(personal.clients):
+        clients = run.data.nonempty.tolist()
+        models = {clients[place]: own for place, own in owned(run, inputs())} if has_own_models(run) else {}
+        found["clients"] = personal.sums(state, models)
+        found["ids"] = torch.from_numpy(personal.clients)
+    return found
+
+
+def check_sums(found: Sums, ids: list[int], measures: dict[str, Any]) -> None:
+    """Raise `RefusedError` unless these are sums that a node with these clients could have found."""
+    if not isinstance(found, dict) or not {"splits", "clients"} <= set(found):
+        raise RefusedError("it has no sums")
+    splits, clients = found["splits"], found["clients"]
+    if not isinstance(splits, dict) or not set(splits) <= {"test", "validation"}:
+        raise RefusedError("it has sums of data that are not held out")
+    for split, sums in splits.items():
+        plain: dict[str, Any] = {"sums": {name: torch.zeros(2, dtype=torch.float64) for name in measures}}
+        by_class = sums.get("by_class") if isinstance(sums, dict) else None
+        if isinstance(by_class, torch.Tensor) and by_class.dim() == 2 and len(by_class) == 2:
+            plain["by_class"] = torch.zeros(by_class.shape)
+        check_form(sums, plain, split)
+    if clients:
+        who: Any = found.get("ids")
+        known = isinstance(who, torch.Tensor) and who.dtype == torch.int64 and set(who.tolist()) <= set(ids)
+        if not known or not isinstance(clients, dict):
+            raise RefusedError("it has sums of clients that are not its own")
+        check_form(clients, {name: torch.zeros(2, len(who), dtype=torch.float64) for name in measures}, "clients")
+
+
+def added(one: Sums, other: Sums) -> Sums:
+    """The sums of two nodes as those of one."""
+    splits = dict(one["splits"])
+    for name, sums in other["splits"].items():
+        splits[name] = tree_add(splits[name], sums) if name in splits else sums
+    if not other["clients"] or not one["clients"]:
+        rest = one if one["clients"] else other
+        return {**rest, "splits": splits}
+    joined = tree_map(lambda a, b: torch.cat([a, b], -1), one["clients"], other["clients"])
+    return {"splits": splits, "clients": joined, "ids": torch.cat([one["ids"], other["ids"]])}
+
+
+def columns(found: Sums, last: bool) -> dict[str, Any]:
+    """The history's columns, as `evaluate` and `Personal` name them."""
+    row: dict[str, Any] = {}
+    for split, sums in found["splits"].items():
+        prefix = "" if split == "test" else f"{split}_"
+        row |= {f"{prefix}{name}": value for name, value in ratios(sums).items() if not prefix or name != BY_CLASS}
+    if found["clients"]:
+        order = found["ids"].argsort()
+        each = {name: means(both[:, order]) for name, both in found["clients"].items()}
+        row |= summary("client", each)
+        if last:
+            values = {name: by_client.tolist() for name, by_client in each.items()}
+            row["by_client"] = {"client": found["ids"][order].tolist(), **values}
+    return row

@@ -1,0 +1,91 @@
+"""The data of one node: its own, from a path in its config, or its share of the clients that the experiment names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from undrift.data.dataset import FederatedDataset
+from undrift.errors import UndriftError, quoted
+from undrift.flower.outline import Report, placed, report, share
+from undrift.tools.config import Experiment
+from undrift.tools.experiment import loaded
+
+OWN = {"label": "label", "client": "client", "test-fraction": "test_fraction"}
+OWN |= {"client-test-fraction": "client_test_fraction", "data-dir": "data_dir"}
+"""Keys of a node's config, and the keys of `[data]` that they stand for."""
+KNOWN = {"partition-id", "num-partitions", "data", "state", "name", *OWN}
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A node's data."""
+
+    data: FederatedDataset
+    """Where the experiment's clients are shared out, those of all nodes; a node takes its own."""
+    clients: list[int]
+    """The node's clients, by their position in the data."""
+    shared: bool
+    """Whether these positions are their ids, as the experiment's data are shared out among the nodes."""
+
+    def report(self) -> Report:
+        places = list(range(len(self.clients)))
+        common = {"outputs": self.data.outputs, "vocabulary": self.data.task.vocabulary}
+        own = placed(self.data, self.clients, places, len(places), common)
+        return report(own) | {"ids": self.clients if self.shared else None, "total": len(self.data)}
+
+    def among(self, ids: list[int], total: int, common: Report) -> FederatedDataset:
+        """The data under the ids that the server has given the node's clients."""
+        if len(ids) != len(self.clients) or (self.shared and ids != self.clients):
+            raise UndriftError(
+                f"The server takes this node for one of {len(ids)} clients, but it has {len(self.clients)}. Its data "
+                "may not change while a run is under way."
+            )
+        return placed(self.data, self.clients, ids, total, common)
+
+
+def holding(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
+    """The data that a node's config speaks of."""
+    if strange := config.keys() - KNOWN:
+        raise UndriftError(f"The node's config has {quoted(min(strange))}; it may have {', '.join(sorted(KNOWN))}.")
+    if "data" in config:
+        return _own(experiment, config)
+    try:
+        part, parts = int(config["partition-id"]), int(config["num-partitions"])
+    except (KeyError, TypeError, ValueError):
+        raise UndriftError(
+            "The node's config must name its data (data=\"/path/to/file.parquet\"), or which share of the experiment's "
+            "clients it has (partition-id=0 num-partitions=3)."
+        ) from None
+    if not 0 <= part < parts:
+        raise UndriftError(f"The node's config has partition-id={part} of num-partitions={parts}; count from 0.")
+    data = loaded(experiment)
+    own = [c for c in range(len(data)) if c % parts == part]
+    if not data.sizes[own].any():
+        raise UndriftError(f"Of {len(data)} clients in {parts} shares, the share {part} has none with data.")
+    rows: dict[str, Any] = {
+        f"{name}_rows": share(getattr(data, f"{name}_rows"), part, parts) for name in ("test", "validation")
+    }
+    return Holding(replace(data, server_rows=None, **rows), own, shared=True)
+
+
+def _own(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
+    path = Path(str(config["data"])).expanduser()
+    if not path.exists():
+        raise UndriftError(f"The node's data {path} do not exist.")
+    other = {key: config[name] for name, key in OWN.items() if name in config}
+    natural = {"partition": "ByKey()", "clients": None} if "client" in config else {"partition": "IID()", "clients": 1}
+    data = loaded(experiment, name=str(path), server_fraction=0.0, **natural, **other)
+    return Holding(replace(data, server_rows=None), list(range(len(data))), shared=False)
+
+
+def state_folder(config: Mapping[str, Any]) -> Path:
+    """Where what the node's clients keep lies: where its config says, or next to its data."""
+    if "state" in config:
+        return Path(str(config["state"])).expanduser()
+    if "data" in config:
+        data = Path(str(config["data"])).expanduser().resolve()
+        return data.with_name(f"{data.name}.undrift")
+    raise UndriftError("The node's config must say where its clients' state lies: state=\"/path/to/folder\".")

@@ -1,0 +1,43 @@
+"""A round's row of the history: what is known once it has been launched, and what must be read from the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from undrift.errors import require
+from undrift.losses import reserved
+from undrift.method.part import Method
+from undrift.training import nonfinite
+from undrift.training.rounds import Round
+from undrift.training.state import State
+from undrift.tree import Tree
+
+
+def history_row(state: State, done: Round) -> dict[str, Any]:
+    """The columns of a round that are known as soon as it has been launched."""
+    work, answers = done.answers.work, done.answers
+    return {
+        "round": state.round,
+        "clients": answers.clients.tolist(),
+        **answers.columns,
+        "steps": int(work.steps.sum()),
+        "total_steps": state.total_steps,
+        "steps_fraction": state.total_steps / state.constant_steps if state.constant_steps else 1.0,
+        "local_steps": work.span,
+        "lr": float(work.lr),
+        "samples": answers.samples,
+        "bytes_down": done.bytes_down,
+        "bytes_up": done.bytes_up,
+        "total_bytes": state.total_bytes,
+    }
+
+
+def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
+    """The columns of a round that must be read from the device. Raises `NonFiniteError`."""
+    settled, own = watch.settle(row), method.history(states)
+    for name in own:
+        require(
+            name not in row and not reserved(name),
+            f"A part's history has {name!r}, which is a column of the history already; rename it.",
+        )
+    return settled | own
