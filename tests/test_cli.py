@@ -15,8 +15,10 @@ from tests.experiments import GOOD, changed, toml, undrift
 from undrift import models
 from undrift.data import sources
 from undrift.errors import UndriftError
+from undrift.tools import sweep
 from undrift.tools.compare import Run, brief, groups, spread
 from undrift.tools.sweep import summary
+from undrift.training.result import recorded
 
 
 @pytest.fixture
@@ -220,3 +222,19 @@ def test_resume_of_what_is_no_run(here, capsys, monkeypatch):
         with pytest.raises(SystemExit) as stopped:
             main()
         assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_runs_of_a_sweep_that_differ_only_in_numbers_train_in_one_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_on_gpu", lambda *place: True)  # where they would take up little of it
+    grid = {"local.lr": [0.1, 0.3], "method": ["FedAvg()", "FedProx(0.1)"], "seed": [0, 1]}
+    settings = {**GOOD, "rounds": 2, "data": {**GOOD["data"], "validation_fraction": 0.1}}
+    points = sweep.points(settings, grid, "test")
+    assert sorted(len(bundle) for bundle in sweep.bundles(points, 8)) == [4, 4]
+    assert [len(bundle) for bundle in sweep.bundles(points, 1)] == [1] * 8
+    said = {}
+    runs = sweep.sweep(
+        points, tmp_path / "sweep", "test", None, lambda point, message: said.update({point.name: message})
+    )
+    assert len(runs) == 8 and set(said.values()) == {None}
+    kept = recorded(tmp_path / "sweep" / points[0].name)["started"]["beside"]
+    assert len(kept) == 3 and all("FedAvg" in name for name in kept)

@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from undrift.tools.experiment import about, run, understood
 from undrift.tools.stopping import stopping
 from undrift.tools.workers import each
 from undrift.training import arithmetic
+from undrift.training.beside import side_by_side
 from undrift.training.checks import find_device
 from undrift.training.nonfinite import mute
 from undrift.training.record import flat
@@ -76,6 +78,9 @@ def parse_devices(text: str, workers: int | None) -> list[str]:
 
 MOST = 10_000
 """The most runs of a sweep."""
+MOST_BESIDE = 8
+"""The most runs in one program, on a GPU."""
+NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 LONGEST = 200
 """The most bytes in the name of a run's folder."""
 
@@ -147,7 +152,11 @@ def sweep(
     some: Sequence[str | None] = devices or [None] * (workers or _workers(found[0], where))
     places = some[: len(waiting)]
     threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
-    tasks = {point: (point.settings, str(out / point.name), where, threads) for point in waiting}
+    size = MOST_BESIDE if any(_on_gpu(found[0], where, place) for place in places) else 1
+    tasks = {
+        bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],)
+        for bundle in bundles(waiting, size)
+    }
     for point, message in _finished(tasks, places):
         done(point, message)
     ended = {point: out / point.name for point in found}
@@ -184,21 +193,52 @@ def _claim(point: Point, out: Path) -> None:
 
 
 def _workers(point: Point, where: str) -> int:
-    """How many runs at once: one per CPU core, as small models gain little from threads, or one on a GPU."""
-    asked = checked(point.settings, where).device
-    on_gpu = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
-    return 1 if on_gpu else (os.cpu_count() or 1)
+    """How many processes: one per CPU core, as small models gain little from threads, or one on a GPU."""
+    return 1 if _on_gpu(point, where, None) else (os.cpu_count() or 1)
 
 
-def _finished(tasks: dict[Point, Any], places: Sequence[str | None]) -> Iterator[tuple[Point, str | None]]:
+def _on_gpu(point: Point, where: str, place: str | None) -> bool:
+    asked = checked(point.settings, where).device if place is None else place
+    return asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
+
+
+def bundles(points: list[Point], size: int) -> list[tuple[Point, ...]]:
+    """The points, up to `size` at a time, such that those of a bundle seem to differ only in numbers.
+
+    Whether they do is found out when they train; those that do not take turns.
+    """
+    alike: dict[str, list[Point]] = {}
+    for point in points:
+        alike.setdefault(NUMBER.sub("#", json.dumps(point.settings, sort_keys=True)), []).append(point)
+    return [tuple(own[i : i + size]) for own in alike.values() for i in range(0, len(own), size)]
+
+
+def _finished(tasks: dict[tuple[Point, ...], Any], places: Sequence[str | None]) -> Iterator[tuple[Point, str | None]]:
     """Points as they finish, with an error message or None. Raises KeyboardInterrupt after a stop."""
     with stopping() as stop:
         if len(places) > 1:
-            yield from each(_one, tasks, places, stop)
-            return
-        for point, (settings, folder, where, threads) in tasks.items():
-            stop.check()
-            yield point, _one(places[0], settings, folder, where, threads, stop.check)
+            found = each(_several, tasks, places, stop)
+        else:
+            found = ((bundle, _several(places[0], runs, stop.check)) for bundle, (runs,) in tasks.items())
+        for bundle, answer in found:
+            messages = [answer] * len(bundle) if isinstance(answer, str) else answer  # about a process that died
+            yield from zip(bundle, messages, strict=True)
+
+
+def _several(
+    device: str | None, runs: list[tuple[Document, str, str, int]], check: Callable[[], None]
+) -> list[str | None]:
+    """Runs in this process, those that can as one program. Returns of each why it did not finish, if so."""
+    check()
+    tasks = [partial(_one, device, *given, check=check) for given in runs]
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    messages: list[str | None] = []
+    for found in side_by_side(tasks):
+        if isinstance(found, BaseException):  # only a stop is not a message
+            raise found
+        messages.append(found)
+    return messages
 
 
 def _one(
