@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import undrift as ud
+from tests.flower_problem import register
 from tests.problems import make_clients
+from undrift import models
+from undrift.data import sources
 
 torch.set_num_threads(1)  # tests run two at a time on two cores
 with contextlib.suppress(ValueError):  # not in the main thread
@@ -20,6 +23,14 @@ with contextlib.suppress(ValueError):  # not in the main thread
 def one_core(monkeypatch) -> None:
     """Sweeps and comparisons run one run at a time, on one thread, in this process: no worker imports torch."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+
+@pytest.fixture
+def flower_problem(monkeypatch) -> None:
+    """The model and the data of the tests of federations, by name."""
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
+    register()
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from undrift.training.result import Result
 BASE: dict[str, Any] = {
     "model": "net64",
     "rounds": 3,
-    "imports": ["tests.flower_problem"],
     "data": {"name": "blobs64", "partition": "Dirichlet(0.5)", "clients": 7, "client_test_fraction": 0.2},
     "local": {"epochs": 1, "batch_size": 8, "lr": 0.1},
 }

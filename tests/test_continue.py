@@ -636,11 +636,11 @@ def test_a_repository_does_not_run_commands_of_its_own(tmp_path, monkeypatch):
     git("add", "-A")
     git("commit", "-m", "one")
     Path("mine.py").write_text("two")
-    assert provenance.session({})["dirty"] is True
+    assert provenance.session({}, {})["dirty"] is True
     command = f"{sys.executable} -c \"open('ran', 'w'); print('two')\""
     for key in ("filter.mine.clean", "core.fsmonitor"):
         git("config", key, command)
-        assert provenance.session({})["dirty"] is (None if "filter" in key else True) and not Path("ran").exists()
+        assert provenance.session({}, {})["dirty"] is (None if "filter" in key else True) and not Path("ran").exists()
         git("status")
         assert Path("ran").exists(), "git itself would"
         Path("ran").unlink()
@@ -650,7 +650,7 @@ def test_a_repository_does_not_run_commands_of_its_own(tmp_path, monkeypatch):
 
 def test_git_is_neither_needed_nor_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.session({})["commit"] is None
+    assert provenance.session({}, {})["commit"] is None
     slow = tmp_path / "git"
     slow.write_text(
         f"#!{sys.executable}\nimport sys, time\nprint('f00d') if 'rev-parse' in sys.argv else time.sleep(60)"
@@ -658,7 +658,7 @@ def test_git_is_neither_needed_nor_waited_for(tmp_path, monkeypatch):
     slow.chmod(0o755)
     monkeypatch.setattr(provenance, "PATIENCE", 1.0)
     began = time.monotonic()
-    found = provenance.session({})
+    found = provenance.session({}, {})
     assert found["commit"] == "f00d" and found["dirty"] is None and time.monotonic() - began < 10
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import tests.flower_problem  # noqa: F401 - has the data
 import undrift as ud
 from tests.federated import BASE, FOUR, Near, experiment, near
 from tests.problems import distance, same_bits
@@ -29,6 +28,8 @@ from undrift.tools import config
 from undrift.tools.experiment import loaded
 
 RUN = "0" * 32
+
+pytestmark = pytest.mark.usefixtures("flower_problem")
 
 
 def test_messages_keep_trees_types_and_bits():
@@ -134,7 +135,7 @@ def shaken(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> bool:
 def test_an_app_has_the_experiment_and_the_modules_beside_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "own_parts_of_a_test.py", "import undrift as ud\n")
-    settings = BASE | FOUR["adam"] | {"imports": ["own_parts_of_a_test", "tests.flower_problem"], "seed": 3}
+    settings = BASE | FOUR["adam"] | {"imports": ["own_parts_of_a_test"], "seed": 3}
     write_text(tmp_path / "e.toml", as_toml(settings))
     write_app(tmp_path / "app", tmp_path / "e.toml", nodes=5)
     project = tomllib.loads((tmp_path / "app/pyproject.toml").read_text())

@@ -13,6 +13,8 @@ from undrift.errors import UndriftError
 from undrift.flower.engine import Trouble
 from undrift.flower.messages import decode
 
+pytestmark = pytest.mark.usefixtures("flower_problem")
+
 
 @pytest.mark.parametrize("name", FOUR)
 def test_parameters_and_history_are_those_of_a_local_run(name, tmp_path):
