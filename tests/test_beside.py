@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
 from functools import partial
 
@@ -196,3 +199,94 @@ def test_folders_name_the_others_and_are_resumed_alone(tmp_path, rounds):
     alone = ud.train(net(), data[1], ud.Scaffold(), **settings(1, rounds=2, out=tmp_path / "alone"))
     assert {f.name for f in (tmp_path / "alone").iterdir()} == {f.name for f in (tmp_path / "run-1").iterdir()}
     assert alone.history[0].keys() == longer.history[0].keys()
+
+
+class Scaled(torch.nn.Module):
+    """A number that neither its repr nor its tensors show."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.inner, self.scale = net(), scale
+
+    def forward(self, x):
+        return self.scale * self.inner(x)
+
+
+class Settings:
+    def __init__(self, rate):
+        self.rate = rate
+
+
+@dataclass(frozen=True)
+class Rated(ud.Part):
+    settings: Settings | None = None
+
+    def rate(self, k, client):
+        return self.settings.rate
+
+
+def test_constants_of_a_program_are_never_another_runs(rounds):
+    data = one_store()
+    modules = [partial(ud.train, Scaled(scale), data[0], **settings(0)) for scale in (1.0, 3.0)]
+    heads = [partial(ud.train, Attentive(heads), data[0], **settings(0)) for heads in (1, 2)]
+    parts = [partial(ud.train, net(), data[0], Rated(Settings(rate)), **settings(0)) for rate in (1.0, 0.1)]
+    for tasks in (modules, heads, parts):
+        alone = [task() for task in tasks]
+        assert all(same_bits(a.params, b.params) for a, b in zip(alone, side_by_side(tasks), strict=True))
+    assert not rounds
+
+
+class Attentive(torch.nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.inner = torch.nn.MultiheadAttention(6, heads, batch_first=True, dtype=torch.float64)
+        self.head = torch.nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        x = x[:, None]
+        return self.head(self.inner(x, x, x, need_weights=False)[0][:, 0])
+
+
+def test_runs_that_need_other_switches_of_the_process_take_turns():
+    data = one_store()
+    tasks = [partial(ud.train, net(), data[i], **settings(i, deterministic=i % 2 == 1)) for i in range(3)]
+    found = side_by_side(tasks)
+    assert [len(result.history) for result in found] == [3, 3, 3]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@dataclass(frozen=True)
+class Leaving(ud.Part):
+    number: ud.Number = 0.0
+
+    def gradient(self, g, params, client):
+        raise SystemExit("a hook that leaves")
+
+
+def test_a_hook_that_leaves_is_its_own_runs():
+    found = side_by_side([partial(ud.train, net(), data, Leaving(), **settings(0)) for data in one_store()])
+    assert all(isinstance(error, SystemExit | ud.UndriftError) for error in found)
+
+
+def test_ctrl_c_ends_runs_that_train_alone_too():
+    """In a process of its own: two runs that cannot share a program, and a Ctrl-C in the middle."""
+    script = """
+        import os, signal, undrift as ud
+        data = ud.load("digits", partition=ud.IID(), clients=4)
+        seen = []
+        def run(size):
+            def look(row):
+                seen.append(row["round"])
+                if len(seen) == 5:
+                    os.kill(os.getpid(), signal.SIGINT)
+            local = ud.Local(steps=1, batch_size=size, lr=0.1)
+            return lambda: ud.train("logistic", data, rounds=3000, local=local, evaluate_every=3000, on_round=look)
+        try:
+            ud.side_by_side([run(4), run(8)])
+        except KeyboardInterrupt:
+            print("stopped", len(seen) < 2000)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.split() == ["stopped", "True"], done.stderr

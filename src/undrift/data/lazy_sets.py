@@ -160,7 +160,7 @@ def _read_there(rows: np.ndarray) -> dict[str, np.ndarray]:
 class Arrays(Reader):
     """Reads rows of arrays, which may be files that are mapped into memory, such as `numpy.memmap`.
 
-    A mapped file is identified by its size and time, other arrays by their values.
+    A mapped file is identified by its size, its time and a few of its rows, other arrays by their values.
     """
 
     def __init__(self, data: Any, whose: str) -> None:
@@ -171,6 +171,8 @@ class Arrays(Reader):
         self.whose, self.arrays = whose, {name: np.asarray(values) for name, values in columns.items()}
         if wrong := [name for name, values in self.arrays.items() if len(values) != len(self.y)]:
             raise UndriftError(f"{whose} has {len(self.arrays[wrong[0]])} x but {len(self.y)} y; give as many of each.")
+        mapped = [found.filename for found in map(_mapped, self.arrays.values()) if found is not None]
+        self.files = [(file, _status(file)) for file in mapped]
         described = {name: _identity(values) for name, values in self.arrays.items()}
         first = {name: t[0] for name, t in stored(few).items()}
         super().__init__(len(self.y), first, digest_of("arrays", described))
@@ -179,6 +181,9 @@ class Arrays(Reader):
         return f"Sample {row} of {self.whose}"
 
     def load(self, rows: np.ndarray) -> Store:
+        for file, status in self.files:
+            if _status(file) != status:
+                raise UndriftError(f"{file} has changed since the data were loaded; load them again.")
         return {name: torch.from_numpy(np.take(values, rows, 0)) for name, values in self.arrays.items()}
 
 
@@ -195,12 +200,28 @@ def _first(data: Any) -> tuple[Any, Any]:
 
 def _identity(values: np.ndarray) -> list[Any]:
     kind = [str(values.dtype), list(values.shape)]
-    owner, mapped = values, None
-    while isinstance(owner, np.ndarray):
-        mapped = owner if isinstance(owner, np.memmap) else mapped
-        owner = owner.base  # type: ignore[assignment]
-    if mapped is None or mapped.filename is None:
-        return [*kind, digest.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8))]
-    status = os.stat(mapped.filename)
+    mapped = _mapped(values)
+    if mapped is None:
+        return [*kind, _sha256(values)]
     start = mapped.offset + values.__array_interface__["data"][0] - mapped.__array_interface__["data"][0]
-    return [*kind, status.st_size, status.st_mtime_ns, int(start), list(values.strides)]
+    some = values[np.linspace(0, len(values) - 1, PROBES).astype(np.int64)]
+    return [*kind, *_status(mapped.filename), int(start), list(values.strides), _sha256(some)]
+
+
+def _mapped(values: np.ndarray) -> Any:
+    """The mapped file that has these values, as an array; None if they are in memory."""
+    owner: Any = values
+    mapped = None
+    while isinstance(owner, np.ndarray):
+        mapped = owner if isinstance(owner, np.memmap) and owner.filename is not None else mapped
+        owner = owner.base
+    return mapped
+
+
+def _status(file: Any) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def _sha256(values: np.ndarray) -> str:
+    return digest.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8))

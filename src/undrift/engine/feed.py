@@ -99,7 +99,7 @@ class Feed:
                     self.ready.put(None)
             self.ready.put(None)
         except BaseException as error:  # raised where the data are needed
-            vars(error)["of_data"] = True
+            mark_as_of_data(error)
             self.ready.put(error)
 
     def _wait(self) -> None:
@@ -125,6 +125,10 @@ class Feed:
         stack.enter_context(torch.cuda.device(self.device))
         stack.enter_context(torch.cuda.stream(self.stream))
         return stack
+
+
+def mark_as_of_data(error: BaseException) -> None:
+    vars(error)["of_data"] = True
 
 
 def of_data(error: BaseException) -> bool:

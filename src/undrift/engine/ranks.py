@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undrift.engine.fallback import out_of_memory
+from undrift.engine.feed import mark_as_of_data, of_data
 from undrift.errors import UndriftError, first_line, known_to_all, machine_trouble, shared_by_all
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
@@ -289,6 +290,7 @@ def described(error: BaseException | None) -> tuple[str, str] | None:
     if error is None:
         return None
     kinds = {
+        "data": of_data(error),
         "memory": out_of_memory(error),
         "stop": isinstance(error, KeyboardInterrupt),
         "refusal": isinstance(error, UndriftError),
@@ -298,6 +300,7 @@ def described(error: BaseException | None) -> tuple[str, str] | None:
 
 
 KINDS: dict[str, type[BaseException]] = {
+    "data": RuntimeError,
     "memory": torch.OutOfMemoryError,
     "stop": KeyboardInterrupt,
     "refusal": UndriftError,
@@ -309,5 +312,7 @@ KINDS: dict[str, type[BaseException]] = {
 def relayed(told: tuple[str, str], source: int) -> BaseException:
     """The error that process `source` has told of."""
     error = shared_by_all(KINDS[told[0]](told[1]), relayed=True)
+    if told[0] == "data":
+        mark_as_of_data(error)
     error.add_note(f"It was raised in process {source}.")
     return error

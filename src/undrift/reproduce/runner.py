@@ -189,6 +189,8 @@ class Runner:
                         close(process, log)
                         for cell in cells:
                             self.ended(cell, code, cells[0])
+                        if all(self.results.get(cell) for cell in cells):
+                            self.log(cells[0]).unlink()
         finally:
             for _, process, log in running.values():
                 process.kill()
@@ -202,19 +204,28 @@ class Runner:
         command += ["--data", str(self.data)] if self.data else []
         command += ["--quick"] if self.quick else []
         command += ["--child"]
-        log = (self.folder(cells[0]) / "log.txt").open("a", encoding="utf-8")
+        self.folder(cells[0])
+        log = self.log(cells[0]).open("a", encoding="utf-8")
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True)
         return child, log
+
+    def log(self, cell: Cell) -> Path:
+        """What the process says whose first cell this is: not in its folder, which is removed when it is finished."""
+        return self.parts / f"{cell.digest}.log"
 
     def ended(self, cell: Cell, code: int, first: Cell) -> None:
         """Handle the end of a process, whose log is with its `first` cell; finished cells' results are on disk."""
         self.results = Results(self.results.folder)
         if result := self.results.get(cell):
             self.finish(cell, result)
+            return
+        lines = self.log(first).read_text(encoding="utf-8").splitlines()
+        said = [line.partition(f" {cell.key}: ")[2] for line in lines if line.startswith("FAILED")]
+        if why := next((reason for reason in reversed(said) if reason), None):
+            self.fail(cell, why)
         elif code in (PAUSED, -9):
             self.pause(cell)
         else:
-            lines = (self.parts / first.digest / "log.txt").read_text(encoding="utf-8").splitlines()
             self.fail(cell, lines[-1] if lines else f"its process ended with status {code}")
 
     def finish(self, cell: Cell, result: Result) -> None:

@@ -26,7 +26,7 @@ from undrift.engine.stacked import StackedEngine, data_of, stacked
 from undrift.errors import first_sentence
 from undrift.functional.model import Params
 from undrift.method.local import Spread
-from undrift.training.identity import describe, identity
+from undrift.training.identity import ATTRIBUTES, deeply, identity
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.tree import Tree, tree_map
@@ -35,7 +35,7 @@ T = TypeVar("T")
 log = logging.getLogger("undrift")
 _here = threading.local()
 
-OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when"}
+OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when", ATTRIBUTES}
 """What a run may have of its own beside others, of its identity; and its data, but for the samples."""
 
 
@@ -99,6 +99,13 @@ def join(run: Run, given: Settings) -> None:
         run.choices["beside"] = others
 
 
+def check_interrupted() -> None:
+    """Raise `KeyboardInterrupt` in a run beside others once all are to stop: Ctrl-C reaches the main thread alone."""
+    place = getattr(_here, "place", None)
+    if place is not None and place[0].interrupted:
+        raise KeyboardInterrupt
+
+
 class Stage:
     """The runs that are side by side, and whose turn it is."""
 
@@ -112,23 +119,33 @@ class Stage:
         self.interrupted = False
         self.runs: dict[int, tuple[Run, str, str]] = {}
         self.groups: dict[int, Group] | None = None
+        self.switches: dict[int, tuple[str, bool]] = {}
+        """Settings that hold for the whole process, of each run."""
 
     def join(self, i: int, run: Run, given: Settings) -> list[str]:
         if i not in self.missing:  # a task's second run is on its own
             return []
         name = Path(given.out).name if given.out is not None else f"run {i}"
         self.runs[i] = run, signature(run, given), name
+        self.switches[i] = given.precision, given.deterministic
         self._arrive(i)
         self.complete.wait_for(lambda: not self.missing)
         if self.groups is None:
             self.groups = self._formed()
+        self.complete.wait_for(lambda: self.ended >= self._before(i))
         group = self.groups.get(i)
         return [self.runs[j][2] for j in group.members if j != i] if group else []
+
+    def _before(self, i: int) -> set[int]:
+        """The runs that must end before this one: those that come first and need other settings of the process."""
+        kinds = list(dict.fromkeys(self.switches[j] for j in sorted(self.switches)))
+        return {j for j, kind in self.switches.items() if kinds.index(kind) < kinds.index(self.switches[i])}
 
     def leave(self, i: int) -> None:
         """Note that a run is over: nobody waits for it any more."""
         self.ended.add(i)
         self._arrive(i)
+        self.complete.notify_all()
         if self.groups and i in self.groups:
             self.groups[i].proceed()
 
@@ -173,7 +190,7 @@ class Group:
         firsts = np.cumsum([0, *(len(run.data) for run in runs.values())]).tolist()
         self.firsts: dict[int, int] = dict(zip(runs, firsts, strict=False))
         self.waiting: dict[int, tuple[RoundInputs, Visit | None, bool]] = {}
-        self.answers: dict[int, Outcome | Exception] = {}
+        self.answers: dict[int, Outcome | BaseException] = {}
 
     @property
     def present(self) -> list[int]:
@@ -185,14 +202,13 @@ class Group:
         self.waiting[i] = inputs, visit, skip
         self.proceed()
         while i not in self.answers:
-            if self.stage.interrupted:
-                raise KeyboardInterrupt
+            check_interrupted()
             if self.ready and i == self.present[0]:
                 self.serve()
             else:
                 self.seats[i].turn.wait()
         answer = self.answers.pop(i)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -227,7 +243,7 @@ class Group:
         try:
             inputs = stacked([waiting[i][0] for i in members], [self.firsts[i] for i in members])
             outcomes = self.engine.run_all(inputs, visit if visits else None, skip)
-        except Exception as error:  # each alone finds out whose it is
+        except BaseException as error:  # each alone finds out whose it is
             log.warning("runs train one after another from here on: %s", first_sentence(error))
             failed = True
         if failed:  # outside of the handler, whose traceback would keep its tensors alive
@@ -239,7 +255,7 @@ class Group:
     def _train_alone(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> None:
         try:
             self.answers[i] = self.seats[i].own.run(inputs, visit, skip)
-        except Exception as error:  # raised in its own thread
+        except BaseException as error:  # raised in its own thread
             self.answers[i] = error
 
 
@@ -272,7 +288,8 @@ class Seat:
 def signature(run: Run, given: Settings) -> str:
     """Runs with the same one can train as one program; empty if a run must train alone.
 
-    Not in it is what a client is given as data: its run's weights, numbers and draws.
+    In it is everything that a traced program may have as a constant; not in it is what a client is given as data: its
+    run's weights, numbers and draws.
     """
     if run.choices["engine"] != "lanes" or given.lanes is not None:
         return ""
@@ -280,9 +297,11 @@ def signature(run: Run, given: Settings) -> str:
     numbers = run.composed.numbers(0)
     method = run.composed.bind(tree_map(lambda number: 0.0, numbers))
     known = {name: value for name, value in identity(run, given).items() if name not in OWN | run.data.digests.keys()}
-    return describe(
+    return deeply(
         {
             **known,
+            "model itself": given.model,
+            "functions": [run.loss, run.data.take, run.data.augment, run.conditions],
             "method": method,
             "weighting": run.composed.weighting,
             "hooks": program.using,

@@ -33,6 +33,8 @@ SHOWN = 120
 CODE = re.compile(r"([\w.<>]+) \(code ([0-9a-f]{16})\)")
 """How a description names a function or class of the user's."""
 
+ATTRIBUTES = "attributes of the model, the method, the loss, the metrics or the data"
+"""Values that only code sees, such as `self.scale` of a module. Runs of earlier versions do not have them."""
 ELSEWHERE = ("participation", "data")
 """Settings that a run's identity has under other names: "clients a round", and what `data` consists of."""
 
@@ -59,6 +61,8 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
         **run.data.digests,
         "model": _module(run.model.module, trained, shown),
     }
+    owners = [given.model, run.method, run.loss, run.metrics, run.data.take, run.data.augment]
+    found[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
     decisive = [name for name, role in ROLES.items() if role.resume == "same" and name not in ELSEWHERE]
     return found | {name: shown(getattr(given, name)) for name in decisive if name not in found}
 
@@ -103,7 +107,7 @@ def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bo
     changed: list[str] = []
     for what in now | before:
         then, asked = str(before.get(what)), str(now.get(what))
-        if what == "rounds" or then == asked:
+        if what == "rounds" or then == asked or (what == ATTRIBUTES and what not in before):
             continue
         others = _changed_code(then, asked) if by_tree else _unknown_code(then, asked)
         if not others:
@@ -155,14 +159,27 @@ def plainly(x: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
-def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = frozenset()) -> str:
+def deeply(x: Any) -> str:
+    """A description of `x` with the attributes of modules and of objects that do not describe themselves.
+
+    But for the values of weights: two modules that differ in nothing else have the same.
+    """
+    return describe(x, deep=True)
+
+
+def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = frozenset(), deep: bool = False) -> str:
     """A complete description of `x`, the same in every process.
 
-    `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be.
+    `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be. `deep`: see
+    `deeply`.
     """
     if id(x) in within:
         return "…"
-    inner = functools.partial(describe, within=(*within, id(x)), rounds=rounds)
+    inner = functools.partial(describe, within=(*within, id(x)), rounds=rounds, deep=deep)
+    if deep and isinstance(x, nn.Parameter):
+        return f"parameter({x.dtype}, {tuple(x.shape)})"
+    if deep and isinstance(x, nn.Module):
+        return inner([[name, type(module), _plain(module)] for name, module in x.named_modules()])
     if isinstance(x, np.generic):
         return repr(x.item())
     if isinstance(x, np.ndarray | Tensor):
@@ -187,9 +204,16 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not _unused(f, x)}
         given = ", ".join(f"{name}={_value(name, value, inner, rounds)}" for name, value in fields.items())
         return f"{inner(type(x))}({given})"
-    if callable(x) and hasattr(x, "__dict__"):
+    silent = deep and getattr(type(x), "__repr__", None) is object.__repr__
+    if (callable(x) or silent) and hasattr(x, "__dict__"):
         return f"{inner(type(x))}({inner(vars(x))})"
     return plainly(x)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes, without what every module has: its tensors, its layers, and hooks that it has not."""
+    empty = vars(nn.Module())
+    return {name: value for name, value in vars(module).items() if name not in empty or ("hook" in name and value)}
 
 
 def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:

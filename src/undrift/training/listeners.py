@@ -40,7 +40,8 @@ class Listeners:
         folder.begin(rows)
 
     def row(self, row: dict[str, Any], state: State) -> None:
-        self.folder.row(row)
+        if self.writes:
+            self.ranks.first(lambda: self.folder.row(row))
         if not self.impatient:
             return
         try:
@@ -48,6 +49,15 @@ class Listeners:
         except BaseException:  # a run that is stopped here, say with Ctrl-C, can be resumed from this round
             self.save(state)
             raise
+
+    @property
+    def writes(self) -> bool:
+        """Whether the run has a folder, as all of its processes know."""
+        return self.checkpoints.folder is not None
+
+    def sync(self) -> None:
+        if self.writes:
+            self.ranks.first(self.folder.sync)
 
     def _tell(self, row: dict[str, Any]) -> None:
         self.trackers.row(row)
@@ -62,14 +72,14 @@ class Listeners:
         return self.ranks.said(lambda: checkpoints.due(state))
 
     def save(self, state: State) -> None:
-        self.folder.sync()
+        self.sync()
         self.checkpoints.save(state)
 
     def close(self, state: State) -> None:
-        self.folder.sync()
+        self.sync()
         self.checkpoints.close(state)
 
     def stopped(self, state: State, why: str) -> None:
         self.save(state)
-        self.folder.stopped(why)
+        self.ranks.first(lambda: self.folder.stopped(why))
         self.trackers.failed = True

@@ -21,7 +21,7 @@ from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.training import nonfinite
 from undrift.training.arithmetic import arithmetic
-from undrift.training.beside import join
+from undrift.training.beside import check_interrupted, join
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
@@ -168,8 +168,8 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
     """
     with launched() as ranks:
         run, rule = ranks.together(lambda: checked(given, ranks, put))
-        ranks.use(run.device)
         agree(run, given)
+        ranks.use(run.device)
         join(run, given)
         return trained(run, rule, given)
 
@@ -212,8 +212,8 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
         listeners = Listeners(folder, checkpoints, trackers, given.on_round, ranks, impatient)
         loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, earlier or first)
         ranks.first(lambda: listeners.begin(config, loop.rows, given.resume))
-        if folder.path and not loop.state.round:
-            folder.partition(holdings(run.data))
+        if given.out and not loop.state.round:
+            ranks.first(lambda: folder.partition(holdings(run.data)))
         return loop.train()
 
 
@@ -277,6 +277,7 @@ class Loop:
     def round(self) -> None:
         """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""
         run, before = self.run, self.state
+        check_interrupted()
         last = before.round == run.rounds - 1
         if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
             self.settle(wait=True)

@@ -42,7 +42,7 @@ def agree(run: Run, given: Settings) -> None:
 def told(run: Run, given: Settings) -> dict[str, Any]:
     """What must be the same in all processes, in short."""
     weights = [int(checksum(w)) for w in (*run.model.start.values(), *run.model.tracked.values())]
-    data = [int(checksum(t)) for t in (run.data.index, torch.as_tensor(run.data.offsets), run.data.store["y"])]
+    data = run.data.digests
     settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "dtype")}
     listening = {name: getattr(given, name) is None for name in ("out", "on_round", "stop_when", "track")}
