@@ -13,6 +13,7 @@ from torch import nn
 
 import undrift as ud
 from benchmarks import agree, cifar10, cohort, convolutions, cpu, gpu_all, record, report
+from benchmarks.scale import report as scale_report
 
 LANES = {"engine": "lanes", "lanes": 2}
 
@@ -149,3 +150,7 @@ def test_every_gpu_step_is_a_benchmark_that_writes_a_section():
     names = {Path(step.command[step.command.index("--json") + 1]).stem for step in steps.values()}
     assert names == {"pfl", "pfl_accuracy", "cohort", "methods", "convolutions"}
     assert all((Path(report.__file__).parent / f"{name}.py").exists() for name in names)
+
+
+def test_the_page_on_scale_is_what_the_results_say():
+    assert (Path(report.__file__).parent / "SCALE.md").read_text(encoding="utf-8") == scale_report.page()

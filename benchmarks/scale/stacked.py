@@ -1,7 +1,7 @@
 """Runs side by side in one program, against the same runs one after another.
 
 `PYTHONPATH=src python -m benchmarks.scale.stacked digits` (a CPU), `… paper5 --data DIR` and `… paper4` (a GPU). Each
-prints a row and adds it to `benchmarks/results/stacked.json`:
+prints a row and adds it to `benchmarks/results/stacked.json`, or on a CPU to `stacked_cpu.json`:
 
 - `digits`: eight seeds of a small network on digits, Dirichlet(0.5), 5 of 20 clients per round;
 - `paper5`: eight seeds of paper 5's CNN on Fashion-MNIST, two clients per round, as in its Figure 2;
@@ -31,8 +31,8 @@ from benchmarks.record import Table, head
 from undrift.models import parse_model
 from undrift.training.beside import side_by_side
 
-RESULTS = Path(__file__).parents[1] / "results" / "stacked.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RESULTS = Path(__file__).parents[1] / "results" / ("stacked.json" if DEVICE == "cuda" else "stacked_cpu.json")
 
 
 class Stamps:
