@@ -1,6 +1,6 @@
-"""Classes dealt out to clients, and samples to clients that want a mix of classes, for all clients at once.
+"""Classes assigned to clients, and samples to clients that want a mix of classes, for all clients at once.
 
-Classes are dealt out with the draws of a loop over clients, in the same order of the generator's stream; `in_blocks`
+Classes are assigned with the draws of a loop over clients, in the same order of the generator's stream; `in_blocks`
 has draws of its own.
 """
 

@@ -26,16 +26,17 @@ class RoundInputs:
     The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either.
     `inputs.py` fills in
 
-    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`; and `real`, where a part may choose the
-      clients;
+    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`; and `real`, where cohorts may be
+      filled up;
     - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `lr`,
       `momentum`, `weight_decay`.
 
     Engines add, per part: `kept` when a client starts, so that the cohort's need not be in memory together, `begun`
     where a part has `begin`, and `measured` and `prepared`.
 
-    Where a part may choose the clients, a small cohort is filled up to the engine's width with copies of a client that
-    count for nothing (`real` is False), so that every round has the same shapes. They come last.
+    Where a part may choose the clients, or processes share them, a small cohort is filled up to the engine's width with
+    copies of a client that count for nothing (`real` is False), so that every round has the same shapes. They come
+    last.
     """
 
     plan: Plan

@@ -25,8 +25,8 @@ from undrift.tree import Tree, to_device, tree_map
 def shares(clients: np.ndarray, work: np.ndarray, size: int, width: int, owned: bool) -> list[np.ndarray]:
     """Which clients each of `size` processes trains, by their places in the cohort, ascending.
 
-    Clients are dealt to the lanes of all processes as an engine deals them to its own, the longest first. With `owned`,
-    a client keeps state between rounds, and always trains where that lies.
+    Clients are assigned to the lanes of all processes as an engine assigns them to its own, the longest first. With
+    `owned`, a client keeps state between rounds, and always trains where that lies.
     """
     if owned:
         return [np.flatnonzero(clients % size == rank) for rank in range(size)]

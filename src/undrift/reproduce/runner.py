@@ -26,7 +26,7 @@ from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.queue import Costs, ordered, slower
 from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
-from undrift.training.beside import side_by_side
+from undrift.training.beside import MOST, side_by_side
 
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""
@@ -36,8 +36,6 @@ LEAST = 45.0
 """A cell is not run in part with fewer seconds left, most of which its start would take."""
 SLACK = 1.15
 """The safety factor for estimates."""
-MOST_BESIDE = 8
-"""The most cells in one program."""
 
 
 @dataclass
@@ -81,20 +79,25 @@ class Runner:
         expected = costs.seconds(cell)
         if expected is None:
             return self.left > LEAST
-        done = work.share_done(self.parts / cell.digest, cell)
-        return expected * (1 - done) * SLACK + MARGIN < self.left
+        return self.in_time(expected * (1 - work.share_done(self.parts / cell.digest, cell)))
+
+    def in_time(self, expected: float) -> bool:
+        """Whether what is expected to take so many seconds would be done in the time left."""
+        return expected * SLACK + MARGIN < self.left
+
+    def waiting(self, tables: list[Table], busy: Iterable[str]) -> list[Cell]:
+        """The cells that are not done, and have not been tried in this session."""
+        tried = {*self.paused, *self.failed, *busy}
+        return [cell for cell in ordered(tables, self.results) if cell.key not in tried]
 
     def beside(self, cell: Cell, tables: list[Table], costs: Costs, room: float, busy: Iterable[str]) -> list[Cell]:
         """The cell, and those of its other seeds that are not done, as many as there are time and room for."""
         if cell.options.get("kind", "train") != "train":
             return [cell]
-        tried = {*self.paused, *self.failed, *busy}
-        alike = [other for other in ordered(tables, self.results) if other.key not in tried and siblings(cell, other)]
-        chosen = alike[:MOST_BESIDE]
-        expected = costs.seconds(cell)
-        while len(chosen) > 1 and (
-            share_of(chosen) > room + 1e-9
-            or (expected is not None and expected * slower(len(chosen)) * SLACK + MARGIN > self.left)
+        chosen = [other for other in self.waiting(tables, busy) if siblings(cell, other)][:MOST]
+        expected = costs.seconds(cell) or 0.0
+        while len(chosen) > 1 and not (
+            share_of(chosen) <= room + 1e-9 and self.in_time(expected * slower(len(chosen)))
         ):
             chosen.pop()
         return chosen if cell in chosen else [cell]
@@ -120,8 +123,7 @@ class Runner:
         """
         if self.stop.asked:
             return None
-        tried = {*self.paused, *self.failed, *busy}
-        waiting = [cell for cell in ordered(tables, self.results) if cell.key not in tried]
+        waiting = self.waiting(tables, busy)
         possible = [cell for cell in waiting if cell.share <= room + 1e-9]
         whole = next((cell for cell in possible if self.fits(cell, costs)), None)
         if whole is not None or not possible or self.left < LEAST:

@@ -26,8 +26,7 @@ from undrift.tools.display import score
 from undrift.tools.experiment import about, run, understood
 from undrift.tools.stopping import stopping
 from undrift.tools.workers import each
-from undrift.training import arithmetic
-from undrift.training.beside import side_by_side
+from undrift.training import arithmetic, beside
 from undrift.training.checks import find_device
 from undrift.training.nonfinite import mute
 from undrift.training.record import flat
@@ -78,8 +77,6 @@ def parse_devices(text: str, workers: int | None) -> list[str]:
 
 MOST = 10_000
 """The most runs of a sweep."""
-MOST_BESIDE = 8
-"""The most runs in one program, on a GPU."""
 NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 LONGEST = 200
 """The most bytes in the name of a run's folder."""
@@ -152,7 +149,7 @@ def sweep(
     some: Sequence[str | None] = devices or [None] * (workers or _workers(found[0], where))
     places = some[: len(waiting)]
     threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
-    size = MOST_BESIDE if any(_on_gpu(found[0], where, place) for place in places) else 1
+    size = beside.MOST if any(_on_gpu(found[0], where, place) for place in places) else 1
     tasks = {
         bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],)
         for bundle in bundles(waiting, size)
@@ -234,7 +231,7 @@ def _several(
     if len(tasks) == 1:
         return [tasks[0]()]
     messages: list[str | None] = []
-    for found in side_by_side(tasks):
+    for found in beside.side_by_side(tasks):
         if isinstance(found, BaseException):  # only a stop is not a message
             raise found
         messages.append(found)

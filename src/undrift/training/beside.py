@@ -35,6 +35,8 @@ T = TypeVar("T")
 log = logging.getLogger("undrift")
 _here = threading.local()
 
+MOST = 8
+"""The most runs that `undrift sweep` and `undrift reproduce` train as one program."""
 OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when", ATTRIBUTES}
 """What a run may have of its own beside others, of its identity; and its data, but for the samples."""
 
