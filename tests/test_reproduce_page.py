@@ -14,6 +14,7 @@ import pytest
 from undrift.errors import UndriftError
 from undrift.reproduce import catalogue, comparison, page, readings, verdict
 from undrift.reproduce.catalogue import Paper, Table
+from undrift.reproduce.queue import ordered
 from undrift.reproduce.readings import chosen_variant
 from undrift.reproduce.results import DEFAULT, Results
 from undrift.reproduce.verdict import judge
@@ -407,6 +408,17 @@ def test_best_variant_is_used_where_none_reaches_the_value(results: Results, pap
     add(results, table, "", "old", [0.65, 0.65], variant="third")
     assert chosen_variant(table, results) == "second"
     add(results, table, "", "old", [0.99, 0.99], variant="third", stopped="the loss is not finite")
+    assert chosen_variant(table, results) == "second"
+
+
+def test_one_diverged_seed_rules_a_variant_out(results: Results, paper: Paper) -> None:
+    table = paper.tables["open"]
+    add(results, table, "", "old", [0.90], variant="first", stopped="the loss is not finite")
+    assert [(cell.variant, cell.seed) for cell in ordered([table], results)] == [("second", 0), ("second", 1)]
+    add(results, table, "", "old", [0.70], variant="second")
+    assert chosen_variant(table, results) is None  # the other seed may still raise its mean, or diverge
+    add(results, table, "", "old", [0.70, 0.70], variant="second")
+    add(results, table, "", "old", [0.60, 0.60], variant="third")
     assert chosen_variant(table, results) == "second"
 
 

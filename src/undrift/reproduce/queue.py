@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from undrift.reproduce.catalogue import FOLDER, Cell, Table, cells, papers
-from undrift.reproduce.readings import chosen_variant
+from undrift.reproduce.readings import chosen_variant, undecided
 from undrift.reproduce.results import Results
 
 REFERENCE = "H200"
@@ -57,11 +57,8 @@ def _open(table: Table, results: Results) -> list[Cell]:
     variant = chosen_variant(table, results)
     if variant is not None:
         return [cell for cell in table.cells if cell.variant == variant]
-    calibrating = [cell for cell in table.cells if cell.row == table.calibration["row"]]
-    first = next(
-        (v for v in table.variants if any(results.get(c) is None for c in calibrating if c.variant == v)), None
-    )
-    return [cell for cell in calibrating if cell.variant == first]
+    first = next(variant for variant in table.variants if undecided(table, variant, results))
+    return [cell for cell in table.cells if cell.row == table.calibration["row"] and cell.variant == first]
 
 
 def slower(beside: int) -> float:

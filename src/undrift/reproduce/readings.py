@@ -34,7 +34,7 @@ def chosen_variant(table: Table, results: Results) -> str | None:
     """The variant that a table uses.
 
     Variants are tried in order. The first whose calibration row reaches the value, on average over all of the table's
-    seeds, is used; if none does, the best of them.
+    seeds, is used; if none does, the best of them. One seed that diverged rules a variant out, whatever the others do.
 
     Returns:
         The variant's name, "" for a table without variants, or None while calibration runs are missing.
@@ -47,13 +47,19 @@ def chosen_variant(table: Table, results: Results) -> str | None:
     sign = -1.0 if which.lower else 1.0
     reached: dict[str, float] = {}
     for variant in table.variants:
-        found = calibrated(table, variant, results)
-        if found.seeds < len(table.seeds):
+        if undecided(table, variant, results):
             return None
+        found = calibrated(table, variant, results)
         reached[variant] = sign * found.mean if found.whole and found.mean is not None else -math.inf
         if reached[variant] >= sign * table.calibration["reaches"]:
             return variant
     return max(reached, key=lambda variant: reached[variant])
+
+
+def undecided(table: Table, variant: str, results: Results) -> bool:
+    """Whether calibration runs are missing that could still decide how good a variant is."""
+    found = calibrated(table, variant, results)
+    return found.seeds < len(table.seeds) and not found.diverged and not found.missed
 
 
 def calibrated(table: Table, variant: str, results: Results) -> Measured:
