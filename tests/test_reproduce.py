@@ -112,6 +112,13 @@ def test_open_settings_are_calibrated_before_anything_else_is_run(tmp_path):
     assert {cell.variant for cell in waiting} == {"crop and flip"} and len(waiting) == 3 * 11
 
 
+def test_a_table_may_have_the_rows_of_another():
+    tables = catalogue.papers()["four-techniques"].tables
+    one, other = tables["tables-1-to-5"], tables["clipped"]
+    assert (other.rows, other.seeds, other.figures) == (one.rows, one.seeds, one.figures) and not other.variants
+    assert other.at("", "IID")[0].settings["local"]["clip_norm"] == 1.0
+
+
 def test_a_word_in_a_setting_is_filled_in():
     cell = catalogue.cell("fednlr/figure-4/ratio-1.75/layer-1/0")
     assert cell.settings["method"] == "FedNLR(ratio={'0': 1.75})"

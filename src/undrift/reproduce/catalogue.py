@@ -165,8 +165,15 @@ def read(file: Path, quick: bool = False) -> Paper:
     with file.open("rb") as opened:
         content = tomllib.load(opened)
     name = file.stem
-    tables = {key: _table(name, content, key, spec, quick) for key, spec in content["tables"].items()}
+    specs: dict[str, Settings] = content["tables"]
+    tables = {key: _table(name, content, key, _whole(spec, specs), quick) for key, spec in specs.items()}
     return Paper(name, content["number"], content["title"], tables, content.get("claims", []))
+
+
+def _whole(spec: Settings, specs: dict[str, Settings]) -> Settings:
+    """A table's entries in the file. With `like`, its rows, columns, seeds and figures are those of another table."""
+    other = specs[spec["like"]] if "like" in spec else {}
+    return {key: other[key] for key in ("rows", "columns", "seeds", "figures") if key in other} | spec
 
 
 def _table(paper: str, content: Settings, name: str, spec: Settings, quick: bool) -> Table:
