@@ -130,7 +130,14 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
     "one client that keeps": lambda: run(ud.FedDyn(0.1), participation=1, local=replace(LOCAL, momentum=0.0)),
     "empty cohorts": lambda: run(Sometimes()),
     "faults": lambda: run(
-        ud.FedDyn(0.1), faults=FAULTS, max_norm_ratio=3.0, min_clients=2, rounds=5, local=STEPS, on_nonfinite="skip"
+        ud.FedDyn(0.1),
+        faults=FAULTS,
+        max_norm_ratio=3.0,
+        min_clients=2,
+        rounds=5,
+        local=STEPS,
+        on_nonfinite="skip",
+        drift="layers",
     ),
     "lanes fail": lambda: run(FailsLater()),
     "NaN": lambda: run(Spoils(), rounds=5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -102,6 +102,7 @@ FORMS: dict[Form, Any] = {
     "interval": Count | StrictStr,
     "threads": Annotated[int, Field(strict=True, ge=1, le=1024)],
     "modules": list[StrictStr],
+    "drift": StrictBool | Literal["layers"],
 }
 
 

@@ -36,6 +36,7 @@ from undrift.method.part import Method
 from undrift.method.work import with_local_work
 from undrift.models import parse_model
 from undrift.random import derive
+from undrift.training import drift
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.labelled import with_labels
 from undrift.training.obstacles import reason
@@ -70,6 +71,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
 
     chosen_loss = for_labels(get_loss(given.loss if given.loss is not None else data.task.loss), data.unlabelled)
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
+    drift.check(given.drift, chosen_metrics)
     own_loss = chosen_loss is model_loss
     data = with_labels(data) if own_loss else data
     output = given.output or (WHOLE if own_loss else None)
@@ -89,7 +91,9 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
-    program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
+    program = program_of(function, method, local, data, chosen_loss)
+    program = drift.Drifting.of(program, cohort=cohort_size) if given.drift else program
+    program = conditions.program(program, cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
     choices |= {"data": place, "data_why": why_there}
     run = Run(
@@ -110,6 +114,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         conditions=conditions,
         engine=engine,
         choices=choices,
+        drift=given.drift,
         ranks=ranks,
     )
     return with_files(run, given.out)

@@ -66,6 +66,7 @@ def train(
     deterministic: bool = False,
     evaluate_every: int = 1,
     personalize_every: int | None = None,
+    drift: bool | str = False,
     out: str | Path | None = None,
     checkpoint_every: int | str | None = None,
     resume: bool = False,
@@ -116,6 +117,8 @@ def train(
         evaluate_every: Evaluate on the test and validation data every so many rounds, and after the last.
         personalize_every: Where clients have test data of their own: every so many rounds, and after the last, also
             measure each client's model after one more local epoch.
+        drift: Whether the history has figures of client drift: the norms of clients' updates, how far they agree, and
+            the clients' losses; `"layers"` for the agreement of each layer's updates too. See `docs/drift.md`.
         out: A folder for the run's files, empty or not there yet.
         checkpoint_every: Rounds (`10`) or seconds (`"30s"`) between checkpoints in `out`.
         resume: Continue the run in `out` from its last checkpoint, after making sure that everything that decides the
@@ -154,8 +157,8 @@ def train(
             model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
             loss=loss, metrics=metrics, output=output, device=device, precision=precision, engine=engine, lanes=lanes,
             compile=compile, data_on=data_on, deterministic=deterministic, evaluate_every=evaluate_every,
-            personalize_every=personalize_every, out=out, checkpoint_every=checkpoint_every, resume=resume, track=track,
-            on_round=on_round, notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults,
+            personalize_every=personalize_every, drift=drift, out=out, checkpoint_every=checkpoint_every, resume=resume,
+            track=track, on_round=on_round, notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults,
             max_norm_ratio=max_norm_ratio, min_clients=min_clients, allow_version_change=allow_version_change,
         )
     )  # fmt: skip
@@ -288,7 +291,7 @@ class Loop:
         self.watch.left(state)
 
         row = history_row(state, self.done)
-        self.clock.stop(row, partial(late_figures, self.watch, row, method, state.parts))
+        self.clock.stop(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts))
         self.complete = last and not method.overriding("finish")
         figures, self.extra = self.figures(method, self.complete)
         row |= figures

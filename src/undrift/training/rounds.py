@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from undrift.engine.base import Outcome, RoundInputs
 from undrift.engine.client import Program
 from undrift.method.context import Plan, Server, Totals
 from undrift.method.part import Method
+from undrift.training import drift
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.training.survivors import Answers
@@ -25,6 +26,8 @@ class Round:
     answers: Answers
     bytes_down: int
     bytes_up: int
+    drift: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Figures of client drift, on the device, if the run has them."""
 
 
 def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
@@ -38,6 +41,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     inputs, server, planned = inputs_of(run, method, state)
     measured = server.totals.sums if server.totals else ()
     answers = run.conditions.collect(run.engine, inputs, skip)  # run.engine trains; who must not count is left out
+    answers, drifted = observed(run, answers)
     outcome = answers.outcome
 
     update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
@@ -60,7 +64,16 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
         constant_steps=state.constant_steps + int(run.steps_at(0, answers.clients).sum()),
         total_bytes=state.total_bytes + down + up,
     )
-    return after, Round(method, answers, down, up)
+    figures = drift.figures(drifted, outcome, state.params, after.params) if run.drift else {}
+    return after, Round(method, answers, down, up, figures)
+
+
+def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
+    """The answers without what clients sent about their drift, and that, where a run asks for it."""
+    if not run.drift:
+        return answers, ()
+    outcome, drifted = drift.taken(answers.outcome)
+    return replace(answers, outcome=outcome), drifted
 
 
 def inputs_of(run: Run, method: Method, state: State) -> tuple[RoundInputs, Server, list[Tree]]:

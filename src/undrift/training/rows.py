@@ -6,9 +6,9 @@ from typing import Any
 
 from undrift.errors import require
 from undrift.losses import reserved
-from undrift.method.part import Method
-from undrift.training import nonfinite
+from undrift.training import drift, nonfinite
 from undrift.training.rounds import Round
+from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree
 
@@ -32,12 +32,17 @@ def history_row(state: State, done: Round) -> dict[str, Any]:
     }
 
 
-def late_figures(watch: nonfinite.Watch, row: dict[str, Any], method: Method, states: list[Tree]) -> dict[str, Any]:
+def late_figures(
+    run: Run, watch: nonfinite.Watch, row: dict[str, Any], done: Round, states: list[Tree]
+) -> dict[str, Any]:
     """The columns of a round that must be read from the device. Raises `NonFiniteError`."""
-    settled, own = watch.settle(row), method.history(states)
+    settled, own = watch.settle(row), done.method.history(states)
+    if done.drift:
+        names = list(run.model.start)
+        settled |= drift.columns(done.drift, done.answers.clients, names, by_layer=run.drift == drift.LAYERS)
     for name in own:
         require(
-            name not in row and not reserved(name),
+            name not in row | settled and not reserved(name),
             f"A part's history has {name!r}, which is a column of the history already; rename it.",
         )
     return settled | own

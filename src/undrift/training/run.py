@@ -28,6 +28,7 @@ from undrift.method.part import Method
 from undrift.method.work import Momentum
 from undrift.random import Key, choose, derive
 from undrift.schedule import check_number, value
+from undrift.training.drift import with_places
 from undrift.training.singles import check_round
 from undrift.training.state import State
 from undrift.training.survivors import Conditions
@@ -58,6 +59,8 @@ class Run:
     engine: Engine
     choices: dict[str, Any]
     """The settings that were chosen automatically, and why: `result.choices`."""
+    drift: bool | str = False
+    """Whether the history has figures of client drift, or of each layer too: see `drift.py`."""
     ranks: Ranks = ALONE
     """The processes that train it together."""
     files: SlotFiles | None = None
@@ -204,7 +207,7 @@ class Run:
         )  # fmt: skip
         inputs = replace(inputs, plan=plan, mine=mine, all_counts=counts)
         check_round(self.model, inputs.counts)
-        return self.conditions.with_factors(inputs)
+        return self.conditions.with_factors(with_places(inputs) if self.drift else inputs)
 
     def everyone(self, t: int, state: State) -> RoundInputs:
         """All clients that have data, for measurements without training."""

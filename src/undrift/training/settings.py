@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from undrift.method.local import Local
     from undrift.method.part import Method, Part
 
-Form = Literal["section", "text", "texts", "count", "seed", "number", "switch", "interval", "threads", "modules"]
+Form = Literal[
+    "section", "text", "texts", "count", "seed", "number", "switch", "interval", "threads", "modules", "drift"
+]
 """What a value looks like in an experiment file; `tools/config.py` has the type of each."""
 
 
@@ -82,6 +84,7 @@ class Settings:
     )  # torch's, which callers of `ud.train` set themselves
     evaluate_every: int = field(default=1, metadata=role("count", compared=False))
     personalize_every: int | None = field(default=None, metadata=role("count", compared=False))
+    drift: bool | str = field(default=False, metadata=role("drift", resume="digits", compared=False))
     out: str | Path | None = field(default=None, metadata=OF_THE_CALL)
     checkpoint_every: int | str | None = field(
         default=None, metadata=role("interval", resume="free", compared=False, file_default="30s")

@@ -8,7 +8,7 @@ it out: out of the mean and of every part's sums, with its kept state as it was.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from undrift.engine.client import Program, Sent
 from undrift.errors import require, whole
 from undrift.method.context import Plan
 from undrift.method.faults import Faults, unharmed
+from undrift.training.drift import Drifting, with_places
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 Array = np.ndarray
@@ -65,8 +66,7 @@ class Conditions:
         """The program of a client that may fail."""
         if self.ordinary:
             return program
-        given = {entry.name: getattr(program, entry.name) for entry in fields(program)}
-        return Unreliable(**given, norms=0 if self.max_norm_ratio is None else cohort)
+        return Unreliable.of(program, norms=0 if self.max_norm_ratio is None else cohort)
 
     def with_fates(self, plan: Plan, seed: int) -> Plan:
         """The plan with its clients' fates."""
@@ -139,13 +139,13 @@ def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
     like = inputs.clients["weight"]
     missing = len(like) - inputs.cohort  # clients that fill up the cohort, which are harmless
     factor = np.concatenate([factor[inputs.places], np.ones(missing)])
-    places = np.concatenate([inputs.places, len(inputs.plan.clients) + np.arange(missing)])
-    own = {"factor": torch.as_tensor(factor, dtype=like.dtype), "place": torch.as_tensor(places)}
-    return replace(inputs, clients=inputs.clients | {name: to_device(t, like.device) for name, t in own.items()})
+    own = {"factor": to_device(torch.as_tensor(factor, dtype=like.dtype), like.device)}
+    inputs = with_places(inputs)
+    return replace(inputs, clients=inputs.clients | own)
 
 
 @dataclass(frozen=True)
-class Unreliable(Program):
+class Unreliable(Drifting):
     """A client's program whose weights may be spoiled as training ends, and which may also send its update's norm."""
 
     norms: int = 0
