@@ -116,6 +116,14 @@ def test_the_pictures_script_draws(tmp_path):
     assert "<svg" in (tmp_path / "images" / "picture.svg").read_text(encoding="utf-8")
 
 
+def test_the_picture_of_drift_draws(tmp_path):
+    script = runpy.run_path(str(DOCS / "drift_picture.py"))
+    found = script["curves"](ud.FedAvg(), rounds=2)
+    assert {name: runs.shape for name, runs in found.items()} == {"agreement": (3, 2), "accuracy": (3, 2)}
+    script["draw"]({"FedAvg": found}, tmp_path / "drift.svg")
+    assert "<svg" in (tmp_path / "drift.svg").read_text(encoding="utf-8")
+
+
 def test_there_are_notebooks():
     assert len(NOTEBOOKS) == 2
 
