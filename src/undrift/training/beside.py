@@ -310,7 +310,7 @@ def signature(run: Run, given: Settings) -> str:
             "rates": program.reads_rates,
             "numbers": [sorted(own) for own in numbers],
             "program": [type(program).__name__, program.weight_decay, program.decay, program.personal],
-            "norms": [getattr(program, name, 0) for name in ("norms", "cohort")],
+            "norms": [getattr(program, name, 0) for name in ("norms", "cohort", "layers")],
             "batches": [run.local.widest(run.data.size_counts[0]), run.composed.batches],
             "store": of_parts(run.data.store),
             "classes": [run.data.classes, run.model.outputs],

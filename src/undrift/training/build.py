@@ -92,7 +92,8 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
     program = program_of(function, method, local, data, chosen_loss)
-    program = drift.Drifting.of(program, cohort=cohort_size) if given.drift else program
+    if given.drift:
+        program = drift.Drifting.of(program, cohort=cohort_size, layers=given.drift == drift.LAYERS)
     program = conditions.program(program, cohort_size)
     engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
     choices |= {"data": place, "data_why": why_there}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from undrift.engine.client import Program, Sent
 from undrift.errors import UndriftError, quoted
-from undrift.tree import Tree, to_device, tree_leaves, tree_map, tree_sub
+from undrift.tree import Tree, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 LAYERS = "layers"
 LONGEST = 5
 """How many clients a row names with the norms of their updates, the longest first."""
+LEAST = 1e-30
+"""What is divided by is at least this, which no weight and hardly any norm is."""
 LOSS = "the loss of this step"
 """A buffer's name that no model has: the loss leaves the gradient's computation among the buffers."""
 
@@ -64,6 +66,8 @@ class Drifting(Program):
 
     cohort: int = 0
     """The size of a cohort: norms are sent as a vector with the client's own at its place. 0 sends nothing."""
+    layers: bool = False
+    """Whether to send the norms of each parameter's update, too."""
 
     @classmethod
     def of(cls, program: Program, **more: Any) -> Drifting:
@@ -72,38 +76,45 @@ class Drifting(Program):
 
     def initial(self, given: Tree) -> Tree:
         state = super().initial(given)
-        return state | {"losses": torch.zeros_like(given["weight"]).repeat(2)} if self.cohort else state
+        zero = torch.zeros_like(given["weight"])
+        return state | {"loss_first": zero, "loss": zero.clone()} if self.cohort else state
 
     def step(self, state: Tree, given: Tree, batches: Any, k: Tensor, differentiate: Differentiate) -> Tree:
         if not self.cohort:
             return super().step(state, given, batches, k, differentiate)
         losses: list[Tensor] = []
         after = super().step(state, given, batches, k, noting(differentiate, losses))
-        latest, before = losses[0].to(given["weight"].dtype), state["losses"]  # the first is the step's own
-        return after | {"losses": torch.stack([torch.where(k == 0, latest, before[0]), latest])}
+        loss = losses[0].to(given["weight"].dtype)  # the first one is the step's own
+        return after | {"loss_first": torch.where(k == 0, loss, state["loss_first"]), "loss": loss}
 
     def conclude(self, state: Tree, given: Tree, skip: bool = False) -> Sent:
         sent = super().conclude(state, given, skip)
         if not self.cohort:
             return sent
         weighted, sums, tracked = sent.sums
-        weight = torch.where(given["weight"] > 0, given["weight"], 1)
-        layers = torch.stack([torch.linalg.vector_norm(t) for t in weighted.values()])
-        length = torch.linalg.vector_norm(layers)
-        unit = torch.where(length > 0, weight / torch.where(length > 0, length, 1), 0)
-        losses = state["losses"] * given["weight"]
-        if "real" in given:
-            losses = torch.where(given["real"], losses, 0)
-        if isinstance(sent.finite, Tensor):
-            losses = torch.where(sent.finite, losses, 0)
-        place = torch.arange(self.cohort, device=weight.device) == given["place"]
-        own = {
-            "norms": torch.where(place, length / weight, 0),
-            "lengths": torch.cat([length[None], layers]),
-            "losses": losses,
-            "directions": tree_map(lambda t: t * unit.to(t.dtype), weighted),
-        }
+        weight, whole = given["weight"], flat(weighted)
+        length = torch.linalg.vector_norm(whole)
+        first, last = state["loss_first"] * weight, state["loss"] * weight
+        for counts in (given.get("real"), sent.finite):
+            if isinstance(counts, Tensor):
+                first, last = torch.where(counts, first, 0), torch.where(counts, last, 0)
+        norms = (torch.arange(self.cohort, device=weight.device) == given["place"]) * (length / weight.clamp(LEAST))
+        layers = [torch.linalg.vector_norm(t) for t in weighted.values()] if self.layers else []
+        direction = whole * (weight / length.clamp(LEAST)).to(whole.dtype)  # zero for an update of zero
+        # One vector, so that it is added up by one operation.
+        own = torch.cat([torch.stack([first, last, length, *layers]), norms, direction])
         return sent._replace(sums=(weighted, [*sums, own], tracked))
+
+    def split(self, sums: Tensor) -> list[Tensor]:
+        """What `conclude` has put into one vector: losses, lengths, of the layers too, norms by place, directions."""
+        layers = len(self.model.start) if self.layers else 0
+        rest = len(sums) - 3 - layers - self.cohort
+        return list(sums.split([2, 1 + layers, self.cohort, rest]))
+
+
+def flat(tree: dict[str, Tensor]) -> Tensor:
+    """All values of a tree as one vector."""
+    return torch.cat([t.flatten() for t in tree.values()])
 
 
 def noting(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
@@ -130,30 +141,26 @@ def with_places(inputs: RoundInputs) -> RoundInputs:
     return replace(inputs, clients=inputs.clients | {"place": to_device(places, like.device)})
 
 
-def taken(outcome: Outcome) -> tuple[Outcome, Tree]:
+def taken(outcome: Outcome) -> tuple[Outcome, Tensor]:
     """The outcome without what `Drifting` clients sent about themselves, and that."""
     return replace(outcome, sums=outcome.sums[:-1]), outcome.sums[-1]
 
 
-def figures(sums: Tree, outcome: Outcome, before: Params, after: Params) -> dict[str, Tensor]:
+def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, after: Params) -> dict[str, Tensor]:
     """A round's figures, on the device. `before` and `after` are the global weights."""
-    mean, whole = outcome.update, torch.where(outcome.weight > 0, outcome.weight, 1)
-    layers = torch.stack([torch.linalg.vector_norm(t) for t in mean.values()])
-    length, lengths = torch.linalg.vector_norm(layers), sums["lengths"] / whole
-    along = sum((mean[n] * t).sum() for n, t in sums["directions"].items())
-    step = torch.stack([torch.linalg.vector_norm(t) for t in tree_leaves(tree_sub(after, before))])
-    found = {
-        "losses": sums["losses"] / whole,
-        "norms": sums["norms"],
-        "lengths": torch.stack([lengths[0], length, torch.linalg.vector_norm(step)]),
-        "agreements": ratio(torch.cat([length[None], layers]), lengths),
-        "cosine": ratio(along, length * whole),
-    }
+    losses, lengths, norms, directions = program.split(sums)
+    mean, whole = flat(outcome.update), torch.where(outcome.weight > 0, outcome.weight, 1)
+    length, step = torch.linalg.vector_norm(mean), torch.linalg.vector_norm(flat(after) - flat(before))
+    own = [torch.linalg.vector_norm(t) for t in outcome.update.values()] if program.layers else []
+    numbers = [
+        torch.cat([losses, lengths]) / whole,
+        torch.stack([length, step, ratio(mean @ directions, length * whole)]),
+        ratio(torch.stack([length, *own]) * whole, lengths),
+    ]
+    found = {"numbers": torch.cat(numbers), "norms": norms}
     if outcome.updates:
-        rows = [t.flatten(1) for t in outcome.updates.values()]
-        dots = sum(row @ t.flatten() for row, t in zip(rows, mean.values(), strict=True))
-        own = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows]), dim=0)
-        found["cosines"] = ratio(dots, own * length)
+        rows = torch.cat([t.flatten(1) for t in outcome.updates.values()], 1)
+        found["cosines"] = ratio(rows @ mean, torch.linalg.vector_norm(rows, dim=1) * length)
     return found
 
 
@@ -164,17 +171,21 @@ def ratio(top: Tensor, bottom: Tensor) -> Tensor:
 
 def columns(found: dict[str, Tensor], clients: np.ndarray, names: list[str], by_layer: bool) -> dict[str, Any]:
     """The figures as columns of the history. Waits for the device."""
-    values: dict[str, Any] = {name: t.tolist() for name, t in found.items()}
-    row: dict[str, Any] = dict(zip(("train_loss_first", "train_loss"), values["losses"], strict=True))
-    row |= dict(zip(("update_norm", "mean_update_norm", "server_step"), values["lengths"], strict=True))
-    if 0 < len(clients) <= len(values["norms"]):  # a part's plan may have more clients than there are places
-        norms = dict(zip(clients.tolist(), values["norms"], strict=False))
-        longest = sorted(norms, key=lambda client: -norms[client])[:LONGEST]
-        row |= {"update_norm_max": norms[longest[0]], "client_norms": {str(c): norms[c] for c in longest}}
-    row |= {"cosine": values["cosine"], "agreement": values["agreements"][0]}
+    values, norms = found["numbers"].tolist(), found["norms"].tolist()
+    layers = len(names) if by_layer else 0
+    first, last, lengths, (mean, step, cosine, agreement, *own) = values[0], values[1], values[2], values[3 + layers :]
+    row: dict[str, Any] = {
+        "train_loss_first": first, "train_loss": last, "update_norm": lengths, "mean_update_norm": mean,
+        "server_step": step, "cosine": cosine, "agreement": agreement,
+    }  # fmt: skip
+    if 0 < len(clients) <= len(norms):  # a part's plan may have more clients than there are places
+        by_client = dict(zip(clients.tolist(), norms, strict=False))
+        longest = sorted(by_client, key=lambda client: -by_client[client])[:LONGEST]
+        row |= {"update_norm_max": by_client[longest[0]], "client_norms": {str(c): by_client[c] for c in longest}}
     if by_layer:
-        row["layer_agreement"] = dict(zip(names, values["agreements"][1:], strict=True))
-    if "cosines" in values and len(values["cosines"]) == len(clients) > 0:
-        row["cosine_min"] = min(values["cosines"])
-        row["client_cosines"] = {str(c): x for c, x in zip(clients.tolist(), values["cosines"], strict=True)}
+        row["layer_agreement"] = dict(zip(names, own, strict=True))
+    cosines = found["cosines"].tolist() if "cosines" in found else []
+    if len(cosines) == len(clients) > 0:
+        row["cosine_min"] = min(cosines)
+        row["client_cosines"] = {str(c): x for c, x in zip(clients.tolist(), cosines, strict=True)}
     return row

@@ -64,8 +64,15 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
         constant_steps=state.constant_steps + int(run.steps_at(0, answers.clients).sum()),
         total_bytes=state.total_bytes + down + up,
     )
-    figures = drift.figures(drifted, outcome, state.params, after.params) if run.drift else {}
-    return after, Round(method, answers, down, up, figures)
+    return after, Round(method, answers, down, up, figures(run, drifted, outcome, state, after))
+
+
+def figures(run: Run, drifted: Tree, outcome: Outcome, before: State, after: State) -> dict[str, torch.Tensor]:
+    """Figures of client drift, on the device, where a run asks for them."""
+    program = run.engine.program
+    if not isinstance(program, drift.Drifting) or not run.drift:
+        return {}
+    return drift.figures(program, drifted, outcome, before.params, after.params)
 
 
 def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
