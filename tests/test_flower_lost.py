@@ -18,7 +18,7 @@ __all__ = ["problem"]
 
 
 def own_data(folder, i):
-    """A node's config with data of its own, beside which its state lies by default."""
+    """Where a node has data of its own."""
     draw, n = np.random.default_rng(i), 20 + 11 * i
     lines = [
         ",".join(map(str, [*draw.normal(size=3).round(3), label])) for label in [0, 1, *draw.integers(0, 2, n).tolist()]
@@ -31,7 +31,7 @@ def test_a_run_goes_on_without_a_killed_node_and_a_restarted_one_keeps_its_state
     """Nodes with data of their own. Flower notices after at most a minute that one is gone."""
     changes = {"model": "mlp", "method": "Scaffold()", "rounds": 5} | QUICK
     own = [own_data(tmp_path, i) for i in range(NODES)]
-    configs = [{"name": f"n{i}", **own[i]} for i in range(NODES)]
+    configs = [{"name": f"n{i}", "state": str(tmp_path / f"state-{i}"), **own[i]} for i in range(NODES)]
     with federation(tmp_path / "grounds", NODES, configs) as grounds:
         out = tmp_path / "app" / "out"
         run = grounds.submit(app(tmp_path / "app", changes), out)
@@ -52,7 +52,7 @@ def test_a_run_goes_on_without_a_killed_node_and_a_restarted_one_keeps_its_state
 
     link = Near(tmp_path / "near", more, NODES, lost, own=own)
     assert same_bits(weights(out), dict(near(tmp_path / "near", more, link).model.state_dict()))
-    assert list(tmp_path.glob("hospital-1.csv.undrift/*/client-1/round-6.safetensors"))
+    assert list(tmp_path.glob("state-1/*/client-1/round-6.safetensors"))
 
 
 def test_a_server_that_is_killed_between_rounds_goes_on_to_the_same_bits(tmp_path):
