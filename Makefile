@@ -15,9 +15,9 @@ test: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Real SuperLinks and SuperNodes on this machine, those of three files side by side, since they mostly wait. Here the tests
+# Real SuperLinks and SuperNodes on this machine, those of several files side by side, since they mostly wait. Here the tests
 # of federations fail where they would be skipped.
-FEDERATIONS := tests/test_flower.py tests/test_flower_lost.py tests/test_flower_up.py
+FEDERATIONS := $(addprefix tests/test_flower,.py _lost.py _up.py _secagg.py)
 flower: .venv/flower/ready
 	UNDRIFT_FLOWER=required OMP_NUM_THREADS=1 .venv/flower/bin/python -m pytest -n 3 --dist loadfile $(FEDERATIONS)
 
