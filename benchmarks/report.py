@@ -198,8 +198,8 @@ def federation(found: dict[str, Any]) -> list[str]:
         "",
         f"`python -m benchmarks.federation`, {found['nodes']} nodes of {found['samples']:,} samples, "
         f"{where(found)}. Medians of {found['repeats']} runs, by turns.",
-        "Inside the apps, in seconds of the processor: a client app per message, the server app per round, and the nodes'",
-        "and the server's together over stock Flower FedAvg's; then the same without the seconds that dropout's keyed",
+        "Inside the apps, in seconds of the processor: a client app per message, the server app per round, and",
+        "those of all nodes and the server over stock Flower FedAvg's; then the same without the seconds that keyed",
         "draws take. Whole rounds on the same real nodes, in seconds, have transport, processes and imports too; the",
         "machine was shared, so only their order of magnitude counts.",
         "",
