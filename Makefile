@@ -15,9 +15,11 @@ test: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Real SuperLinks and SuperNodes on this machine. There the tests of federations fail where they would be skipped.
+# Real SuperLinks and SuperNodes on this machine, those of several files side by side, since they mostly wait. Here the tests
+# of federations fail where they would be skipped.
+FEDERATIONS := $(addprefix tests/test_flower,.py _lost.py _up.py _secagg.py)
 flower: .venv/flower/ready
-	UNDRIFT_FLOWER=required OMP_NUM_THREADS=1 .venv/flower/bin/python -m pytest tests/test_flower.py
+	UNDRIFT_FLOWER=required OMP_NUM_THREADS=1 .venv/flower/bin/python -m pytest -n 3 --dist loadfile $(FEDERATIONS)
 
 # The documentation as a site, in site/.
 docs: .venv/ready

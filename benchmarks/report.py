@@ -183,6 +183,32 @@ def cpu(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def federation(found: dict[str, Any]) -> list[str]:
+    sides = {(row["dropout"], row["side"]): row for row in found["rows"]}
+    lines = []
+    for (dropout, side), row in sides.items():
+        stock = sides[dropout, "stock"]
+        times = f"{row['inside'] / stock['inside']:.3f}×" if side != "stock" else ""
+        rest = f"{(row['inside'] - found['nodes'] * row['draws']) / stock['inside']:.3f}×" if times else ""
+        spread = f"{row['rounds'][0]:.1f} – {row['rounds'][-1]:.1f}"
+        cells = (f"{row['client']:.2f}", f"{row['server']:.3f}", times, rest, f"{row['round']:.1f}", spread)
+        lines.append(f"| {side}{', dropout' if dropout else ''} | {' | '.join(cells)} |")
+    return [
+        "## Flower's apps",
+        "",
+        f"`python -m benchmarks.federation`, {found['nodes']} nodes of {found['samples']:,} samples, "
+        f"{where(found)}. Medians of {found['repeats']} runs, by turns.",
+        "Inside the apps, in seconds of the processor: a client app per message, the server app per round, and",
+        "those of all nodes and the server over stock Flower FedAvg's; then the same without the seconds that keyed",
+        "draws take. Whole rounds on the same real nodes, in seconds, have transport, processes and imports too; the",
+        "machine was shared, so only their order of magnitude counts.",
+        "",
+        "| | client app | server app | ÷ stock | without keyed draws | whole round | fastest – slowest |",
+        "|---|---|---|---|---|---|---|",
+        *lines,
+    ]
+
+
 def main() -> None:
     sections = {
         "pfl": others,
@@ -196,6 +222,7 @@ def main() -> None:
         "pfl_cpu": others,
         "flower_cpu": others,
         "fedjax_cpu": others,
+        "federation": federation,
     }
     files = {name: found for name in sections if (found := read(name))}
     lines = [

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import ssl
 import stat
+import subprocess
+import sys
+import time
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +29,7 @@ from undrift.flower.messages import RefusedError, decode, encode
 from undrift.flower.new import as_toml, write_app
 from undrift.flower.node_state import KEEP, NodeStates
 from undrift.flower.outline import check_report, outline, report
+from undrift.flower.up import Grounds
 from undrift.tools import config
 from undrift.tools.experiment import loaded
 
@@ -101,12 +107,12 @@ def test_an_outline_has_the_numbers_of_the_data_and_none_of_its_samples():
 
 
 def test_certificates_are_for_their_hosts_and_secrets_for_their_owner(tmp_path):
-    make_certificates(tmp_path, ["127.0.0.1", "fl.example.org"])
+    make_certificates(tmp_path, ["fl.example.org"])
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
     assert context.cert_store_stats()["x509_ca"] == 1
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
-    assert shaken(context, server, "fl.example.org") and shaken(context, server, "127.0.0.1")
+    assert shaken(context, server, "fl.example.org") and shaken(context, server, "127.0.0.1")  # its own processes
     with pytest.raises(ssl.SSLCertVerificationError):
         shaken(context, server, "elsewhere.example.org")
     private, public = make_key(tmp_path, "hospital-a")
@@ -208,3 +214,62 @@ def test_more_rounds_go_on_from_where_a_run_ended(tmp_path):
     near(tmp_path, changes | {"rounds": 2})
     more = near(tmp_path, changes)
     assert same_bits(more.params, near(tmp_path / "at once", changes).params)
+
+
+ANSWER = """
+import sys
+from pathlib import Path
+
+from tests.federated import FOUR, Near, experiment
+from tests.flower_problem import register
+from undrift.flower.node import Node
+from undrift.flower.uncompiled import leave_compiler_out
+
+register()
+leave_compiler_out()
+place = {"name": "n0", "state": sys.argv[2], "partition-id": 0, "num-partitions": 3}
+Path(sys.argv[3]).write_bytes(Node(experiment(FOUR["scaffold"]), place).answer("train", Path(sys.argv[1]).read_bytes()))
+assert "torch._dynamo" not in sys.modules, "the compiler was imported"
+"""
+
+
+def test_a_nodes_process_answers_without_torchs_compiler(tmp_path):
+    """Its import takes a second, and Flower starts a process per message."""
+    seen = []
+
+    def first(kind, node, request, reply):
+        seen.extend([(request, reply)] if kind == "train" and node == 0 and not seen else [])
+        return reply
+
+    near(tmp_path, FOUR["scaffold"], Near(tmp_path, FOUR["scaffold"], 3, first))
+    files = [tmp_path / "request", tmp_path / "state", tmp_path / "reply"]
+    files[0].write_bytes(seen[0][0])
+    words = [sys.executable, "-c", ANSWER, *map(str, files)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = decode(seen[0][1])[0]["total"], decode(files[2].read_bytes())[0]["total"]
+    assert distance(ours[0], theirs[0]) < 1e-12
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_process_takes_along_those_that_it_put_in_groups_of_their_own(tmp_path):
+    """As Flower's SuperLink does with its SuperExec, whose server app would go on."""
+    with Grounds(tmp_path, secure=False) as grounds:
+        note = tmp_path / "child"
+        grounds.start("parent", [sys.executable, "-c", PARENT, str(note)])
+        while not note.exists() or not note.read_text():
+            time.sleep(0.05)
+        grounds.stop("parent", signal.SIGKILL)
+    stat_file, end = Path(f"/proc/{note.read_text()}/stat"), time.monotonic() + 60
+    while stat_file.exists() and stat_file.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.05)

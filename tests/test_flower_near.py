@@ -121,3 +121,28 @@ def test_what_else_a_run_may_have(name, tmp_path):
     for one, other in zip(local.history, remote.history, strict=True):
         shared = one.keys() & other.keys() & {"clients", "steps", "skipped", "left_out", "survivors", "dropped"}
         assert {c: one[c] for c in shared} == {c: other[c] for c in shared}
+
+
+FINISH = {"method": "CCVR(samples_per_class=20, epochs=2)", "rounds": 2, "evaluate_every": 10}
+"""A method that measures over all clients once the last round is over."""
+
+
+def test_what_is_measured_at_the_end_is_measured_on_all_nodes(tmp_path):
+    local, remote = here(FINISH), near(tmp_path, FINISH)
+    assert distance(remote.params, local.params) < 1e-10
+    trained = here(FINISH | {"method": "FedAvg()"})
+    assert distance(remote.params, trained.params) > 1e-6  # the end has an effect
+
+
+def test_a_node_that_is_missing_at_the_end_is_named_and_the_run_can_be_finished(tmp_path):
+    """Rounds may do without a node; what they have trained is kept, and the end is made up for once it is back."""
+    link = Near(tmp_path, FINISH, 2, lambda kind, node, _, r: Trouble("gone") if kind == "measure" and node else r)
+    with pytest.raises(
+        UndriftError, match=r"CCVR measures .* after the last round, and n1 .*gone.*Start the run again"
+    ):
+        near(tmp_path, FINISH, link)
+    link.spoil, link.asked = None, []
+    again = near(tmp_path, FINISH, link)
+    assert "train" not in dict(link.asked)
+    unbroken = near(tmp_path / "a", FINISH, Near(tmp_path / "a", FINISH, 2))
+    assert same_bits(again.params, unbroken.params) and len(again.history) == 2

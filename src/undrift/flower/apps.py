@@ -21,6 +21,7 @@ from undrift.files import write_text
 from undrift.flower.engine import Trouble
 from undrift.flower.node import Node
 from undrift.flower.server import STATUS, described, serve
+from undrift.flower.uncompiled import leave_compiler_out
 from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.training.result import Result
@@ -142,6 +143,7 @@ def client_app(experiment: str | Path, **given: Any) -> ClientApp:
     app = ClientApp()
 
     def answer(kind: str, message: Message, context: Context) -> Message:
+        leave_compiler_out()
         node = Node(read(experiment), {**given, **context.node_config})
         return Message(wrapped(node.answer(kind, unwrapped(message.content))), reply_to=message)
 

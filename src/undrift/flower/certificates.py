@@ -19,10 +19,12 @@ from undrift.errors import UndriftError, require
 
 DAYS = 365
 """How long certificates are valid."""
+LOOPBACK = ("localhost", "127.0.0.1")
+"""Where the SuperLink's own processes reach it; without these names no run ever starts."""
 
 
 def make_certificates(folder: Path, hosts: list[str]) -> None:
-    """Write `ca.crt`, `server.crt` and `server.key` for a SuperLink that is reached under these names or addresses."""
+    """Write `ca.crt`, `server.crt` and `server.key` for a SuperLink that nodes reach under these names or addresses."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -46,7 +48,7 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
     known = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(known)
     top = certificate(issuer, authority, (x509.BasicConstraints(True, 0), True), (signs, True), (known, False))
-    names = x509.SubjectAlternativeName([_name(host) for host in hosts])
+    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys([*hosts, *LOOPBACK])])
     serving = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
     leaf = certificate(
         subject, own, (x509.BasicConstraints(False, None), True), (names, False), (serving, False), (by, False)

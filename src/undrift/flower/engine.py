@@ -183,7 +183,10 @@ class FlowerEngine:
         return replace(found, columns=columns | ({"nodes": names} if names else {}))
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
-        """As every engine. All nodes must answer: a sum over some of the clients would pass for one over all."""
+        """As every engine. All nodes must answer: a sum over some of the clients would pass for one over all.
+
+        Raises `UndriftError` if one does not. A run that is started again asks all of them once more.
+        """
         form = self._measured_form(inputs, when)
         owners = self.federation.owners(inputs.plan.clients)
 
@@ -197,8 +200,15 @@ class FlowerEngine:
 
         accepted, others = self.collect("measure", self.requests(inputs, when=when), accept)
         if others:
-            names = ", ".join(self.federation.members[key].name for key in others)
-            raise UndriftError(f"The method measures over all clients of a round, and {names} did not answer.")
+            parts = ", ".join(type(part).__name__ for _, part in self.program.method.measuring(when))
+            moment = "after the last round" if when == "finish" else f"in round {inputs.plan.round + 1}"
+            reasons = "; ".join(
+                f"{self.federation.members[key].name} is {how}: {why}" for key, (how, why) in others.items()
+            )
+            raise UndriftError(
+                f"{parts} measures over all clients {moment}, and {reasons}. Start the run again once all nodes are "
+                "back; it goes on from its last round."
+            )
         return _sum(accepted[key] for key in owners)
 
     # ---- the form of replies ---------------------------------------------------------------------------------

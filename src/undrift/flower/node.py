@@ -66,11 +66,12 @@ def node_run(experiment: Experiment, held: Holding, notes: Notes) -> Run:
 def settings(experiment: Experiment, data: FederatedDataset) -> Settings:
     """The experiment's settings for a node.
 
-    A node's process lives for one answer, so tracing would have to pay within one round; and clients that are sampled
-    differ in number from round to round. So clients train one after another.
+    A node's process lives for one answer, so tracing or compiling would have to pay within one round; and clients that
+    are sampled differ in number from round to round. So clients train one after another.
     """
     given = arguments(experiment, data)
-    asked = {"engine": "plain" if given["engine"] == "auto" else given["engine"], "participation": 1.0, "compile": None}
+    engine = "plain" if given["engine"] == "auto" else given["engine"]
+    asked = {"engine": engine, "participation": 1.0, "compile": False}
     asked |= {"lanes": 1 if asked["engine"] == "lanes" else None, "checkpoint_every": None, "track": None}
     return Settings(**(given | asked | {"stop_when": None, "notes": None, "personalize_every": None}))
 

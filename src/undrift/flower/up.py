@@ -103,12 +103,11 @@ class Grounds:
     def stop(self, name: str, how: int = signal.SIGTERM) -> None:
         """End a process and those that it started."""
         process = self.processes.pop(name)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+        groups = _groups(process.pid)
+        _signal(groups, how)
         with suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE / 4)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _signal(groups, signal.SIGKILL)
         process.wait()
 
     def link(self) -> None:
@@ -207,6 +206,28 @@ def standing(out: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found
+
+
+def _groups(process: int) -> set[int]:
+    """The groups of a process and of its descendants: Flower starts some of them in groups of their own.
+
+    Where there is no /proc, the process's group alone; Flower's processes notice after a while that it is gone.
+    """
+    parents, groups = {}, {process: process}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent, group = file.read_text().rpartition(")")[2].split()[1:3]
+            parents[int(file.parent.name)], groups[int(file.parent.name)] = int(parent), int(group)
+    family = {process}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return {groups[member] for member in family}
+
+
+def _signal(groups: set[int], how: int) -> None:
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(group, how)
 
 
 def _listens(port: int) -> bool:

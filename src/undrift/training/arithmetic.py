@@ -38,7 +38,9 @@ class Switches:
 
     def set(self) -> None:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self.matmul_tf32, self.cudnn_tf32
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.lenient)
+        now = Switches.current()
+        if (now.deterministic, now.lenient) != (self.deterministic, self.lenient):  # torch imports its compiler for it
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.lenient)
         if self.cublas is None:
             os.environ.pop(CUBLAS, None)
         else:
