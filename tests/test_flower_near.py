@@ -16,6 +16,13 @@ from undrift.flower.messages import decode
 pytestmark = pytest.mark.usefixtures("flower_problem")
 
 
+def test_figures_of_drift_stay_at_home(tmp_path):
+    """What they need is not sent, and the history is without them."""
+    with_them, without = (near(tmp_path / name, BASE | {"drift": name == "on"}) for name in ("on", "off"))
+    assert same_bits(with_them.params, without.params)
+    assert with_them.history[0].keys() == without.history[0].keys() and "agreement" not in with_them.history[0]
+
+
 @pytest.mark.parametrize("name", FOUR)
 def test_parameters_and_history_are_those_of_a_local_run(name, tmp_path):
     local, remote = here(FOUR[name]), near(tmp_path, FOUR[name])

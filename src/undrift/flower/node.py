@@ -71,7 +71,7 @@ def settings(experiment: Experiment, data: FederatedDataset) -> Settings:
     """
     given = arguments(experiment, data)
     engine = "plain" if given["engine"] == "auto" else given["engine"]
-    asked = {"engine": engine, "participation": 1.0, "compile": False}
+    asked = {"engine": engine, "participation": 1.0, "compile": False, "drift": False}
     asked |= {"lanes": 1 if asked["engine"] == "lanes" else None, "checkpoint_every": None, "track": None}
     return Settings(**(given | asked | {"stop_when": None, "notes": None, "personalize_every": None}))
 

@@ -122,10 +122,13 @@ def serve(
 
 
 def settings(experiment: Experiment, federation: Federation, folder: Path) -> Settings:
-    """The experiment's settings for the server, which saves every round and goes on where it stopped."""
+    """The experiment's settings for the server, which saves every round and goes on where it stopped.
+
+    Figures of client drift are left out: nodes would have to send more than the method needs.
+    """
     rows = loaded(experiment).server_rows if experiment.data.server_fraction else None
     data = federation.data(origin=experiment.data.model_dump(), server_rows=rows)
-    own = {"engine": "plain", "lanes": None, "compile": None, "checkpoint_every": 1, "out": folder}
+    own = {"engine": "plain", "drift": False, "lanes": None, "compile": None, "checkpoint_every": 1, "out": folder}
     return Settings(**(arguments(experiment, data) | own | {"resume": (folder / RUN).exists()}))
 
 
