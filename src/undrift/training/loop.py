@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,13 @@ from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.track import Trackers
 from undrift.tree import tree_finite
+
+log = logging.getLogger("undrift")
+
+NO_TEST = (
+    "The data have no test set, so the history will have no loss and no metrics; hold one out, as with "
+    "ud.load(…, test_fraction=0.2)"
+)
 
 
 def train(
@@ -232,6 +240,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.personal, self.clock = Personal(self.run), Clock(self.run.device, not self.run.ranks.several)
+        if type(self.run) is Run and not (self.run.test or self.run.validation or len(self.personal.clients)):
+            log.warning(NO_TEST)
         self.over = False
         self.stopped: str | None = None
         self.early: str | None = None
