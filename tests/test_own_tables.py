@@ -181,6 +181,10 @@ def test_missing_labels_are_dropped_or_refused():
     for missing in (None, "mean"):
         with pytest.raises(refused, match="Row 2 of the train split of the data frame has no label"):
             ud.load(table, ud.IID(), 1, missing=missing)
+    wrong = table.copy()
+    wrong.loc[10, "label"] = -5
+    with pytest.raises(refused, match="Row 10 of the train split of the data frame has label -5"):
+        ud.load(wrong, ud.IID(), 1, missing="drop")
     floats = table.assign(label=table["label"].astype(float) + 0.5)  # numbers to predict
     kept = ud.load(floats, ud.IID(), 1, missing="drop")
     assert kept.task.loss == "mse" and len(kept.store["y"]) == 38

@@ -108,7 +108,8 @@ def train(
         seed: Decides the cohorts, the batches, every draw of a method, and the weights of a model given by name.
         loss: A name (`undrift list losses`), or a function `(output, target) -> one value per sample`. By default what
             the data ask for, else cross-entropy.
-        metrics: Names, or a dict of names and functions of `(output, target)`. By default accuracy for classes.
+        metrics: Names of `undrift list metrics`, or a dict of names and functions of `(output, target)` or objects with
+            `update` and `compute`, such as torchmetrics'. By default accuracy for classes.
         output: Where the model returns several tensors: the name of the one that the loss, the metrics and hooks are
             given, its position in a tuple (`"0"`), or `"all"`. By default the one called `logits`, if there is one.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`; `"auto"` takes a GPU if there is one.
