@@ -14,11 +14,13 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 import undrift as ud
 from undrift.data.holdings import holdings
 from undrift.data.images import resized
 from undrift.data.pickles import arrays
+from undrift.tools.cli import app
 from undrift.tools.config import checked
 from undrift.tools.experiment import arguments
 
@@ -190,6 +192,15 @@ def test_missing_labels_are_dropped_or_refused():
     assert kept.task.loss == "mse" and len(kept.store["y"]) == 38
     with pytest.raises(refused, match=r"Row 2 .* has no finite 'label'"):
         ud.load(floats, ud.IID(), 1, missing="mean")
+
+
+def test_data_show():
+    table = frame()
+    table.loc[3, "b"] = np.nan
+    table.to_csv("t.csv", index=False)
+    options = ["--client", "site", "--partition", "ByKey()", "--drop", "name", "--missing", "drop"]
+    shown = CliRunner().invoke(app, ["data", "show", "t.csv", *options])
+    assert shown.exit_code == 0 and "39 samples over 2 clients" in shown.output
 
 
 def test_in_experiment_files(tmp_path):
