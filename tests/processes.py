@@ -125,6 +125,8 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
     "order": lambda: run(Sorted(), on_nonfinite="skip", faults=ud.Faults(nan=0.3)),
     "personal head": lambda: run(Head(), data=split(), participation=3, personalize_every=2),
     "tuned": lambda: run(data=split(), participation=3, personalize_every=1),
+    "metrics": lambda: run(data=split(), participation=3, metrics=["f1", "confusion_matrix", "balanced_accuracy"]),
+    "all scores": lambda: run(data=split(), participation=3, metrics=["accuracy", "auroc", "f1"], personalize_every=2),
     "batch norm": lambda: run(model=normed(), data=make_clients([23, 5, 0, 42, 10, 18])),
     "one client": lambda: run(participation=1),
     "one client that keeps": lambda: run(ud.FedDyn(0.1), participation=1, local=replace(LOCAL, momentum=0.0)),
@@ -144,7 +146,8 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
     "stopped": lambda: run(stop_when=lambda rows: rows[-1]["seconds"] > 0 and len(rows) == 2),
 }
 SHORT = [
-    "Scaffold, float32", "every hook", "order", "personal head", "one client that keeps", "faults", "lanes fail", "NaN"
+    "Scaffold, float32", "every hook", "order", "personal head", "metrics", "all scores", "one client that keeps",
+    "faults", "lanes fail", "NaN",
 ]  # fmt: skip
 """Those that meet most of the code once."""
 STEPS = ud.Local(steps=5, batch_size=8, lr=0.05)

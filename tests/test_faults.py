@@ -341,7 +341,7 @@ def test_an_update_that_is_too_long_by_itself_is_left_out(engine, caplog):
     expected = ud.train(Point(), quadratics([pair for pair in pairs if pair[1] < 50]), **settings)
     assert distance(run.params, expected.params) < 1e-12
     assert [row["left_out"] for row in run.history] == [[2]] * 3 and [r["survivors"] for r in run.history] == [3] * 3
-    assert caplog.records[0].getMessage() == "round 1: left out client 2 (update too long)"
+    assert "round 1: left out client 2 (update too long)" in caplog.messages
     wide = ud.train(Point(), quadratics(pairs), max_norm_ratio=100, **settings)
     assert same_bits(wide.params, ud.train(Point(), quadratics(pairs), **settings).params)
 

@@ -35,6 +35,18 @@ def test_parameters_and_history_are_those_of_a_local_run(name, tmp_path):
         assert other["missing"] == other["refused"] == []
 
 
+def test_metrics_from_sums_and_those_that_are_not(tmp_path):
+    names = ["f1", "f1_weighted", "balanced_accuracy", "confusion_matrix", "perplexity", "accuracy"]
+    changes = FOUR["adam"] | {"metrics": names, "rounds": 2}
+    local, remote = here(changes).history[-1], near(tmp_path / "a", changes).history[-1]
+    assert local["confusion_matrix"] == remote["confusion_matrix"] and len(local["confusion_matrix"]) > 2
+    for column in ("f1", "f1_weighted", "balanced_accuracy", "perplexity", "client_f1", "client_perplexity_worst"):
+        assert local[column] == pytest.approx(remote[column], rel=1e-6)
+    assert local["by_client"]["f1"] == pytest.approx(remote["by_client"]["f1"], rel=1e-6)
+    with pytest.raises(UndriftError, match="auroc cannot be computed from sums, which are all that nodes send"):
+        near(tmp_path / "b", changes | {"metrics": ["accuracy", "auroc"]})
+
+
 def test_spoiled_replies_are_refused_recorded_and_do_not_advance_the_nodes_state(tmp_path):
     """NaN, a wrong shape, a missing tensor; the node's fourth round starts where it began."""
     changes = FOUR["scaffold"] | {"rounds": 4, "evaluate_every": 10}

@@ -155,7 +155,7 @@ def test_what_makes_a_dataset_unfit(caplog):
     data = ud.load(Squares(broken=7), ud.IID(), clients=4, lazy=True)
     with pytest.raises(ud.UndriftError, match="Sample 7 of the training set has NaN in its x"):
         ud.train(conv(), data, rounds=1, local=LOCAL)
-    assert not caplog.records  # the plain engine was not tried, which would fail too
+    assert "engine" not in caplog.text  # the plain one was not tried, which would fail too
     data = ud.load(Fatal(), ud.IID(), clients=4, lazy=True, workers=2)
     with pytest.raises(ud.UndriftError, match="A process that reads the training set has ended"):
         ud.train(conv(), data, rounds=1, local=LOCAL)

@@ -1,7 +1,7 @@
-"""Losses, with one value per sample, and metrics.
+"""Losses, with one value per sample, and the metrics that are functions like them: accuracy and recall.
 
-A metric is a function of `(output, target)` that returns one value per sample, to be averaged over the test set, or a
-pair (numerators, denominators), whose sums are divided, as for recall in the top 5.
+Such a metric returns one value per sample, to be averaged over the test set, or a pair (numerators, denominators),
+whose sums are divided. Others are in `undrift.metrics`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from undrift.errors import UndriftError, unknown
 from undrift.loss_modules import per_sample, reduces
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Metric = Callable[[Tensor, Tensor], Any]
 
 
 IGNORED = -100
@@ -39,6 +38,11 @@ def class_axis(output: Tensor, target: Tensor) -> int:
     if not last and not second:
         raise ValueError("labels need one axis less than outputs, that of the classes (the last or the second)")
     return -1 if last else 1
+
+
+def binary(output: Tensor, target: Tensor) -> bool:
+    """Whether there is one output per sample, in the shape of the label, so that no axis is that of the classes."""
+    return output.shape == target.shape and output[:1].numel() == 1
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -103,6 +107,8 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
     Labels of -100, and with several outputs all below 0, are not counted.
     """
+    if binary(output, target):
+        output, target = output.reshape(-1, 1), target.reshape(-1)
     axis = class_axis(output, target)
     if output.shape[axis] == 1:
         labelled = target != IGNORED
@@ -130,7 +136,6 @@ CLASSES = (cross_entropy, cross_entropy_of_labelled, squared_hinge)
 """The losses whose targets are classes."""
 LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)}
 LOSSES["model"] = model_loss
-METRICS: dict[str, Metric] = {f.__name__: f for f in (accuracy, recall_at_5)}
 
 
 COLUMNS = {
@@ -145,6 +150,23 @@ COLUMNS = {
 def reserved(name: str) -> bool:
     """Whether metrics and columns of parts must not have this name."""
     return name in COLUMNS or str(name).startswith(("validation_", "client_", "tuned_"))
+
+
+LOWER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "std")
+"""The last words of columns of which less is better; the last is a deviation over clients."""
+
+
+def lower_is_better(name: str, metric: Any = None) -> bool:
+    """Whether a lower value of a column of the history is the better one.
+
+    Args:
+        name: The column, such as `validation_mae` or `client_accuracy_worst`.
+        metric: The metric that the column is of, if it is at hand; its own `higher_is_better` decides, if it has one.
+    """
+    own = getattr(metric, "higher_is_better", None)
+    if isinstance(own, bool):
+        return not own
+    return name.removesuffix("_worst").endswith(LOWER)
 
 
 def get_loss(loss: str | Loss | None) -> Loss:
@@ -168,21 +190,3 @@ def name_of(loss: Loss) -> str | None:
     """The name that `get_loss` knows this loss by."""
     loss = cross_entropy if loss is cross_entropy_of_labelled else loss
     return next((name for name, known in LOSSES.items() if known is loss), None)
-
-
-def get_metrics(metrics: Any, loss: Loss) -> dict[str, Metric]:
-    """The metrics by name. The default is accuracy if the loss is for classes, otherwise none."""
-    if metrics is None:
-        return {"accuracy": accuracy} if loss in CLASSES else {}
-    if isinstance(metrics, str):
-        metrics = [metrics]
-    if isinstance(metrics, list | tuple):
-        metrics = {str(name): name for name in metrics}
-    if not isinstance(metrics, dict):
-        raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
-    for name, function in metrics.items():
-        if reserved(name):
-            raise UndriftError(f"A metric cannot be called {name!r}, which is a column of the history; rename it.")
-        if not callable(function) and function not in METRICS:
-            raise unknown("metric", str(function), METRICS)
-    return {name: f if callable(f) else METRICS[f] for name, f in metrics.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.data import clients as given
 from undrift.data import digest, samples
 from undrift.data.labels import FEW, sparse
 from undrift.data.pieces import size_counts
@@ -104,13 +105,13 @@ class FederatedDataset:
     server_rows: Rows | None = None
     task: Task = field(default_factory=Task)
     client_test: FederatedDataset | None = None
-    """Each client's own held-out data, if `ud.load` was given a `client_test_fraction`."""
+    """Each client's own held-out data: a `client_test_fraction`, or what `from_clients` was given."""
     augment: Callable[[Samples, Key], Samples] | None = None
     """A function of `(x, key)`, applied to each training batch."""
     names: list[str] | None = None
     """The classes' names."""
     client_names: Sequence[str] | None = None
-    """The clients' names, for a natural partition."""
+    """The clients' names, where they have any."""
     origin: dict[str, Any] | None = None
     """The arguments of `ud.load`, if an experiment file can hold them."""
 
@@ -121,8 +122,8 @@ class FederatedDataset:
     @classmethod
     def from_clients(
         cls,
-        clients: Sequence[tuple[Any, Any]],
-        test: tuple[Any, Any] | None = None,
+        clients: Sequence[tuple[Any, Any]] | Mapping[Any, tuple[Any, Any]],
+        test: Any = None,
         server: tuple[Any, Any] | None = None,
         validation: tuple[Any, Any] | None = None,
         task: Task | None = None,
@@ -131,14 +132,17 @@ class FederatedDataset:
 
         Example:
             >>> import undrift as ud
-            >>> clients = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in (10, 20)]
-            >>> len(ud.FederatedDataset.from_clients(clients))
-            2
+            >>> hospitals = {f"H{n}": (torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in (10, 20)}
+            >>> data = ud.FederatedDataset.from_clients(hospitals, test={"H20": hospitals["H20"]})
+            >>> len(data), data.client_names, data.client_test.sizes.tolist()
+            (2, ['H10', 'H20'], [0, 20])
 
         Args:
-            clients: One pair `(x, y)` of arrays or tensors per client; for a model with several inputs, x is a tuple or
-                a dict of them. They are copied; samples keep their order.
-            test: The pair to test on.
+            clients: One pair `(x, y)` of arrays or tensors per client, in a list, or in a dict by the clients' names;
+                for a model with several inputs, x is a tuple or a dict of them. They are copied; samples keep their
+                order.
+            test: The pair to test on; or a pair per client, in a list (None for a client without) or in a dict by
+                name. Then each client is tested on its own, and the test set is all of them together.
             server: The pair that the server holds, for methods that train there.
             validation: The pair to choose settings by.
             task: The default loss and metrics, and the sizes that models need.
@@ -147,31 +151,28 @@ class FederatedDataset:
             UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or types differ, if
                 a value is not finite, or if no client has any data.
         """
-        if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
-            raise UndriftError(f"from_clients needs a list with one (x, y) per client, not {type(clients).__name__}.")
-        pairs = [as_pair(pair, f"client {i}", copy=False) for i, pair in enumerate(clients)]
-        full = [(i, pair) for i, pair in enumerate(pairs) if len(pair[1])]
-        if not full:
-            raise UndriftError("No client has any data; give from_clients at least one (x, y) with samples.")
-        first, (x0, y0) = full[0]
-        for i, (x, y) in full[1:]:
-            if not (samples.alike(x, x0) and samples.alike(y, y0)):
-                raise UndriftError(
-                    f"Client {i}'s samples are {samples.kind(x)} with targets {samples.kind(y)}, but client {first}'s "
-                    f"are {samples.kind(x0)} with {samples.kind(y0)}; make them alike."
-                )
-        # Concatenating copies the data, so later changes to the caller's arrays have no effect here.
-        flat = [{**stored(x), "y": y} for _, (x, y) in full]
-        store = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
-        return cls(
-            store,
-            torch.arange(len(store["y"])),
-            np.cumsum([0] + [len(y) for _, y in pairs]),
-            test_rows=_rows(test, "test"),
+        pairs, names = given.named(clients)
+        who: Sequence[Any] = names or range(len(pairs))
+        own = given.joined(pairs, who)
+        test_rows, client_test = None, None
+        if given.by_client(test):
+            tests = given.joined(given.tests_of(test, len(pairs), names), who, own, "test samples")
+            client_test = cls.from_joined(*tests, client_names=names)
+            test_rows = Rows(client_test.store, client_test.index)
+        return cls.from_joined(
+            *own,
+            client_names=names,
+            client_test=client_test,
+            test_rows=test_rows or _rows(test, "test"),
             server_rows=_rows(server, "server"),
             validation_rows=_rows(validation, "validation"),
             task=task or Task(),
         )
+
+    @classmethod
+    def from_joined(cls, store: Store, offsets: np.ndarray, **rest: Any) -> FederatedDataset:
+        """A federated data set whose store has one client's samples after another's."""
+        return cls(store, torch.arange(len(store["y"])), offsets, **rest)
 
     @classmethod
     def from_owners(
@@ -363,7 +364,8 @@ class FederatedDataset:
             for i in _not_finite(tensor):
                 if len(spot := torch.nonzero(self.index == i).flatten()):  # a client holds it
                     client = int(np.searchsorted(self.offsets, int(spot[0]), side="right")) - 1
-                    place = f"Client {client}, sample {int(spot[0]) - int(self.offsets[client])}"
+                    who = self.client_names[client] if self.client_names else client
+                    place = f"Client {who}, sample {int(spot[0]) - int(self.offsets[client])}"
                     raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
         for split in ("test", "validation", "server"):
             held: Rows | None = getattr(self, f"{split}_rows")

@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,22 @@ def picture(data: bytes, mode: str | None = None) -> np.ndarray:
     return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
 
 
+def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """An image of another height and width, by bilinear interpolation that averages where it shrinks."""
+    from PIL import Image
+
+    if pixels.shape[1:] == size:
+        return pixels
+    return np.stack([np.asarray(Image.fromarray(own).resize(size[::-1], Image.Resampling.BILINEAR)) for own in pixels])
+
+
+def one_size(shape: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """What to do about images of these two shapes."""
+    if shape[0] != other[0]:
+        return "bring all images to one number of channels"
+    return "bring all images to one size, such as resize=32, or resize=[height, width]"
+
+
 def grey(data: bytes) -> np.ndarray:
     """Decode an image that is known to be grey; some formats (WebP) store it in colour."""
     return picture(data, "L")
@@ -71,6 +87,8 @@ class Images:
     """Another data set with the same rows, and its column of client ids."""
     config: str | None = None
     decoder: Callable[[bytes], np.ndarray] = picture
+    resize: tuple[int, int] | None = field(default=None, metadata={"added": True})
+    """The height and width that all images are brought to."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
         from PIL import Image
@@ -117,7 +135,8 @@ class Images:
             begin = 0
             for table in place.batches(split, columns):
                 who = table[self.client].to_pylist() if self.client else None
-                yield table[self.image].to_pylist(), labels.read(table[self.label], split, begin), who
+                rows = range(begin, begin + len(table))
+                yield table[self.image].to_pylist(), labels.read(table[self.label], split, rows), who
                 begin += len(table)
             labels.check()
 
@@ -147,7 +166,7 @@ class Images:
             shape = shape or pixels.shape
             if pixels.shape != shape:
                 sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
-                raise UndriftError(f"{where} is {sizes}; bring all images to one size and number of channels.")
+                raise UndriftError(f"{where} is {sizes}; {one_size(pixels.shape, shape)}.")
             found.append(pixels)
             if len(found) * pixels.nbytes >= MOST_BYTES:
                 yield np.stack(found)
@@ -157,7 +176,8 @@ class Images:
 
     def decoded(self, data: bytes, where: str) -> np.ndarray:
         try:
-            return self.decoder(data)
+            pixels = self.decoder(data)
+            return resized(pixels, self.resize) if self.resize else pixels
         except Exception as error:  # decoders raise all kinds of errors for damaged bytes
             reason = re.sub(r" <_io.*?>", "", str(error))  # PIL quotes the stream object, with its address
             raise UndriftError(f"{where} cannot be decoded ({reason}); get or write that file again.") from error

@@ -42,11 +42,11 @@ class Labels:
                     "many for classes; name another column."
                 )
 
-    def read(self, column: Any, split: str, begin: int) -> np.ndarray:
-        """One batch of the column, whose first row is row `begin` of the split."""
+    def read(self, column: Any, split: str, rows: np.ndarray | range) -> np.ndarray:
+        """One batch of the column; `rows` are the numbers of its rows in the split."""
         if column.null_count:
             row = np.flatnonzero(column.is_null().to_numpy())[0]
-            raise UndriftError(f"{self._row(split, begin + row)} has no {self.column}; drop that row.")
+            raise UndriftError(f"{self._row(split, rows[int(row)])} has no {self.column}; drop that row.")
         if self.strings:
             known = {name: i for i, name in enumerate(self.names or ())}
             y = np.array([known.get(label, -1) for label in column.to_pylist()], np.int64)
@@ -64,7 +64,7 @@ class Labels:
             allowed = "one that the training data have" if self.strings else f"from 0 to {most - 1:,}"
             label = column[int(wrong[0])].as_py()
             raise UndriftError(
-                f"{self._row(split, begin + wrong[0])} has {self.column} {quoted(label)}, which must be {allowed}; "
+                f"{self._row(split, rows[int(wrong[0])])} has {self.column} {quoted(label)}, which must be {allowed}; "
                 "correct or drop that row, or write labels as strings."
             )
         self.used.update(np.unique(y).tolist())

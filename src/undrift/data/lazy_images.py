@@ -12,7 +12,7 @@ import torch
 
 from undrift.data.cache import Writer, cached
 from undrift.data.dataset import Rows
-from undrift.data.images import ImageFolder, moments, statistics
+from undrift.data.images import ImageFolder, moments, one_size, statistics
 from undrift.data.lazy import Lazy, Reader, digest_of
 from undrift.data.samples import Store
 from undrift.data.source import Source
@@ -33,7 +33,8 @@ class Images(Reader):
         self.recipe, self.root, self.threads = recipe, root, threads or min(MOST_THREADS, os.cpu_count() or 1)
         self.names = [str(file.relative_to(root)) for file in files]
         self.stamps = np.array([self._stamp(name) for name in self.names], np.int64)
-        identity = digest_of("images", self.names, self.stamps.tolist())
+        size = [recipe.resize] if recipe.resize else []
+        identity = digest_of("images", self.names, self.stamps.tolist(), *size)
         super().__init__(len(files), {"x": torch.from_numpy(self._decoded(0))}, identity)
 
     def called(self, row: int) -> str:
@@ -47,9 +48,7 @@ class Images(Reader):
             pixels = self._decoded(int(rows[i]))
             if pixels.shape != tuple(shape):
                 sizes = " but others ".join("×".join(map(str, s)) for s in (pixels.shape, shape))
-                raise UndriftError(
-                    f"{self.called(int(rows[i]))} is {sizes}; bring all images to one size and number of channels."
-                )
+                raise UndriftError(f"{self.called(int(rows[i]))} is {sizes}; {one_size(pixels.shape, tuple(shape))}.")
             found[i] = pixels
 
         list(self.executor(lambda: ThreadPoolExecutor(self.threads)).map(put, range(len(rows))))

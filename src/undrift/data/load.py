@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.data import own, sources
+from undrift.data import held, own, sources
 from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
@@ -26,6 +28,9 @@ from undrift.data.source import Source
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
 
+log = logging.getLogger("undrift")
+
+EMPTY = "%s of %s clients have no samples, for there are %s to train on; ask for fewer clients"
 OWN_TEST = 0.2
 """The share of a named data set to test on if it has no test set of its own."""
 
@@ -44,6 +49,10 @@ def load(
     test_size: int | None = None,
     label: str = "label",
     client: str | None = None,
+    columns: Sequence[str] | None = None,
+    drop: Sequence[str] | None = None,
+    missing: str | None = None,
+    resize: int | Sequence[int] | None = None,
     normalize: bool = False,
     augment: Any = None,
     data_dir: str | Path | None = None,
@@ -60,20 +69,27 @@ def load(
 
     Args:
         name: One of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
-            `client` column), of such files in hub layout, or of a folder of images with one subfolder per class; the
-            id of any data set of the Hugging Face hub; a pair `(x, y)`, where x may be a tuple or a dict of arrays; a
-            torch `Dataset` that yields `(x, y)`, `(x1, x2, y)` or a dict; or a tokenized `datasets.Dataset`.
+            `client` column), of such files in hub layout, of a folder of images with one subfolder per class, or of a
+            folder that LEAF or PFLlib has written; the id of any data set of the Hugging Face hub; a pair `(x, y)`,
+            where x may be a tuple or a dict of arrays; a pandas `DataFrame`; a torch `Dataset` that yields `(x, y)`,
+            `(x1, x2, y)` or a dict; or a `datasets.Dataset`, a table or tokenized.
         partition: How samples are assigned to clients, such as `ud.Dirichlet(0.1)`, or the same as a string.
         clients: The number of clients. Leave it out with `ud.ByKey()`, which takes the data's own clients.
         seed: Decides the partition and what is held out for the server, for validation and for clients' tests.
         server_fraction: A class-balanced share of the training data that the server gets instead of the clients.
         validation_fraction: A class-balanced share of the training data, held out to choose settings by.
         client_test_fraction: A class-balanced share of each client's samples, held out to test that client.
-        test: The test data, where `name` is a pair or a `Dataset`.
+        test: The test data, where `name` is a pair, a `DataFrame` or a `Dataset`.
         test_fraction: The share to test on if the data have no test set; the same samples whatever the seed.
         test_size: The most samples to test on.
         label: The column of the labels, in your own files and in data sets of dicts (there also "labels").
-        client: The column of the client ids, in your own files.
+        client: The column of the client ids, in your own files and tables.
+        columns: The columns to learn from, in your own tables of numbers; by default all but label and client.
+        drop: The columns that are not to be learned from, instead.
+        missing: What to do about empty cells and NaN in your own tables. By default they are refused; `"drop"` leaves
+            out rows with one, `"mean"` puts in the column's mean over the rows to train on.
+        resize: The size of images in your own files and tables: one number, or height and width. By default all must
+            have one size.
         normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
         augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
         data_dir: A folder in hub layout to read from, instead of the hub (or set UNDRIFT_DATA).
@@ -91,28 +107,20 @@ def load(
     asked = dict(locals())
     partition = _partition(partition)
     natural = isinstance(partition, ByKey)
-    if natural and clients is not None:
-        raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
-    if not natural and (not whole(clients) or int(clients or 0) < 1):
-        raise UndriftError(f"clients must be a whole number from 1, not {quoted(clients)}.")
-    if clients is not None and clients > MOST:
-        raise UndriftError(f"clients must be at most {MOST:,}, not {quoted(int(clients))}.")
+    _check_clients(clients, natural)
     _check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
     if test_size is not None and (not whole(test_size) or test_size < 1):
         raise UndriftError(f"test_size must be a whole number from 1, not {quoted(test_size)}.")
     augment = _augment(augment)
-
-    if workers is not None and (not whole(workers) or workers < 1):
-        raise UndriftError(f"workers must be a whole number from 1, not {quoted(workers)}.")
-    if not isinstance(lazy, bool) or (workers is not None and not lazy):
-        raise UndriftError(f"lazy must be True or False, and True where workers are given, not {quoted(lazy)}.")
-
-    source = _source(name, test, label, client, data_dir, lazy, workers)
+    wanted = own.Wanted(label, client, columns, drop, missing, resize, data_dir, lazy, workers)
+    source = _source(name, test, wanted)
     if not len(source.labels):
         raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
     if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
         known, keys = numbered(source.keys)
-        source = replace(source, keys=keys, clients=names_of(known, source.clients))
+        source = replace(
+            source, keys=keys, clients=names_of(known, source.clients), test_keys=_renumbered(source, known)
+        )
     own_name = name if isinstance(name, str) and name in sources.names() else None
     source = _with_test(source, own_name, test_fraction, test_size)
     if normalize:
@@ -126,17 +134,39 @@ def load(
     owner, count = _owners(source, left, partition, clients, seed)
     common: dict[str, Any] = {"take": source.take, "task": source.task, "names": source.names}
     common["client_names"] = source.clients if natural else None
-    personal = None
+    personal = _own_tests(source, count, **common) if natural else None
+    if personal and client_test_fraction:
+        raise UndriftError("The clients have test data of their own; leave client_test_fraction out.")
     if client_test_fraction:
         held, kept = _split(source, left, client_test_fraction, host_generator(seed, "client test data"), owner)
         if not held.any():
             raise UndriftError("client_test_fraction is less than one sample of every client; make it larger.")
         personal = _assigned(source, left[held], owner[held], count, **common)
         left, owner = left[kept], owner[kept]
-    return _assigned(
+    made = _assigned(
         source, left, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
         client_test=personal, augment=augment, origin=_origin(asked, partition, augment), **common,
     )  # fmt: skip
+    if 2 * made.population < count:
+        log.warning(EMPTY, f"{count - made.population:,}", f"{count:,}", f"{len(left):,}")
+    return made
+
+
+def _renumbered(source: Source, known: np.ndarray) -> np.ndarray | None:
+    """The clients of test samples, by the new numbers of those clients that have these keys."""
+    if source.test_keys is None:
+        return None
+    place = np.searchsorted(known, source.test_keys).clip(max=len(known) - 1)
+    return np.where(known[place] == source.test_keys, place, -1)
+
+
+def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset | None:
+    """Each client's own test data, where the data come with them."""
+    if source.test is None or source.test_keys is None:
+        return None
+    mine = source.test_keys >= 0
+    rows = source.test.index.numpy()[mine]
+    return FederatedDataset.from_owners(source.test.store, rows, source.test_keys[mine], clients, **common)
 
 
 def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
@@ -181,16 +211,11 @@ def _assigned(source: Source, samples: np.ndarray, owner: np.ndarray, clients: i
     return FederatedDataset.from_owners(source.store, source.in_store(samples), owner, clients, **rest)
 
 
-def _source(
-    name: Any,
-    test: Any,
-    label: str,
-    client: str | None,
-    data_dir: str | Path | None,
-    lazy: bool,
-    workers: int | None,
-) -> Source:
+def _source(name: Any, test: Any, wanted: own.Wanted) -> Source:
+    lazy = wanted.lazy
     if not isinstance(name, str | Path):
+        if held.is_frame(name):
+            return own.given(name, test, wanted)
         sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
         if not isinstance(name, tuple | list) and not sequence:
             splits = ' Name one of its splits: load(data["train"], …).' if hasattr(name, "column_names") else ""
@@ -198,24 +223,26 @@ def _source(
                 "load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not "
                 f"{type(name).__name__}.{splits}"
             )
-        return own.given(name, test, label, lazy, workers)
+        return own.given(name, test, wanted)
     if test is not None:
         raise UndriftError(
             "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."
         )
-    if name in sources.names() and client is not None:
-        raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")
+    if name in sources.names():
+        if wanted.client is not None:
+            raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")
+        wanted.refuse(str(name), "columns", "drop", "missing", "resize")
     if name in sources.FUNCTIONS:
         made = sources.FUNCTIONS[str(name)]()
         if isinstance(made, Source) and lazy:
             raise UndriftError(own.NOT_LAZY.format(name))
-        return made if isinstance(made, Source) else own.given(made[0], made[1], lazy=lazy, workers=workers)
+        return made if isinstance(made, Source) else own.given(made[0], made[1], replace(wanted, label="label"))
     if name in sources.RECIPES:
         if lazy:
             raise UndriftError(own.NOT_LAZY.format(name))
-        return sources.named(str(name), data_dir)
+        return sources.named(str(name), wanted.data_dir)
     if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or os.path.exists(name)):
-        return own.on_disk(name, label, client, data_dir, lazy, workers)
+        return own.on_disk(name, wanted)
     raise unknown("data set", str(name), sources.names())
 
 
@@ -243,7 +270,8 @@ def _with_test(source: Source, name: str | None, fraction: float | None, size: i
     if size is not None and source.test is not None and size < len(source.test):
         chosen = host_generator(0, f"{name} test sample").choice(len(source.test), size, replace=False)
         index = source.test.index[torch.from_numpy(np.sort(chosen))]
-        source = replace(source, test=replace(source.test, index=index))
+        whose = None if source.test_keys is None else source.test_keys[np.sort(chosen)]
+        source = replace(source, test=replace(source.test, index=index), test_keys=whose)
     return source
 
 
@@ -275,6 +303,15 @@ def _split(
     labels = source.labels[samples]
     held = stratified(labels, fraction, rng) if owner is None else stratified_by_group(labels, owner, fraction, rng)
     return held, ~held
+
+
+def _check_clients(clients: Any, natural: bool) -> None:
+    if natural and clients is not None:
+        raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
+    if not natural and (not whole(clients) or int(clients or 0) < 1):
+        raise UndriftError(f"clients must be a whole number from 1, not {quoted(clients)}.")
+    if clients is not None and clients > MOST:
+        raise UndriftError(f"clients must be at most {MOST:,}, not {quoted(int(clients))}.")
 
 
 def _check_fractions(server: float, validation: float, client_test: float, test: float | None) -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from undrift.data import lazy_images, lazy_sets, tables
-from undrift.data.cache import Notes, Writer
-from undrift.data.dataset import Rows, Task
+from undrift.data import held, lazy_images, lazy_sets, shards, tables
+from undrift.data.dataset import Rows
 from undrift.data.images import ImageFolder, Images
-from undrift.data.labels import MOST, Labels, encoded, not_utf8
+from undrift.data.labels import not_utf8
 from undrift.data.paths import as_path, files_below, folders_in, kind
 from undrift.data.samples import stored
 from undrift.data.source import Source
-from undrift.data.sources import Recipe, opened
+from undrift.data.sources import Recipe, opened, said
 from undrift.data.stacking import partition_labels, stacked
+from undrift.data.table import MISSING, Table
 from undrift.data.tables import Place
-from undrift.errors import UndriftError, listed, quoted, shortened
+from undrift.errors import UndriftError, listed, quoted, shortened, whole
 
 log = logging.getLogger("undrift")
 
@@ -31,13 +30,69 @@ NOT_LAZY = (
     "lazy=True is for folders of images, torch Datasets and arrays; {} is decoded once and then read from its file "
     "in the cache anyway. Leave lazy out."
 )
+MOST_SIDE = 4096
+"""The largest height and width that images are resized to."""
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
-def given(data: Any, test: Any = None, label: str = "label", lazy: bool = False, workers: int | None = None) -> Source:
-    """A pair (x, y), or a `Dataset` of such samples, with its own test set where one is given."""
-    if lazy:
-        return lazy_sets.source(data, test, label, workers)
+@dataclass(frozen=True)
+class Wanted:
+    """What the arguments of `ud.load` ask of a user's own data; see there."""
+
+    label: str = "label"
+    client: str | None = None
+    columns: Sequence[str] | None = None
+    drop: Sequence[str] | None = None
+    missing: str | None = None
+    resize: Any = None
+    data_dir: str | Path | None = None
+    lazy: bool = False
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("columns", "drop"):
+            asked = getattr(self, name)
+            if asked is not None and (isinstance(asked, str) or not all(isinstance(column, str) for column in asked)):
+                raise UndriftError(f"{name} must be a list of columns' names, not {quoted(asked)}.")
+        if self.columns is not None and self.drop is not None:
+            raise UndriftError("columns names the features, drop all that are none; give one of them.")
+        if self.missing not in MISSING:
+            raise UndriftError(f'missing must be "drop" or "mean", or left out, not {quoted(self.missing)}.')
+        if self.workers is not None and (not whole(self.workers) or self.workers < 1):
+            raise UndriftError(f"workers must be a whole number from 1, not {quoted(self.workers)}.")
+        if not isinstance(self.lazy, bool) or (self.workers is not None and not self.lazy):
+            raise UndriftError(
+                f"lazy must be True or False, and True where workers are given, not {quoted(self.lazy)}."
+            )
+        if self.resize is not None and not _sizes(self.resize):
+            raise UndriftError(f"resize must be a size such as 32 or (height, width), not {quoted(self.resize)}.")
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """The height and width to bring images to."""
+        return None if self.resize is None else tuple(_sizes(self.resize))  # type: ignore[return-value]
+
+    def refuse(self, what: str, *names: str) -> None:
+        """Raise if one of these arguments, which do not suit the data, was given."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise UndriftError(f"{name} does not suit {what}; leave it out.")
+
+
+def _sizes(resize: Any) -> list[int]:
+    """Height and width; nothing if they are not whole numbers from 1."""
+    both = [resize, resize] if whole(resize) else list(resize) if isinstance(resize, list | tuple) else []
+    return [int(n) for n in both] if len(both) == 2 and all(whole(n) and 1 <= n <= MOST_SIDE for n in both) else []
+
+
+def given(data: Any, test: Any = None, wanted: Wanted = Wanted()) -> Source:  # noqa: B008 - it is frozen
+    """A pair (x, y), a `Dataset` of such samples or a table in memory, with its own test set where one is given."""
+    if held.is_frame(data) or (held.is_table(data) and not wanted.lazy):
+        return _in_memory(data, test, wanted)
+    wanted.refuse("arrays and torch Datasets", "client", "columns", "drop", "missing", "resize")
+    label = wanted.label
+    if wanted.lazy:
+        return lazy_sets.source(data, test, label, wanted.workers)
     x, y = stacked(data, "the training set", label)
     held_out = None
     if test is not None:
@@ -48,31 +103,48 @@ def given(data: Any, test: Any = None, label: str = "label", lazy: bool = False,
     return Source({**stored(x), "y": y}, partition_labels(y), test=held_out)
 
 
-def on_disk(
-    where: str | Path,
-    label: str,
-    client: str | None,
-    data_dir: str | Path | None,
-    lazy: bool = False,
-    workers: int | None = None,
-) -> Source:
+def _in_memory(data: Any, test: Any, wanted: Wanted) -> Source:
+    """A table in memory, which stays there: nothing is written to the cache."""
+    if wanted.lazy:
+        raise UndriftError(NOT_LAZY.format("a data frame, which is in memory,"))
+    place, write = held.place_of(data, test), held.Memory()
+    if not held.is_frame(data) and wanted.columns is None and wanted.drop is None:
+        kept = (wanted.label, wanted.client, "client")
+        texts = [n for n, f in place.features("train").items() if "string" in str(f.dtype) and n not in kept]
+        if texts:
+            log.warning("the text in %s is left out: only numbers can be trained on", listed(texts))
+        wanted = replace(wanted, drop=texts)
+    recipe = _recipe(place, wanted)
+    recipe.decode([place], write)  # type: ignore[arg-type]
+    return said(recipe, write.arrays(), write.notes)
+
+
+def on_disk(where: str | Path, wanted: Wanted) -> Source:
     """A file, a folder, or a data set of the hub by its id: images or numbers, labels and optional client ids."""
-    place = _find(where, data_dir)
+    path = as_path(where)
+    if shards.known(path):
+        wanted.refuse("data in one file per client or split", "client", "columns", "drop", "missing", "resize")
+        if wanted.lazy:
+            raise UndriftError(NOT_LAZY.format(where))
+        return shards.source(path)
+    place = _find(where, wanted.data_dir)
     name = "".join(c if c.isalnum() else "-" for c in Path(where).stem)[:40]
-    recipe = _recipe(place, label, client)
-    if lazy and isinstance(recipe, ImageFolder):
-        return lazy_images.folder(place, recipe, workers)
-    if lazy:
+    recipe = _recipe(place, wanted)
+    if wanted.lazy and isinstance(recipe, ImageFolder):
+        return lazy_images.folder(place, recipe, wanted.workers)
+    if wanted.lazy:
         raise UndriftError(NOT_LAZY.format(place.name))
     return opened(name, recipe, [place])
 
 
-def _recipe(place: Place, label: str, client: str | None) -> Recipe:
+def _recipe(place: Place, wanted: Wanted) -> Recipe:
+    label, client = wanted.label, wanted.client
     test = "test" if "test" in place.splits else None
     if place.kind == "images":
         if client is not None:
             raise UndriftError("A folder of images has no client column; put the images into a parquet file for that.")
-        return ImageFolder(place.name, test=test)
+        wanted.refuse("a folder of images", "columns", "drop", "missing")
+        return ImageFolder(place.name, test=test, resize=wanted.size)
     if not isinstance(label, str) or label == client:
         raise UndriftError(f"label must be the name of a column other than the client column, not {quoted(label)}.")
     features = place.features("train")
@@ -90,116 +162,11 @@ def _recipe(place: Place, label: str, client: str | None) -> Recipe:
         raise not_utf8(place, client)
     images = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
     if images:
-        return Images(place.name, images[0], label, client, test)
-    return Table(place.name, label, client, test)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Columns of numbers with one class per row, or with a number to predict if the labels are fractions."""
-
-    hub: str
-    label: str
-    client: str | None
-    test: str | None
-
-    def decode(self, places: list[Place], write: Writer) -> None:
-        place = places[0]
-        every = place.features("train")
-        features = {n: f for n, f in every.items() if n not in (self.label, self.client) and not _is_index(n)}
-        if len(features) < len(every) - 1 - bool(self.client):
-            log.warning("%s: the index column that pandas wrote is left out", place.name)
-        kinds = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in features.items()}
-        if wrong := [name for name, kind in kinds.items() if not kind.startswith(("int", "uint", "float", "bool"))]:
-            if kinds[wrong[0]] == "null" and not any(map(len, place.batches("train", [wrong[0]]))):
-                raise UndriftError(f"{place.name} has no rows to train on.")
-            found = {"binary": "text that is not UTF-8", "null": "nothing"}.get(kinds[wrong[0]], kinds[wrong[0]])
-            raise UndriftError(
-                f"The column {quoted(wrong[0])} of {place.name} holds {found}, not numbers; turn it into numbers or "
-                "leave it out of the file."
-            )
-        if not features:
-            raise UndriftError(
-                f"{place.name} has no columns besides {quoted(self.label)}, so there is nothing to learn from."
-            )
-        splits = ("train", *([self.test] if self.test else []))
-        fractions, assumed = False, None
-        if floats := getattr(every[self.label], "dtype", "").startswith("float"):
-            fractions, assumed = self._assumed(place, splits)
-        labels = None if fractions else Labels(place, self.label, whole=floats)
-        codes: dict[Any, int] = {}
-        whose = f"The column {quoted(self.client)} of {place.name}"
-        columns = [*features, self.label, *([self.client] if self.client else [])]
-        for split in splits:
-            count = 0
-            for table in place.batches(split, columns):
-                x = np.stack([self._numbers(table[name], name, place, split, count) for name in features], 1)
-                y = table[self.label]
-                write.append(f"{split}_x", x)
-                write.append(
-                    f"{split}_y",
-                    labels.read(y, split, count) if labels else self._numbers(y, self.label, place, split, count),
-                )
-                if self.client and split == "train":
-                    write.append("train_key", encoded(table[self.client].to_pylist(), codes, whose))
-                count += len(x)
-            if not count:
-                raise UndriftError(f"The {split} split of {place.name} has no rows.")
-        if labels:
-            labels.check()
-        names = labels.names if labels else None
-        write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
-
-    def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
-        """Whether float labels are numbers to predict, and a warning if they are all whole, so that we must guess."""
-        seen: set[float] = set()
-        for table in (table for split in splits for table in place.batches(split, [self.label])):
-            y = table[self.label].to_numpy()
-            if y.dtype.kind not in "fiu" or not (y == np.floor(y)).all() or len(seen) > MOST:
-                return True, None
-            seen.update(np.unique(y).tolist())
-        counted = len(seen) > 1 and seen == set(range(len(seen)))
-        if counted:
-            which = f"the whole numbers from 0 to {len(seen) - 1}, written as floats, and are treated as classes. To "
-            which += "predict them as numbers, pass arrays: ud.load((x, y), …)"
-        else:
-            which = "whole numbers written as floats, and are treated as numbers to predict. If they are classes, "
-            which += "write them without a decimal point"
-        return not counted, f"The labels in the column {quoted(self.label)} of {place.name} are {which}."
-
-    @staticmethod
-    def _numbers(column: Any, name: str, place: Place, split: str, begin: int) -> np.ndarray:
-        try:
-            with np.errstate(over="ignore"):  # values that are too large become infinite and are reported below
-                numbers = column.to_numpy().astype(np.float32)
-        except (ValueError, TypeError) as error:
-            raise UndriftError(
-                f"The column {quoted(name)} of the {split} split of {place.name} is not all numbers."
-            ) from error
-        wrong = np.flatnonzero(~np.isfinite(numbers))
-        if len(wrong):
-            row, given = int(wrong[0]), column[int(wrong[0])].as_py()
-            large = f" (it is {given!r}, too large for 32 bits)" if given is not None and abs(given) < np.inf else ""
-            raise UndriftError(
-                f"Row {begin + row} of the {split} split of {place.name} has no finite {quoted(name)}{large}; clean "
-                "or drop that row."
-            )
-        return numbers
-
-    def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
-        train = {"x": arrays["train_x"], "y": arrays["train_y"]}
-        test = None
-        if "test_x" in arrays:
-            test = Rows({"x": arrays["test_x"], "y": arrays["test_y"]}, torch.arange(len(arrays["test_y"])))
-        return Source(
-            train,
-            np.zeros(len(train["y"]), np.int64) if notes["fractions"] else train["y"].numpy(),
-            test=test,
-            keys=arrays["train_key"].numpy() if "train_key" in arrays else None,
-            task=Task("mse") if notes["fractions"] else Task(),
-            names=notes["classes"],
-            clients=notes["clients"] or None,
-        )
+        wanted.refuse("a table of images", "columns", "drop", "missing")
+        return Images(place.name, images[0], label, client, test, resize=wanted.size)
+    wanted.refuse("a table of numbers", "resize")
+    columns, drop = (None if asked is None else tuple(asked) for asked in (wanted.columns, wanted.drop))
+    return Table(place.name, label, client, test, columns, drop, wanted.missing)
 
 
 def _find(where: str | Path, data_dir: str | Path | None) -> Place:
@@ -232,8 +199,3 @@ def _in_classes(folder: Path) -> list[Path]:
     """The images in the subfolders, each of which is a class; hidden ones are skipped."""
     classes = [each for each in folders_in(folder) if not each.name.startswith(".")]
     return sorted(file for each in classes for file in files_below(each, ENDINGS))
-
-
-def _is_index(column: str) -> bool:
-    """Whether pandas gives this name to an index that it writes."""
-    return column in ("", "Unnamed: 0") or column.startswith("__index_level_")

@@ -6,7 +6,7 @@ A partition is a function of `(labels, clients, rng, keys)` that returns the own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -54,36 +54,43 @@ class IID:
 class Dirichlet:
     """Each class is split over the clients in proportions drawn from Dir(α, …, α).
 
-    With a small α few clients hold a class, and sizes are uneven. `Dirichlet(alpha, capped=True, least=10)` is the
-    partition of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos, 2022), which many papers use.
+    With a small α few clients hold a class, and sizes are uneven. `Dirichlet(alpha, capped=True, min_samples=10)` is
+    the partition of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos, 2022), which many papers use.
 
     Example:
         >>> import undrift as ud
-        >>> data = ud.load("digits", ud.Dirichlet(0.1, least=5), clients=10)
+        >>> data = ud.load("digits", ud.Dirichlet(0.1, min_samples=5), clients=10)
         >>> bool(data.sizes.min() >= 5)
         True
 
     Args:
         alpha: The concentration, above 0.
         capped: Whether clients that already have an even share of all samples get none of the remaining classes.
-        least: Draw again until every client has at least this many samples.
+        least: Another name of `min_samples`, from earlier versions.
+        min_samples: Draw again until every client has at least this many samples.
 
     Raises:
-        UndriftError: If an argument is out of range or, when the data are partitioned, if `least` cannot be met.
+        UndriftError: If an argument is out of range or, when the data are partitioned, if `min_samples` cannot be met.
     """
 
     alpha: float
     capped: bool = False
     least: int = 0
+    min_samples: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, min_samples: int | None) -> None:
+        if min_samples is not None:
+            if self.least not in (0, min_samples):
+                raise UndriftError("Dirichlet(min_samples) and Dirichlet(least) are two names of one number; give one.")
+            object.__setattr__(self, "least", min_samples)
         _positive("Dirichlet(alpha)", self.alpha)
         if not isinstance(self.capped, bool):
             raise UndriftError(f"Dirichlet(capped) must be True or False, not {self.capped!r}.")
         if not whole(self.least) or self.least < 0:
-            raise UndriftError(f"Dirichlet(least) must be a whole number from 0, not {self.least!r}.")
+            raise UndriftError(f"Dirichlet(min_samples) must be a whole number from 0, not {self.least!r}.")
 
     def __repr__(self) -> str:
+        # `least`, as earlier versions wrote it, so that their runs and these are known to have the same partition.
         more = f", capped={self.capped}, least={self.least}" if self.capped or self.least else ""
         return f"Dirichlet(alpha={self.alpha!r}{more})"
 
@@ -97,7 +104,7 @@ class Dirichlet:
                 return owner
         raise UndriftError(
             f"In {TRIES:,} draws of {self} some client always had fewer than {self.least} samples; "
-            "choose a larger alpha, a smaller least, or fewer clients."
+            "choose a larger alpha, a smaller min_samples, or fewer clients."
         )
 
     def _draw(self, classes: list[Array], clients: int, n: int, rng: np.random.Generator) -> Array:

@@ -23,6 +23,8 @@ class Source:
     test: Rows | None = None
     keys: np.ndarray | None = None
     """The natural client of each training sample."""
+    test_keys: np.ndarray | None = None
+    """The natural client of each test sample, where clients have test data of their own; -1 for none to train on."""
     take: Take = take
     task: Task = field(default_factory=Task)
     names: list[str] | None = None

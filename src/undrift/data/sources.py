@@ -99,15 +99,21 @@ def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[tables
 
 def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
     """The source that a recipe makes from these places."""
-    arrays, notes = decoded(name, recipe, places)
-    if assumed := notes.get("assumed"):  # in every run, since every run depends on it
-        log.warning("%s", assumed)
+    return said(recipe, *decoded(name, recipe, places))
+
+
+def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
+    """The source that a recipe makes of arrays, with warnings in every run, since every run depends on it."""
+    for note in ("assumed", "incomplete"):
+        if notes.get(note):
+            log.warning("%s", notes[note])
     return recipe.open(arrays, notes)
 
 
 def decoded(name: str, recipe: Recipe, places: list[tables.Place]) -> tuple[dict[str, Tensor], Notes]:
     """The arrays and notes that a recipe makes from these places, from the cache if they are there."""
-    settings = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    every = {field: getattr(recipe, field.name) for field in fields(recipe)}
+    settings = {f.name: value for f, value in every.items() if value is not None or "added" not in f.metadata}
     identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
     return cached(name, identity, lambda write: recipe.decode(places, write))
 

@@ -104,7 +104,7 @@ class Place:
         files = dict(self.files)[split]
         features = _features(files[0], self.kind)
         read = _read_csv if self.kind == "csv" else _read_parquet
-        return features, lambda columns: _even(read(files, columns, features))
+        return features, lambda columns: even_batches(read(files, columns, features))
 
     def _from_hub(self, get: Callable[[], Any]) -> Any:
         if "/" not in self.name:
@@ -158,7 +158,7 @@ def _features(file: Path, format: str) -> dict[str, Any]:
     try:
         schema = _csv(file).schema if format == "csv" else _parquet_schema(file)
         twice = [name for name in schema.names if len(schema.get_all_field_indices(name)) > 1]
-        features = dict(_datasets().Features.from_arrow_schema(schema))
+        features = arrow_features(schema)
     except UndriftError:
         raise
     except Exception as error:  # readers raise all kinds of errors for damaged bytes
@@ -166,6 +166,11 @@ def _features(file: Path, format: str) -> dict[str, Any]:
     if twice:
         raise UndriftError(f"{file} has the column {quoted(twice[0])} more than once; rename or remove the others.")
     return features
+
+
+def arrow_features(schema: Any) -> dict[str, Any]:
+    """The columns that an Arrow schema declares, with their types."""
+    return dict(_datasets().Features.from_arrow_schema(schema))
 
 
 def _parquet_schema(file: Path) -> Any:
@@ -199,7 +204,7 @@ def _read_csv(files: Sequence[Path], columns: list[str], features: dict[str, Any
         yield from (pa.Table.from_batches([batch]) for batch in table.to_batches())
 
 
-def _even(tables: Iterable[Any]) -> Iterator[Any]:
+def even_batches(tables: Iterable[Any]) -> Iterator[Any]:
     """The same rows in batches of `BATCH`, so that no sum over batches depends on how a file was written."""
     import pyarrow as pa
 

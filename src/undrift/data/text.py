@@ -233,7 +233,8 @@ class Sentences:
         for split in ("train", "test"):
             sentences: list[list[str]] = []
             for table in place.batches(split, [self.text, self.label]):
-                write.append(f"{split}_y", labels.read(table[self.label], split, len(sentences)))
+                rows = range(len(sentences), len(sentences) + len(table))
+                write.append(f"{split}_y", labels.read(table[self.label], split, rows))
                 sentences += [words(text or "") for text in table[self.text].to_pylist()]
             if split == "train":  # the vocabulary must not depend on the test set
                 vocabulary = most_frequent(sentences, self.words)

@@ -10,8 +10,8 @@ import torch
 from undrift.engine.base import RoundInputs
 from undrift.flower.check import check_form
 from undrift.flower.messages import RefusedError
-from undrift.training.evaluate import ratios, totals
-from undrift.training.personal import Personal, has_own_models, means, owned, summary
+from undrift.training.evaluate import figures, totals
+from undrift.training.personal import Personal, has_own_models, owned, summary, valued
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree, tree_add, tree_map
@@ -38,15 +38,15 @@ def evaluated(run: Run, state: State, inputs: Callable[[], RoundInputs]) -> Sums
     return found
 
 
-def check_sums(found: Sums, ids: list[int], measures: dict[str, Any]) -> None:
-    """Raise `RefusedError` unless these are sums that a node with these clients could have found."""
+def check_sums(found: Sums, ids: list[int], forms: dict[str, torch.Tensor]) -> None:
+    """Raise `RefusedError` unless these are sums of such forms that a node with these clients could have found."""
     if not isinstance(found, dict) or not {"splits", "clients"} <= set(found):
         raise RefusedError("it has no sums")
     splits, clients = found["splits"], found["clients"]
     if not isinstance(splits, dict) or not set(splits) <= {"test", "validation"}:
         raise RefusedError("it has sums of data that are not held out")
     for split, sums in splits.items():
-        plain: dict[str, Any] = {"sums": {name: torch.zeros(2, dtype=torch.float64) for name in measures}}
+        plain: dict[str, Any] = {"sums": forms}
         by_class = sums.get("by_class") if isinstance(sums, dict) else None
         if isinstance(by_class, torch.Tensor) and by_class.dim() == 2 and len(by_class) == 2:
             plain["by_class"] = torch.zeros(by_class.shape)
@@ -56,7 +56,8 @@ def check_sums(found: Sums, ids: list[int], measures: dict[str, Any]) -> None:
         known = isinstance(who, torch.Tensor) and who.dtype == torch.int64 and set(who.tolist()) <= set(ids)
         if not known or not isinstance(clients, dict):
             raise RefusedError("it has sums of clients that are not its own")
-        check_form(clients, {name: torch.zeros(2, len(who), dtype=torch.float64) for name in measures}, "clients")
+        by_client = {name: form[:, None].expand(-1, len(who)) for name, form in forms.items()}
+        check_form(clients, by_client, "clients")
 
 
 def added(one: Sums, other: Sums) -> Sums:
@@ -71,16 +72,18 @@ def added(one: Sums, other: Sums) -> Sums:
     return {"splits": splits, "clients": joined, "ids": torch.cat([one["ids"], other["ids"]])}
 
 
-def columns(found: Sums, last: bool) -> dict[str, Any]:
+def columns(run: Run, found: Sums, last: bool) -> dict[str, Any]:
     """The history's columns, as `evaluate` and `Personal` name them."""
     row: dict[str, Any] = {}
     for split, sums in found["splits"].items():
         prefix = "" if split == "test" else f"{split}_"
-        row |= {f"{prefix}{name}": value for name, value in ratios(sums).items() if not prefix or name != BY_CLASS}
+        row |= {
+            f"{prefix}{name}": value for name, value in figures(run, sums).items() if not prefix or name != BY_CLASS
+        }
     if found["clients"]:
         order = found["ids"].argsort()
-        each = {name: means(both[:, order]) for name, both in found["clients"].items()}
-        row |= summary("client", each)
+        each = valued(run.measures, {name: sums[:, order] for name, sums in found["clients"].items()})
+        row |= summary("client", each, run.measures)
         if last:
             values = {name: by_client.tolist() for name, by_client in each.items()}
             row["by_client"] = {"client": found["ids"][order].tolist(), **values}

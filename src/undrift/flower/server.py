@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 
 from undrift.engine.client_states import ClientStates
-from undrift.errors import UndriftError, require
+from undrift.errors import UndriftError, listed, require
 from undrift.flower.engine import FlowerEngine, Link, Versions
 from undrift.flower.evaluation import Sums, added, check_sums, columns
 from undrift.flower.federation import Federation, founded, read
 from undrift.flower.messages import RefusedError, decode, encode
 from undrift.flower.outline import Report, check_report
+from undrift.metrics.base import Metric
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import arguments, loaded
 from undrift.tools.plugins import import_plugins
 from undrift.training.arithmetic import threads
+from undrift.training.evaluate import forms
 from undrift.training.loop import train_with
 from undrift.training.personal import has_own_models
 from undrift.training.result import RUN, Result
@@ -54,20 +56,20 @@ class ServerRun(Run):
         if has_own_models(self):
             server = replace(self.server(t, state), cohort=clients, client_weights=self.weights(clients))
             received = broadcast(self, self.bound(t), plan, state, server)
-        inputs = self.inputs(plan, state, received, state.clients)
+        inputs, wanted = self.inputs(plan, state, received, state.clients), forms(self, state)
 
         def accept(key: str, reply: bytes) -> Sums:
             sent, notes = decode(reply, REPORT)
             if notes.get("round") != t:
                 raise RefusedError("it is of another round")
-            check_sums(sent, engine.federation.members[key].ids, self.measures)
+            check_sums(sent, engine.federation.members[key].ids, wanted)
             return sent
 
         accepted, others = engine.collect("evaluate", engine.requests(inputs), accept)
         found: Sums = {"splits": {}, "clients": {}}
         for key in engine.federation.members:
             found = added(found, accepted[key]) if key in accepted else found
-        row = columns(found, last)
+        row = columns(self, found, last)
         names = [engine.federation.members[key].name for key in others]
         return row | ({"not_evaluated": names} if names else {})
 
@@ -134,6 +136,11 @@ def settings(experiment: Experiment, federation: Federation, folder: Path) -> Se
 
 def served(run: Run, federation: Federation, link: Link, replies: int) -> ServerRun:
     """The run with the nodes for an engine."""
+    whole = [name for name, measure in run.measures.items() if not isinstance(measure, Metric)]
+    require(
+        not whole,
+        f"{listed(whole)} cannot be computed from sums, which are all that nodes send; leave it out of metrics.",
+    )
     run = replace(run, files=None)  # what clients keep is on their nodes
     given = {entry.name: getattr(run, entry.name) for entry in fields(run)}
     engine = FlowerEngine(run, federation, link, replies)

@@ -9,7 +9,7 @@ import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -291,6 +291,11 @@ def show(
     picture: Annotated[Path | None, typer.Option(help="The figure to write: a .png, .svg or .pdf file.")] = None,
     label: Annotated[str, typer.Option(help="The column of the labels, in your own file.")] = "label",
     client: Annotated[str | None, typer.Option(help="The column of the client ids, in your own file.")] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(help="A column of your own file to leave out; may be repeated.")
+    ] = None,
+    missing: Annotated[str | None, typer.Option(help='What to do about empty cells: "drop" or "mean".')] = None,
+    resize: Annotated[int | None, typer.Option(help="The height and width of your own images.")] = None,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -302,7 +307,8 @@ def show(
     import_plugins(imports or ())
     if clients is None and not partition.startswith("ByKey"):
         clients = 10
-    loaded = load(name, partition, clients, seed, label=label, client=client, data_dir=data_dir)
+    columns: dict[str, Any] = {"label": label, "client": client, "drop": drop or None, "missing": missing}
+    loaded = load(name, partition, clients, seed, **columns, resize=resize, data_dir=data_dir)
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     shown.picture(loaded, title, file)

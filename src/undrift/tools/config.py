@@ -48,6 +48,10 @@ class Data(Section):
     test_size: Count | None = None
     label: StrictStr = "label"
     client: StrictStr | None = None
+    columns: list[StrictStr] | None = None
+    drop: list[StrictStr] | None = None
+    missing: StrictStr | None = None
+    resize: Count | list[Count] | None = None
     normalize: StrictBool = False
     augment: StrictStr | None = None
     data_dir: StrictStr | None = None

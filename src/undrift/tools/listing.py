@@ -7,6 +7,7 @@ from typing import Any
 
 import undrift
 from undrift import losses as known_losses
+from undrift import metrics as known_metrics
 from undrift import models as known_models
 from undrift.data import sources
 from undrift.method.parse import known_optimizers, known_parts
@@ -41,7 +42,7 @@ def losses() -> Lines:
 
 
 def metrics() -> Lines:
-    return {name: _line(metric) for name, metric in known_losses.METRICS.items()}
+    return {name: _line(metric) for name, metric in known_metrics.METRICS.items()}
 
 
 def data() -> Lines:

@@ -27,13 +27,14 @@ from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
 from undrift.functional.model import Model
-from undrift.losses import Loss, Metric, for_labels, get_loss, get_metrics, model_loss
+from undrift.losses import Loss, for_labels, get_loss, model_loss
 from undrift.method.calls import call
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
 from undrift.method.parse import as_method
 from undrift.method.part import Method
 from undrift.method.work import with_local_work
+from undrift.metrics import get_metrics
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training import drift
@@ -194,7 +195,7 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
 
 
 def check_data(
-    model: Model, data: FederatedDataset, device: torch.device, loss: Loss, metrics: dict[str, Metric]
+    model: Model, data: FederatedDataset, device: torch.device, loss: Loss, metrics: dict[str, Any]
 ) -> Model:
     """Try the model, the loss, the metrics and the augmentation on samples of every split.
 
@@ -205,6 +206,8 @@ def check_data(
     for name in ("test", "validation", "server"):
         rows = getattr(data, f"{name}_rows")
         splits |= {f"{name} data's": rows} if rows else {}
+    if (tests := data.client_test) is not None and tests.store is not data.store and len(tests.index):
+        splits["clients' own tests'"] = Rows(tests.store, tests.index, tests.take)
     examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
     checked = check_gradient(examined["clients'"], own, device, loss)
     if data.augment:

@@ -8,6 +8,7 @@ from typing import Any
 
 from undrift.errors import UndriftError, quoted, require, whole
 from undrift.expressions import parse
+from undrift.losses import lower_is_better
 
 History = Sequence[dict[str, Any]]
 Rule = Callable[[History], Any]
@@ -35,7 +36,7 @@ class EarlyStopping:
             them part of the training.
         patience: Stop once this many rounds have passed since the best one.
         min_delta: The smallest change that counts as an improvement.
-        better: `"lower"` or `"higher"`. By default lower for losses, higher for everything else.
+        better: `"lower"` or `"higher"`. By default lower for losses and errors, higher for everything else.
 
     Raises:
         UndriftError: If an argument is wrong.
@@ -57,7 +58,7 @@ class EarlyStopping:
 
     def __call__(self, history: History) -> str | None:
         """Why to stop now, or None. A function of the history alone, so a resumed run stops where it would have."""
-        better = self.better or ("lower" if self.column.endswith("loss") else "higher")
+        better = self.better or ("lower" if lower_is_better(self.column) else "higher")
         sign = -1 if better == "lower" else 1
         best, since = None, 0
         for row in history:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
-from undrift.loss_modules import PerSample
-from undrift.losses import Metric, accuracy
+from undrift.losses import accuracy
+from undrift.metrics import summed
+from undrift.metrics.base import Tally, valued
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.tree import tree_bytes
+from undrift.tree import tree_bytes, tree_map
 
 BATCH = 1000
 BATCH_BYTES = 2**25
@@ -29,38 +30,58 @@ def evaluate(run: Run, state: State) -> dict[str, Any]:
 
 def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
     """The mean loss and each metric; with accuracy also `class_accuracy`, a list with None for classes without data."""
-    return ratios(run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
+    if summed(run.measures):
+        return figures(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
+    tally, by_class = run.ranks.together(lambda: passed(run, state, data, data.index))
+    return tally.figures() | class_accuracy(by_class)
+
+
+def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
+    """What `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
+
+    Of several processes, each takes some of the batches. One that has none looks at a sample all the same, for the form
+    of the sums.
+    """
+    mine = own_batches(run, data.index, batch_size(run))
+    tally, by_class = passed(run, state, data, mine if len(mine) else data.index[:1])
+    if not len(mine):
+        tally, by_class = tally.cleared(), torch.zeros_like(by_class)
+    return {"sums": tally.sums} | ({"by_class": by_class} if by_class.numel() else {})
 
 
 @torch.no_grad()
-def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
-    """Numerators and denominators of what `measured` returns: `sums` per metric, and `by_class` with accuracy.
-
-    Of several processes, each takes some of the batches.
-    """
-    model = run.model.at(state.tracked)
+def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Tensor]:
+    """What the samples at these indices add up to; with accuracy also right answers and samples by class."""
+    model, tally = run.model.at(state.tracked), Tally(run.measures)
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=run.device) for name in run.measures}
     classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)
-    size = batch_size(run)
-    for x, y in replace(data, index=own_batches(run, data.index, size)).batches(size):
+    for x, y in replace(data, index=index).batches(batch_size(run)):
         output = model(state.params, x)
-        for name, metric in run.measures.items():
-            top, bottom = parts_of(metric, output, y)
-            sums[name] += torch.stack([top.sum(), bottom.sum()])
+        tally.add(output, y)
         if by_class:
             for total, own in zip(classes, accuracy(output, y), strict=True):
                 total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
-    return {"sums": sums} | ({"by_class": classes} if by_class else {})
+    return tally, classes
 
 
-def ratios(found: dict[str, Any]) -> dict[str, Any]:
+def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """The columns that sums stand for."""
-    row: dict[str, Any] = {name: float(top / bottom) for name, (top, bottom) in found["sums"].items()}
-    if "by_class" in found:
-        pairs = zip(*found["by_class"].tolist(), strict=True)
-        row["class_accuracy"] = [right / seen if seen else None for right, seen in pairs]
-    return row
+    row = {name: valued(metric, found["sums"][name]) for name, metric in run.measures.items()}
+    return row | (class_accuracy(found["by_class"]) if "by_class" in found else {})
+
+
+def class_accuracy(by_class: Tensor) -> dict[str, Any]:
+    pairs = zip(*by_class.tolist(), strict=True)
+    return {"class_accuracy": [right / seen if seen else None for right, seen in pairs]} if by_class.numel() else {}
+
+
+@torch.no_grad()
+def forms(run: Run, state: State) -> dict[str, Tensor]:
+    """Sums of 0 in the form in which they are added up, from a client's sample."""
+    tally = Tally(run.measures)
+    x, y = tree_map(lambda t: t.to(run.device), run.data.take(run.data.store, run.data.index[:1]))
+    tally.add(run.model.at(state.tracked)(state.params, x), y)
+    return tally.cleared().sums
 
 
 def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
@@ -73,10 +94,3 @@ def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
 def batch_size(run: Run) -> int:
     """How many samples to evaluate at a time: a function of their size, not of where they lie, which decides no bit."""
     return min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))
-
-
-def parts_of(metric: Metric, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A metric's numerators and denominators per sample; the denominators are 1 if it returns single values."""
-    value = metric.parts(output, target) if isinstance(metric, PerSample) else metric(output, target)
-    top, bottom = value if isinstance(value, tuple) else (value, torch.ones_like(value, dtype=torch.float64))
-    return top.double(), bottom.double()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from undrift import __version__
 from undrift.errors import UndriftError
+from undrift.metrics.base import streams
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
 from undrift.training.syntax import code_of, from_library
@@ -205,7 +206,7 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
         given = ", ".join(f"{name}={_value(name, value, inner, rounds)}" for name, value in fields.items())
         return f"{inner(type(x))}({given})"
     silent = deep and getattr(type(x), "__repr__", None) is object.__repr__
-    if (callable(x) or silent) and hasattr(x, "__dict__"):
+    if (callable(x) or streams(x) or silent) and hasattr(x, "__dict__"):
         return f"{inner(type(x))}({inner(vars(x))})"
     return plainly(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,13 @@ from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.track import Trackers
 from undrift.tree import tree_finite
+
+log = logging.getLogger("undrift")
+
+NO_TEST = (
+    "The data have no test set, so the history will have no loss and no metrics; hold one out, as with "
+    "ud.load(…, test_fraction=0.2)"
+)
 
 
 def train(
@@ -101,7 +109,8 @@ def train(
         seed: Decides the cohorts, the batches, every draw of a method, and the weights of a model given by name.
         loss: A name (`undrift list losses`), or a function `(output, target) -> one value per sample`. By default what
             the data ask for, else cross-entropy.
-        metrics: Names, or a dict of names and functions of `(output, target)`. By default accuracy for classes.
+        metrics: Names of `undrift list metrics`, or a dict of names and functions of `(output, target)` or objects with
+            `update` and `compute`, such as torchmetrics'. By default accuracy for classes.
         output: Where the model returns several tensors: the name of the one that the loss, the metrics and hooks are
             given, its position in a tuple (`"0"`), or `"all"`. By default the one called `logits`, if there is one.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`; `"auto"` takes a GPU if there is one.
@@ -235,6 +244,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.personal, self.clock = Personal(self.run), Clock(self.run.device, not self.run.ranks.several)
+        if type(self.run) is Run and not (self.run.test or self.run.validation or len(self.personal.clients)):
+            log.warning(NO_TEST)
         self.over = False
         self.stopped: str | None = None
         self.early: str | None = None

@@ -6,8 +6,9 @@ For each metric, the history gets the mean and standard deviation over clients, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from undrift.engine.ranks import ALONE
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
 from undrift.loss_modules import PerSample
-from undrift.losses import Loss, model_loss
+from undrift.losses import Loss, lower_is_better, model_loss
 from undrift.method.part import Method
+from undrift.metrics import summed
+from undrift.metrics.base import Tally, streams, valued_by_client
 from undrift.random import choose, derive
-from undrift.training.evaluate import batch_size, own_batches, parts_of
+from undrift.training.evaluate import batch_size, own_batches
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -63,7 +66,7 @@ class Personal:
             found = self._one_by_one(state)
         else:
             found = self._at_once(state)
-        row: dict[str, Any] = summary("client", found)
+        row: dict[str, Any] = summary("client", found, self.run.measures)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
             names = self.run.data.client_names
@@ -74,16 +77,25 @@ class Personal:
     def _at_once(self, state: State) -> dict[str, Tensor]:
         """The global model on all clients' own data, in common batches, of which each process takes some."""
         ranks, model, indices = self.run.ranks, self.run.model.at(state.tracked), torch.cat(self.indices)
-        mine, whose = (own_batches(self.run, t, batch_size(self.run)) for t in (indices, self.whose))
-        sums = ranks.together(lambda: self._sums(model, state.params, mine, whose, len(self.clients)))
-        return ratios(ranks.sum(sums))
+        if not summed(self.run.measures):
+            every = ranks.together(lambda: self._tally(model, state.params, indices, self.whose, len(self.clients)))
+            return every.by_client()
+
+        def work() -> dict[str, Tensor]:
+            mine, whose = (own_batches(self.run, t, batch_size(self.run)) for t in (indices, self.whose))
+            if len(mine):
+                return self._tally(model, state.params, mine, whose, len(self.clients)).sums
+            one = self._tally(model, state.params, indices[:1], self.whose[:1], len(self.clients))  # for its form
+            return one.cleared().sums
+
+        return valued(self.run.measures, ranks.sum(ranks.together(work)))
 
     def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
         """Numerators and denominators by client: of its own model if it has one, else of the global one."""
         shared, found = {**state.params, **state.tracked}, []
         for client, indices in zip(self.clients.tolist(), self.indices, strict=True):
             whose = torch.zeros(len(indices), dtype=torch.int64)
-            found.append(self._sums(self.run.model, models.get(client, shared), indices, whose, 1))
+            found.append(self._tally(self.run.model, models.get(client, shared), indices, whose, 1).sums)
         return {name: torch.cat([one[name] for one in found], 1) for name in self.run.measures}
 
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
@@ -95,7 +107,7 @@ class Personal:
     def _alone(self, model: Model, params: Params, place: int) -> dict[str, Tensor]:
         """The measures of weights on the own data of the client at this place among those that are evaluated."""
         indices = self.indices[place]
-        return ratios(self._sums(model, params, indices, torch.zeros(len(indices), dtype=torch.int64), 1))
+        return self._tally(model, params, indices, torch.zeros(len(indices), dtype=torch.int64), 1).by_client()
 
     def _owned(self, state: State) -> dict[str, Tensor]:
         """The loss and each metric of every client's own model on its own data."""
@@ -113,7 +125,8 @@ class Personal:
     def _by_place(self, work: Callable[[], dict[int, dict[str, Tensor]]]) -> dict[str, Tensor]:
         """The measures of all clients, from those that each process finds, by place."""
         found = self.run.ranks.together(work)
-        sums = {name: torch.zeros(len(self.clients), dtype=torch.float64) for name in self.run.measures}
+        names = [name for name, measure in self.run.measures.items() if getattr(measure, "scalar", True)]
+        sums = {name: torch.zeros(len(self.clients), dtype=torch.float64) for name in names}
         for place, one in found.items():
             for name, value in one.items():
                 sums[name][place] = value[0]
@@ -144,31 +157,21 @@ class Personal:
             if received is None or method.measuring("cohort"):
                 received = broadcast(run, method, here, state, server)
             run.engine.run(run.inputs(here, state, received, state.clients), visit)
-        return summary("tuned", self._by_place(lambda: found))
+        return summary("tuned", self._by_place(lambda: found), run.measures)
 
-    def _sums(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> dict[str, Tensor]:
-        """The numerators and denominators of the loss and each metric, per client."""
-        run = self.run
-        sums = {name: torch.zeros(2, clients, dtype=torch.float64) for name in run.measures}
-        size = batch_size(run)
+    def _tally(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> Tally:
+        """What the loss and each metric add up to, per client."""
+        tally, size = Tally(self.run.measures, clients), batch_size(self.run)
         batches = replace(self.rows, index=indices).batches(size)
-        for (x, y), owners in zip(batches, whose.split(size) if len(whose) else (), strict=True):
-            output = model(params, x)
-            for name, measure in run.measures.items():
-                both = torch.stack(parts_of(measure, output, y)).cpu()
-                sums[name].index_add_(1, owners, both)
-        return sums
+        for (x, y), owners in zip(batches, whose.split(size), strict=True):
+            tally.add(model(params, x), y, owners)
+        return tally
 
 
-def ratios(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and each metric, by client."""
-    return {name: means(both) for name, both in sums.items()}
-
-
-def means(sums: Tensor) -> Tensor:
-    """Ratios by client. Recall is undefined (NaN) without positive labels; a loss of NaN counts as infinite."""
-    top, bottom = sums
-    return torch.where(bottom > 0, (top / bottom).nan_to_num(math.inf), math.nan)
+def valued(measures: dict[str, Any], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and each metric that is one number, by client, from sums."""
+    scalar = {name: measure for name, measure in measures.items() if measure.scalar}
+    return {name: valued_by_client(name, measure, sums[name]) for name, measure in scalar.items()}
 
 
 def one_number(loss: Loss) -> bool:
@@ -212,11 +215,15 @@ def own_model(run: Run, state: State, client: int) -> Params:
     return {name: t.clone() for name, t in found.items()}
 
 
-def summary(prefix: str, found: dict[str, Tensor]) -> dict[str, float]:
-    """Mean, standard deviation and mean of the worst 10% over clients; for the loss, the highest are the worst."""
+def summary(
+    prefix: str, found: dict[str, Tensor], measures: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, float]:
+    """Mean, standard deviation and mean of the worst 10% over clients, of those for which a metric is defined."""
     row: dict[str, float] = {}
     for name, by_client in found.items():
-        values = by_client[~by_client.isnan()].sort(descending=name == "loss").values
+        values = by_client[~by_client.isnan()].sort(descending=lower_is_better(name, measures.get(name))).values
+        if not len(values) and streams(measures.get(name)):  # such as a matrix, which has no mean over clients
+            continue
         worst = values[: math.ceil(len(values) / 10)]
         row |= {
             f"{prefix}_{name}": float(values.mean()),

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from undrift.losses import METRICS, name_of
+from undrift.losses import name_of
 from undrift.method.groups import Group
 from undrift.method.optimizers import Optimizer
 from undrift.method.part import Method, Part
+from undrift.metrics import METRICS
 from undrift.schedule import StepSchedule, decay, inverse
 from undrift.training.early import EarlyStopping
 from undrift.training.identity import plainly

@@ -30,6 +30,7 @@ from undrift.files import (
     verify,
     write_text,
 )
+from undrift.metrics import METRICS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +87,7 @@ class Result:
         figures = [
             f"{name.replace('_', ' ')} {value:.4g}"
             for name, value in last.items()
-            if name.removeprefix("validation_") in ("loss", "accuracy", "recall_at_5") and isinstance(value, float)
+            if name.removeprefix("validation_") in ("loss", *METRICS) and isinstance(value, float)
         ]
         weights = sum(w.numel() for w in self.params.values())
         how = f"{self.choices.get('engine')} engine on {self.choices.get('device')}"

@@ -21,11 +21,12 @@ from undrift.engine.slots import SlotFiles
 from undrift.errors import require
 from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model
-from undrift.losses import Loss, Metric
+from undrift.losses import Loss
 from undrift.method.context import Plan, Server
 from undrift.method.local import Local, cohort_batches, slices
 from undrift.method.part import Method
 from undrift.method.work import Momentum
+from undrift.metrics import measure
 from undrift.random import Key, choose, derive
 from undrift.schedule import check_number, value
 from undrift.training.drift import with_places
@@ -48,7 +49,7 @@ class Run:
     device_data: DeviceData
     local: Local
     loss: Loss
-    metrics: dict[str, Metric]
+    metrics: dict[str, Any]
     test: Rows | None
     validation: Rows | None
     server_data: Any
@@ -67,9 +68,10 @@ class Run:
     """For what clients keep, where that may be too much for memory."""
 
     @property
-    def measures(self) -> dict[str, Metric]:
+    def measures(self) -> dict[str, Any]:
         """The loss and every metric, which evaluations compute."""
-        return {name: repeating(self.model, measure) for name, measure in {"loss": self.loss, **self.metrics}.items()}
+        every = {"loss": self.loss, **self.metrics}
+        return {name: measure(one, lambda function: repeating(self.model, function)) for name, one in every.items()}
 
     @property
     def population(self) -> int:

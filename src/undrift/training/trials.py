@@ -6,6 +6,7 @@ Each refusal says what to change.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
 from undrift.loss_modules import PerSample
-from undrift.losses import CLASSES, IGNORED, Loss, Metric, class_axis, squared_hinge
+from undrift.losses import CLASSES, IGNORED, Loss, class_axis, squared_hinge
+from undrift.metrics.base import Metric, fresh, plain, streams
 from undrift.models.seeded import Seeded
 from undrift.random import Key, torch_seed
 from undrift.tree import tree_leaves, tree_map
@@ -54,7 +56,7 @@ def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
 
 
 def check_split(
-    model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Metric]
+    model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Any]
 ) -> Model:
     """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels.
 
@@ -91,11 +93,13 @@ def check_split(
         given = f"outputs {got} and the {whose} targets {tuple(target.shape)} {target.dtype}"
         try:
             with trial.draws() as draws:
-                values = function(output, target)
+                values = _tried(function, output, target)
+        except UndriftError:
+            raise
         except Exception as error:  # whatever a user's function may raise
             raise UndriftError(f"The {name} does not take {given}: {error}") from error
         drew |= draws[0]
-        for tensor in values if isinstance(values, tuple) else (values,):
+        for tensor in () if values is None else values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             require(
@@ -104,6 +108,21 @@ def check_split(
                 + _way_out(tensor),
             )
     return with_draws_of_loss(examined, trial, drew)
+
+
+def _tried(function: Any, output: Any, target: Tensor) -> Any:
+    """What the loss or a metric returns; None of metrics that have no value per sample."""
+    if isinstance(function, Metric):
+        function.value(function.sums(output, target))
+    elif streams(function):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # two equal samples may leave a metric undefined
+            copy = fresh(function, target.device)
+            copy.update(output, target)
+            plain(copy.compute())
+    else:
+        return function(output, target)
+    return None
 
 
 def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) -> None:

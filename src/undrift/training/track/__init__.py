@@ -45,7 +45,10 @@ class Tracker(Protocol):
 
 
 def scalars(row: dict[str, Any]) -> Scalars:
-    """The numbers in a history row; those in dicts and lists by path: `class_accuracy/3`, `temperature/0`."""
+    """The numbers in a history row; those in dicts and lists by path: `class_accuracy/3`, `temperature/0`.
+
+    Tables, such as a confusion matrix, are left out: they have too many.
+    """
     return {
         path: x for name, value in row.items() if name not in BY_CLIENT for path, x in _numbers(name, value).items()
     }
@@ -56,6 +59,8 @@ def _numbers(path: str, value: Any) -> Scalars:
         return _numbers(path, value.tolist())
     if isinstance(value, int | float):
         return {path: float(value)}
+    if isinstance(value, list) and value and all(isinstance(line, list) for line in value):
+        return {}
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     return {deeper: x for key, item in inner for deeper, x in _numbers(f"{path}/{key}", item).items()}
 

@@ -1,0 +1,233 @@
+"""Read numbers out of pickled numpy arrays and dicts, without running anything that the pickle names.
+
+`np.savez(file, data={"x": x, "y": y})` pickles the dict. A pickle is a program for a small machine, which may call any
+function by its name. Here `pickletools` takes it apart, and the few instructions that dicts of arrays need are followed
+by hand: where numpy's functions are called, what they are given is kept, and everything else is refused. Arrays are
+made afterwards, from bytes whose number fits their shape and of a type that is a plain number.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib import format as npy
+
+KINDS = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"}
+"""The types of numbers that arrays may have, as numpy writes them, but for the byte order."""
+MOST_BYTES = 1 << 34
+"""The most bytes that an array may unpack to: a file of a few kilobytes may claim any number."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A function or class that the pickle names."""
+
+    text: str
+
+
+@dataclass
+class Kept:
+    """An array, as far as the pickle describes it."""
+
+    state: Any = None
+
+
+@dataclass
+class Kind:
+    """A type of numbers."""
+
+    text: str
+    order: Literal["<", ">", "="] = "="
+
+
+ARRAY, TYPE, KIND = Name("_reconstruct"), Name("ndarray"), Name("dtype")
+KNOWN = {
+    ("numpy.core.multiarray", "_reconstruct"): ARRAY,
+    ("numpy._core.multiarray", "_reconstruct"): ARRAY,
+    ("numpy", "ndarray"): TYPE,
+    ("numpy", "dtype"): KIND,
+}
+"""The names that numpy's pickles of arrays have. Nothing is looked up by them."""
+MARK = Name("mark")
+
+
+@dataclass
+class Machine:
+    """The state of the machine that a pickle is a program for: a stack, and values to come back to."""
+
+    stack: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+
+    def since_mark(self) -> list[Any]:
+        """What was put on the stack since the last mark."""
+        place = max(i for i, value in enumerate(self.stack) if value is MARK)
+        found = self.stack[place + 1 :]
+        del self.stack[place:]
+        return found
+
+    def popped(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise ValueError("its pickle is damaged")
+        found = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return found
+
+    def named(self, module: Any, name: Any) -> Name:
+        found = KNOWN.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
+        if found is None:
+            raise ValueError(f"it names {module}.{name}, which is no part of an array of numbers")
+        return found
+
+    def reduced(self, function: Any, arguments: Any) -> Any:
+        """What stands for the result of a call."""
+        if function is ARRAY:
+            return Kept()
+        if function is KIND and isinstance(arguments, tuple) and arguments:
+            return Kind(str(arguments[0]))
+        raise ValueError("it calls something that makes no array of numbers")
+
+    def built(self, made: Any, state: Any) -> Any:
+        """An array or a type that is told its state."""
+        if isinstance(made, Kept):
+            made.state = state
+        elif isinstance(made, Kind) and isinstance(state, tuple) and len(state) > 1:
+            made.order = state[1] if state[1] in ("<", ">") else "="
+        else:
+            raise ValueError("it changes something that is no array of numbers")
+        return made
+
+    def extended(self, values: list[Any]) -> Any:
+        """The list on the stack with more entries, or the dict with more pairs."""
+        (made,) = self.popped(1)
+        if isinstance(made, list):
+            made += values
+        elif isinstance(made, dict):
+            made |= dict(pairs(values))
+        else:
+            raise ValueError("it adds to something that is neither a list nor a dict")
+        return made
+
+
+def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Keys and values, which take turns."""
+    return zip(values[::2], values[1::2], strict=True)
+
+
+VALUES = {
+    "BININT", "BININT1", "BININT2", "INT", "LONG1", "STRING", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES",
+    "SHORT_BINBYTES", "BINBYTES8",
+}  # fmt: skip
+"""Instructions that put their argument on the stack."""
+STEPS: dict[str, Callable[[Machine, Any], Any]] = {
+    "NONE": lambda m, _: None,
+    "NEWTRUE": lambda m, _: True,
+    "NEWFALSE": lambda m, _: False,
+    "MARK": lambda m, _: MARK,
+    "EMPTY_TUPLE": lambda m, _: (),
+    "EMPTY_LIST": lambda m, _: [],
+    "EMPTY_DICT": lambda m, _: {},
+    "TUPLE": lambda m, _: tuple(m.since_mark()),
+    "TUPLE1": lambda m, _: tuple(m.popped(1)),
+    "TUPLE2": lambda m, _: tuple(m.popped(2)),
+    "TUPLE3": lambda m, _: tuple(m.popped(3)),
+    "LIST": lambda m, _: m.since_mark(),
+    "DICT": lambda m, _: dict(pairs(m.since_mark())),
+    "APPEND": lambda m, _: m.extended(m.popped(1)),
+    "APPENDS": lambda m, _: m.extended(m.since_mark()),
+    "SETITEM": lambda m, _: m.extended(m.popped(2)),
+    "SETITEMS": lambda m, _: m.extended(m.since_mark()),
+    "GLOBAL": lambda m, text: m.named(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.named(*m.popped(2)),
+    "REDUCE": lambda m, _: m.reduced(*m.popped(2)),
+    "BUILD": lambda m, _: m.built(*m.popped(2)),
+    "BINGET": lambda m, place: m.memo[place],
+    "LONG_BINGET": lambda m, place: m.memo[place],
+}
+"""Instructions that put what they make on the stack."""
+
+
+def unpickled(stream: io.BytesIO) -> Any:
+    """What a pickle of dicts, lists, numbers and arrays stands for, with a `Kept` for each array."""
+    machine = Machine()
+    for instruction, argument, _ in pickletools.genops(stream):
+        name = instruction.name
+        if name == "STOP":
+            return machine.popped(1)[0]
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            machine.memo[len(machine.memo) if argument is None else argument] = machine.stack[-1]
+        elif name in VALUES:
+            machine.stack.append(argument)
+        elif name in STEPS:
+            machine.stack.append(STEPS[name](machine, argument))
+        else:
+            raise ValueError(f"it has the instruction {name}, which no array of numbers needs")
+    raise ValueError("its pickle has no end")
+
+
+def arrays(file: Path, wanted: tuple[str, ...] = ("x", "y")) -> dict[str, np.ndarray]:
+    """The arrays of these names in an `.npz` file: on their own, or in a dict that is called "data".
+
+    Raises `ValueError`, or whatever damaged bytes lead to, for anything else.
+    """
+    with zipfile.ZipFile(file) as archive:
+        held = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+        if set(wanted) <= held.keys():
+            return {name: _plain(_content(archive, held[name])) for name in wanted}
+        if "data" not in held:
+            raise ValueError(f"it has neither {' and '.join(wanted)} nor a dict called data")
+        found = _pickled(_content(archive, held["data"]))
+    if not isinstance(found, dict) or not set(wanted) <= found.keys():
+        raise ValueError(f"its data are no dict with {' and '.join(wanted)}")
+    return {name: _array(found[name]) for name in wanted}
+
+
+def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    if entry.file_size > MOST_BYTES:
+        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes; the limit is {MOST_BYTES:,}")
+    return archive.read(entry)
+
+
+def _plain(content: bytes) -> np.ndarray:
+    return np.asarray(npy.read_array(io.BytesIO(content)))  # which refuses pickles
+
+
+def _pickled(content: bytes) -> Any:
+    """The one object in an array of Python objects without axes."""
+    stream = io.BytesIO(content)
+    version = npy.read_magic(stream)
+    shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
+    if dtype != np.dtype(object) or shape != ():
+        raise ValueError("its data are no dict")
+    kept = unpickled(stream)
+    inside = _state(kept)[4] if isinstance(kept, Kept) else None
+    if not isinstance(inside, list) or len(inside) != 1:
+        raise ValueError("its data are no dict")
+    return inside[0]
+
+
+def _state(kept: Any) -> tuple[Any, ...]:
+    """An array's version, shape, type, order and content."""
+    state = getattr(kept, "state", None)
+    if not isinstance(kept, Kept) or not isinstance(state, tuple) or len(state) != 5:
+        raise ValueError(f"it holds {type(kept).__name__} in the place of an array of numbers")
+    return state
+
+
+def _array(kept: Any) -> np.ndarray:
+    """The array that numpy's pickle describes."""
+    _, shape, kind, by_column, content = _state(kept)
+    if not isinstance(kind, Kind) or kind.text not in KINDS or not isinstance(content, bytes):
+        raise ValueError("an array in it does not hold plain numbers")
+    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("an array in it has no shape")
+    flat = np.frombuffer(content, np.dtype(kind.text).newbyteorder(kind.order)) if content else np.empty(0, kind.text)
+    return flat.reshape(shape, order="F" if by_column is True else "C").astype(kind.text)  # a copy, in native order

@@ -1,0 +1,143 @@
+"""Data in one piece per client, as LEAF and PFLlib write them, with each client's own test data.
+
+LEAF (Caldas et al., 2018): JSON files below `train` and `test`, each with `users`, `num_samples` and `user_data`.
+PFLlib (Zhang et al., 2023): `train/0.npz`, `train/1.npz`, … and the same below `test`, with arrays x and y.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from undrift.data import pickles
+from undrift.data.clients import joined
+from undrift.data.dataset import Rows
+from undrift.data.paths import kind
+from undrift.data.source import Source
+from undrift.data.stacking import partition_labels
+from undrift.errors import UndriftError, first_line, listed
+
+log = logging.getLogger("undrift")
+
+Pairs = dict[str, tuple[Any, Any]]
+"""A pair (x, y) per client, by name."""
+RE_SAVE = (
+    "write it again from a program that you trust: "
+    'd = np.load(file, allow_pickle=True)["data"].item(); np.savez(file, x=np.asarray(d["x"]), y=np.asarray(d["y"]))'
+)
+
+
+def known(folder: Path) -> bool:
+    """Whether this is such a folder: one with JSON or npz files in `train`."""
+    return kind(folder) == "folder" and kind(folder / "train") == "folder" and bool(_files(folder, "train"))
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    below = folder / split
+    if kind(below) != "folder":
+        return []
+    return sorted(path for path in below.iterdir() if path.suffix.lower() in (".json", ".npz"))
+
+
+def source(folder: Path) -> Source:
+    """The training data of all clients, with their names, and their test data."""
+    train, names = _read(folder, "train"), None
+    test = _read(folder, "test")
+    if any(len(y) and not _numeric(y) for _, y in train.values()):
+        names = sorted({str(label) for _, y in train.values() for label in y})
+        train, test = ({who: (x, _coded(y, names, who)) for who, (x, y) in s.items()} for s in (train, test))
+    train = {who: pair for who, pair in train.items() if len(pair[1])}
+    own = joined(list(train.values()), list(train))
+    held, keys = None, None
+    if test := {who: pair for who, pair in test.items() if len(pair[1])}:
+        tests = joined(list(test.values()), list(test), own, "test samples")
+        held = Rows(tests.store, torch.arange(len(tests.store["y"])))
+        place = {who: i for i, who in enumerate(train)}
+        keys = np.repeat([place.get(who, -1) for who in test], np.diff(tests.offsets))
+        if strange := [who for who in test if who not in place]:
+            log.warning("%s: %s have test data only, which are part of the common test set", folder, listed(strange, 5))
+    return Source(
+        own.store,
+        partition_labels(own.store["y"]),
+        test=held,
+        keys=np.repeat(np.arange(len(train)), np.diff(own.offsets)),
+        clients=list(train),
+        names=names,
+        test_keys=keys,
+    )
+
+
+def _numeric(y: Any) -> bool:
+    return np.asarray(y).dtype.kind in "iufb"
+
+
+def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
+    """Labels that are words as classes in alphabetical order."""
+    codes = {name: i for i, name in enumerate(names)}
+    if strange := {str(label) for label in y} - codes.keys():
+        raise UndriftError(
+            f"The test data of client {who} have the label {min(strange)!r}, which none to train on has."
+        )
+    return np.array([codes[str(label)] for label in y], np.int64)
+
+
+def _read(folder: Path, split: str) -> Pairs:
+    found: Pairs = {}
+    files = _files(folder, split)
+    by_number = sorted(
+        files, key=lambda file: (not file.stem.isdigit(), int(file.stem) if file.stem.isdigit() else 0, file)
+    )
+    for file in by_number:
+        own = _of_json(file) if file.suffix.lower() == ".json" else {file.stem: _of_npz(file)}
+        if twice := found.keys() & own.keys():
+            raise UndriftError(
+                f"{file} has client {min(twice)!r}, whom another file has too; each client has one place."
+            )
+        found |= own
+    if split == "train" and not any(len(y) for _, y in found.values()):
+        raise UndriftError(f"The clients in {folder / split} have no samples.")
+    return found
+
+
+def _of_npz(file: Path) -> tuple[Any, Any]:
+    try:
+        found = pickles.arrays(file)
+    except Exception as error:  # damaged bytes, and pickles that are not of arrays, raise all kinds of errors
+        raise UndriftError(f"{file} cannot be read ({first_line(error)}); if it is yours, {RE_SAVE}") from error
+    return found["x"], found["y"]
+
+
+def _of_json(file: Path) -> Pairs:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        users, data = content["users"], content["user_data"]
+        pairs = {str(user): (data[user]["x"], data[user]["y"]) for user in users}
+    except OSError as error:
+        raise UndriftError(f"{file} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UndriftError(
+            f"{file} is not of LEAF's form: users, and user_data with x and y per user ({type(error).__name__}: "
+            f"{first_line(error)})."
+        ) from error
+    counts = dict(zip(map(str, users), content.get("num_samples") or (), strict=False))
+    return {user: _numbers(x, y, counts.get(user), f"{file}, user {user}") for user, (x, y) in pairs.items()}
+
+
+def _numbers(x: Any, y: Any, count: Any, where: str) -> tuple[np.ndarray, Any]:
+    if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y) or count not in (None, len(y)):
+        raise UndriftError(f"{where}: x, y and num_samples do not agree; get or write that file again.")
+    try:
+        values = np.asarray(x)
+    except ValueError as error:
+        raise UndriftError(f"{where}: its samples differ in shape; pad them to one.") from error
+    if len(x) and values.dtype.kind not in "iufb":
+        raise UndriftError(
+            f"{where}: its samples are text, not numbers; encode them first, and pass them to from_clients. Of LEAF's "
+            'data sets of text, ud.load knows "shakespeare" by name.'
+        )
+    return values.astype(np.float32) if values.dtype.kind == "f" else values, np.asarray(y) if _numeric(y) else y

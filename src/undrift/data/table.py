@@ -1,0 +1,220 @@
+"""Tables of numbers with a label per row: which columns are features, and what becomes of missing values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.data.cache import Notes, Writer
+from undrift.data.dataset import Rows, Task
+from undrift.data.labels import MOST, Labels, encoded
+from undrift.data.source import Source
+from undrift.data.tables import Place
+from undrift.errors import UndriftError, listed, quoted, shortened
+
+log = logging.getLogger("undrift")
+
+MISSING = (None, "drop", "mean")
+"""What to do about rows with missing values: refuse them, leave them out, or put in the column's mean."""
+ADDED: Any = {"added": True}
+"""Marks fields that earlier versions did not have, so that at their default the data keep their place in the cache."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of numbers with one class per row, or with a number to predict if the labels are fractions."""
+
+    hub: str
+    label: str
+    client: str | None
+    test: str | None
+    columns: tuple[str, ...] | None = field(default=None, metadata=ADDED)
+    drop: tuple[str, ...] | None = field(default=None, metadata=ADDED)
+    missing: str | None = field(default=None, metadata=ADDED)
+
+    def decode(self, places: list[Place], write: Writer) -> None:
+        place = places[0]
+        every, features = place.features("train"), self.features(place)
+        splits = ("train", *([self.test] if self.test else []))
+        fractions, assumed = False, None
+        if floats := getattr(every[self.label], "dtype", "").startswith("float"):
+            fractions, assumed = self._assumed(place, splits)
+        labels = None if fractions else Labels(place, self.label, whole=floats)
+        codes: dict[Any, int] = {}
+        whose = f"The column {quoted(self.client)} of {place.name}"
+        means, changed = self._means(place, features) if self.missing == "mean" else None, 0
+        for split in splits:
+            count = 0
+            for table, x, rows, gaps in self._complete(place, split, features, means):
+                y = table[self.label]
+                write.append(f"{split}_x", x)
+                write.append(
+                    f"{split}_y", labels.read(y, split, rows) if labels else self._fractions(y, place, split, rows)
+                )
+                if self.client and split == "train":
+                    write.append("train_key", encoded(table[self.client].to_pylist(), codes, whose))
+                count, changed = count + len(x), changed + gaps
+            if not count:
+                raise UndriftError(f"The {split} split of {place.name} has no {'complete ' if changed else ''}rows.")
+        if labels:
+            labels.check()
+        names = labels.names if labels else None
+        write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
+        if changed:
+            what = (
+                "empty cells were filled with their columns' means"
+                if means is not None
+                else "incomplete rows were left out"
+            )
+            write.notes["incomplete"] = f"{place.name}: {changed:,} {what} (missing={self.missing!r})."
+
+    def _complete(
+        self, place: Place, split: str, features: dict[str, Any], means: np.ndarray | None
+    ) -> Iterator[tuple[Any, np.ndarray, np.ndarray, int]]:
+        """Batches without missing values: the table, its features, its rows' numbers, and how much was missing."""
+        import pyarrow as pa
+
+        begin = 0
+        for table in place.batches(split, [*features, self.label, *([self.client] if self.client else [])]):
+            x = np.stack([self._numbers(table[name], name, place, split, begin) for name in features], 1)
+            gaps, rows = np.isnan(x), np.arange(begin, begin + len(x))
+            begin += len(x)
+            if means is not None:
+                yield table, np.where(gaps, means, x), rows, int(gaps.sum())
+            elif self.missing == "drop":
+                whole = ~gaps.any(1) & self._known(table)
+                if whole.any() or begin == len(x):
+                    yield table.filter(pa.array(whole)), x[whole], rows[whole], int((~whole).sum())
+            else:
+                yield table, x, rows, 0
+
+    def features(self, place: Place) -> dict[str, Any]:
+        """The columns to learn from, with their types. Raises `UndriftError` if one does not hold numbers."""
+        every = place.features("train")
+        others = {n: f for n, f in every.items() if n not in (self.label, self.client)}
+        for asked in (*(self.columns or ()), *(self.drop or ())):
+            if asked not in others:
+                why = "is the label or the client" if asked in every else f"is none of its columns, {listed(every)}"
+                raise UndriftError(f"columns and drop name features of {place.name}; {quoted(asked)} {why}.")
+        if self.columns is not None:
+            features = {name: others[name] for name in self.columns}
+        else:
+            features = {n: f for n, f in others.items() if not _is_index(n) and n not in (self.drop or ())}
+            if any(_is_index(name) and name not in (self.drop or ()) for name in others):
+                log.warning("%s: the index column that pandas wrote is left out", place.name)
+        kinds = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in features.items()}
+        if wrong := [name for name, kind in kinds.items() if not kind.startswith(("int", "uint", "float", "bool"))]:
+            if kinds[wrong[0]] == "null" and not any(map(len, place.batches("train", [wrong[0]]))):
+                raise UndriftError(f"{place.name} has no rows to train on.")
+            found = {"binary": "text that is not UTF-8", "null": "nothing"}.get(kinds[wrong[0]], kinds[wrong[0]])
+            raise UndriftError(
+                f"The column {quoted(wrong[0])} of {place.name} holds {found}, not numbers; turn it into numbers, or "
+                f"leave it out: drop={[shortened(name, 40) for name in wrong[:10]]!r}."
+            )
+        if not features:
+            raise UndriftError(
+                f"{place.name} has no columns besides {quoted(self.label)}, so there is nothing to learn from."
+            )
+        return features
+
+    def _means(self, place: Place, features: dict[str, Any]) -> np.ndarray:
+        """Each column's mean over the rows to train on that have a value."""
+        total, known = np.zeros(len(features)), np.zeros(len(features))
+        begin = 0
+        for table in place.batches("train", list(features)):
+            x = np.stack([self._numbers(table[name], name, place, "train", begin) for name in features], 1)
+            total, known, begin = total + np.nansum(x, 0, np.float64), known + (~np.isnan(x)).sum(0), begin + len(x)
+        if len(empty := np.flatnonzero(known == 0)):
+            name = list(features)[int(empty[0])]
+            raise UndriftError(f"The column {quoted(name)} of {place.name} has no value at all; drop=[{name!r}].")
+        return (total / known).astype(np.float32)
+
+    def _known(self, table: Any) -> np.ndarray:
+        """Which rows have a label and a client."""
+        wanted = [table[name] for name in (self.label, self.client) if name]
+        return ~np.any([column.is_null(nan_is_null=True).to_numpy() for column in wanted], 0)
+
+    def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
+        """Whether float labels are numbers to predict, and a warning if they are all whole, so that we must guess."""
+        seen: set[float] = set()
+        for table in (table for split in splits for table in place.batches(split, [self.label])):
+            y = table[self.label].to_numpy()
+            if self.missing == "drop" and y.dtype.kind == "f":
+                y = y[~np.isnan(y)]
+            if y.dtype.kind not in "fiu" or not (y == np.floor(y)).all() or len(seen) > MOST:
+                return True, None
+            seen.update(np.unique(y).tolist())
+        counted = len(seen) > 1 and seen == set(range(len(seen)))
+        if counted:
+            which = f"the whole numbers from 0 to {len(seen) - 1}, written as floats, and are treated as classes. To "
+            which += "predict them as numbers, pass arrays: ud.load((x, y), …)"
+        else:
+            which = "whole numbers written as floats, and are treated as numbers to predict. If they are classes, "
+            which += "write them without a decimal point"
+        return not counted, f"The labels in the column {quoted(self.label)} of {place.name} are {which}."
+
+    def _fractions(self, column: Any, place: Place, split: str, rows: np.ndarray) -> np.ndarray:
+        y = numbers(column, self.label, place, split)
+        _refuse(~np.isfinite(y), column, self.label, place, split, rows)
+        return y
+
+    def _numbers(self, column: Any, name: str, place: Place, split: str, begin: int) -> np.ndarray:
+        """A column's values, with NaN for those that are missing, where that is allowed."""
+        found = numbers(column, name, place, split)
+        wrong = np.isinf(found) if self.missing else ~np.isfinite(found)
+        _refuse(wrong, column, name, place, split, np.arange(begin, begin + len(found)))
+        return found
+
+    def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
+        train = {"x": arrays["train_x"], "y": arrays["train_y"]}
+        test = None
+        if "test_x" in arrays:
+            test = Rows({"x": arrays["test_x"], "y": arrays["test_y"]}, torch.arange(len(arrays["test_y"])))
+        return Source(
+            train,
+            np.zeros(len(train["y"]), np.int64) if notes["fractions"] else train["y"].numpy(),
+            test=test,
+            keys=arrays["train_key"].numpy() if "train_key" in arrays else None,
+            task=Task("mse") if notes["fractions"] else Task(),
+            names=notes["classes"],
+            clients=notes["clients"] or None,
+        )
+
+
+def numbers(column: Any, name: str, place: Place, split: str) -> np.ndarray:
+    """A column as float32, with NaN for empty cells."""
+    try:
+        if str(column.type) == "bool":
+            column = column.cast("int8")  # of truth values, Arrow makes no float where one is missing
+        with np.errstate(over="ignore"):  # values that are too large become infinite, and are refused
+            return np.asarray(column.to_numpy().astype(np.float32))
+    except (ValueError, TypeError) as error:
+        raise UndriftError(
+            f"The column {quoted(name)} of the {split} split of {place.name} is not all numbers."
+        ) from error
+
+
+def _refuse(wrong: np.ndarray, column: Any, name: str, place: Place, split: str, rows: np.ndarray) -> None:
+    """Raise for the first value that is not a finite number."""
+    if not wrong.any():
+        return
+    row = int(np.flatnonzero(wrong)[0])
+    given = column[row].as_py()
+    empty = given is None or given != given
+    large = f" (it is {given!r}, too large for 32 bits)" if not empty and abs(given) < np.inf else ""
+    hint = ', or pass missing="drop" or missing="mean"' if empty else ""
+    raise UndriftError(
+        f"Row {rows[row]} of the {split} split of {place.name} has no finite {quoted(name)}{large}; clean or drop that "
+        f"row{hint}."
+    )
+
+
+def _is_index(column: str) -> bool:
+    """Whether pandas gives this name to an index that it writes."""
+    return column in ("", "Unnamed: 0") or column.startswith("__index_level_")

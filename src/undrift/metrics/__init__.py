@@ -1,0 +1,71 @@
+"""Metrics by name, and those that a user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from undrift.errors import UndriftError, unknown
+from undrift.losses import CLASSES, Loss, accuracy, recall_at_5, reserved
+from undrift.metrics.base import Metric, Ratio, fresh, streams
+from undrift.metrics.classes import BalancedAccuracy, ConfusionMatrix, MacroF1, WeightedF1
+from undrift.metrics.numbers import MAE, R2, Perplexity
+from undrift.metrics.ranking import AUROC, AveragePrecision
+
+METRICS: dict[str, Any] = {
+    "accuracy": accuracy,
+    "auroc": AUROC(),
+    "average_precision": AveragePrecision(),
+    "balanced_accuracy": BalancedAccuracy(),
+    "confusion_matrix": ConfusionMatrix(),
+    "f1": MacroF1(),
+    "f1_weighted": WeightedF1(),
+    "mae": MAE(),
+    "perplexity": Perplexity(),
+    "r2": R2(),
+    "recall_at_5": recall_at_5,
+}
+
+
+def get_metrics(metrics: Any, loss: Loss) -> dict[str, Any]:
+    """The metrics by name. The default is accuracy if the loss is for classes, otherwise none."""
+    if metrics is None:
+        return {"accuracy": accuracy} if loss in CLASSES else {}
+    if isinstance(metrics, str) or streams(metrics):
+        metrics = [metrics]
+    if isinstance(metrics, list | tuple):
+        metrics = {_name(metric): metric for metric in metrics}
+    if not isinstance(metrics, dict):
+        raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
+    return {name: _found(name, metric) for name, metric in metrics.items()}
+
+
+def _name(metric: Any) -> str:
+    """The column of a metric that was given without a name."""
+    if isinstance(metric, str):
+        return metric
+    return str(getattr(metric, "__name__", type(metric).__name__))
+
+
+def _found(name: Any, metric: Any) -> Any:
+    if reserved(name):
+        raise UndriftError(f"A metric cannot be called {name!r}, which is a column of the history; rename it.")
+    if isinstance(metric, str) and metric in METRICS:
+        return METRICS[metric]
+    if isinstance(metric, type) and hasattr(metric, "update") and hasattr(metric, "compute"):
+        raise UndriftError(f"The metric {name!r} is a class; give an object of it: {metric.__name__}(…).")
+    if streams(metric):
+        return fresh(metric)  # the caller's is theirs to use
+    if callable(metric) or isinstance(metric, Metric):
+        return metric
+    raise unknown("metric", str(metric), METRICS)
+
+
+def measure(metric: Any, prepared: Callable[[Any], Any] = lambda function: function) -> Any:
+    """What evaluation adds up: a `Metric`, or an object that is shown every batch. Functions are `prepared` first."""
+    return metric if isinstance(metric, Metric) or streams(metric) else Ratio(prepared(metric))
+
+
+def summed(measures: dict[str, Any]) -> bool:
+    """Whether sums are all that is needed, so that each process, or node, can add up its own."""
+    return all(isinstance(metric, Metric) for metric in measures.values())
