@@ -107,7 +107,11 @@ class Board:
         """One line about all of it."""
         going = [f"{folder.name} ({', '.join(filter(None, _state(n, row)))})" for folder, n, row in self.running()]
         more = f" and {len(going) - 4} more" if len(going) > 4 else ""
-        said = [f"{self.ended} of {self.total} runs", self.left(), f"running: {', '.join(going[:4])}{more}" if going else ""]
+        said = [
+            f"{self.ended} of {self.total} runs",
+            self.left(),
+            f"running: {', '.join(going[:4])}{more}" if going else "",
+        ]
         return "; ".join(filter(None, said))
 
 

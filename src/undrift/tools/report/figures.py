@@ -139,10 +139,11 @@ def curves(axes: Any, payload: Payload, where: str, grid: str, key: str, label: 
         curve = {name: np.array(values, float) for name, values in group[where][key].items()}
         known = np.isfinite(curve["mean"])
         x, y = np.array(group[grid][axis], float)[known] / unit, curve["mean"][known]
-        style = looks(group["look"])
+        style, name = looks(group["look"]), escaped(group["name"])
         if earlier := same[:i].count(same[i]):
-            style["linestyle"] = (4 * earlier, (4, 4 * same.count(same[i]) - 4))
-        axes.plot(x, y, **style, label=escaped(group["name"]), marker="o" if len(x) < 3 else None, markersize=3)
+            axes.plot([], [], **style, label=name)  # the legend shows the line without gaps
+            style["linestyle"], name = (4 * earlier, (4, 4 * same.count(same[i]) - 4)), "_"
+        axes.plot(x, y, **style, label=name, marker="o" if len(x) < 3 else None, markersize=3)
         if "std" in curve:
             low, high = y - curve["std"][known], y + curve["std"][known]
             low, high = (np.clip(low, 0, None), np.clip(high, None, 1)) if key.endswith("accuracy") else (low, high)

@@ -20,6 +20,8 @@ Blocks = Mapping[str, Sequence[Figures]]
 class Column:
     header: str
     cell: Callable[[Figures], str]
+    printed: bool = True
+    """Whether it belongs into a paper, whose page has no room for all of them."""
 
 
 def columns(blocks: Blocks, asked: Asked) -> list[Column]:
@@ -28,23 +30,25 @@ def columns(blocks: Blocks, asked: Asked) -> list[Column]:
     told = [row for rows in blocks.values() for row in rows]
     kept = "" if asked.metric.startswith("validation_") else " (on test data)"  # its round is chosen by what it reports
     main = f"last {word}" if asked.last == 1 else f"{word}, mean of last {asked.last} rounds"
+    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] for row in told)
     found = [
-        Column("runs", lambda row: row["counted"]),
+        Column("runs", lambda row: row["counted"], printed=uneven),
         Column(main, lambda row: spread(row, row["runs"] - row["lost"], row["runs"])),
     ]
     if asked.baseline is not None:
         found.append(Column(f"difference to {asked.baseline} [95% interval]", difference))
-    found.append(Column(f"best {word}{kept}", lambda row: spread(row["best_on_test_data"])))
+    found.append(Column(f"best {word}{kept}", lambda row: spread(row["best_on_test_data"]), printed=False))
     if asked.target is not None:
-        found.append(Column(f"rounds to {asked.target:g}", _rounds))
-        found.append(Column(f"steps to {asked.target:g}", lambda row: spread(row["steps_to_target"], digits=0)))
-        found.append(Column(f"MB to {asked.target:g}", lambda row: spread(row["bytes_to_target"], digits=1, unit=1e6)))
-        found.append(Column(f"s to {asked.target:g}", lambda row: spread(row["seconds_to_target"], digits=1)))
+        to = f"to {asked.target:g}"
+        found.append(Column(f"rounds {to}", _rounds))
+        found.append(Column(f"steps {to}", lambda row: spread(row["steps_to_target"], digits=0), printed=False))
+        found.append(Column(f"MB {to}", lambda row: spread(row["bytes_to_target"], digits=1, unit=1e6)))
+        found.append(Column(f"s {to}", lambda row: spread(row["seconds_to_target"], digits=1), printed=False))
     if any("client_worst" in row for row in told):
         found.append(Column("worst tenth of clients", lambda row: spread(row.get("client_worst", {}))))
         found.append(Column("deviation over clients", lambda row: spread(row.get("client_std", {}))))
     if any("setting" in row for row in told):
-        found.append(Column("setting", lambda row: described(row["setting"])))
+        found.append(Column("setting", lambda row: described(row["setting"]), printed=False))
     return found
 
 
@@ -131,13 +135,14 @@ def _line(cells: Sequence[str]) -> str:
 
 def latex(blocks: Blocks, asked: Asked) -> str:
     r"""A `tabular` for booktabs, to be put into a `table` or `table*`; bold is the best mean of a block."""
-    found = columns(blocks, asked)
+    found = [column for column in columns(blocks, asked) if column.printed]
     lines = [
-        r"% Needs \usepackage{booktabs}. Mean ± standard deviation over runs with different seeds.",
-        rf"\begin{{tabular}}{{@{{}}l{''.join('l' if c.header == 'setting' else 'r' for c in found)}@{{}}}}",
+        r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds; bold: the best mean.",
+        rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
         r"\toprule",
         " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
     ]
+    main = [column.header for column in found].index(columns(blocks, asked)[1].header)
     for name, rows in blocks.items():
         lines.append(r"\midrule")
         if name:
@@ -145,7 +150,7 @@ def latex(blocks: Blocks, asked: Asked) -> str:
         leader = best(rows, asked.metric)
         for row in rows:
             cells = [escaped(column.cell(row)) for column in found]
-            cells[1] = rf"\textbf{{{cells[1]}}}" if row is leader else cells[1]
+            cells[main] = rf"\textbf{{{cells[main]}}}" if row is leader else cells[main]
             lines.append(" & ".join([escaped(row["name"]), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
@@ -157,7 +162,7 @@ def _head(header: str) -> str:
         return escaped(header)
     cut = min(range(1, len(words)), key=lambda i: abs(len(" ".join(words[:i])) - len(" ".join(words[i:]))))
     above, below = (escaped(" ".join(part)) for part in (words[:cut], words[cut:]))
-    return rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{above}\\{below}\end{{tabular}}"
+    return rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{above}\\{{}}{below}\end{{tabular}}"
 
 
 SPECIAL = {
