@@ -168,9 +168,9 @@ def run_on(
     from undrift.training.result import finished
 
     waiting = [point for point in points if not finished(folder / point.name)]
-    if waiting:
+    for point in {str(point.settings.get("data")): point for point in waiting}.values():
         with about(where):  # report errors in the data, which runs share, before the first run
-            arguments(checked(waiting[0].settings, where))
+            arguments(checked(point.settings, where))
     board.expect(
         {folder / point.name: point.settings.get("rounds", 0) for point in waiting}, len(points) - len(waiting)
     )

@@ -87,4 +87,6 @@ def draw(outcomes: list[Outcome], study: Study, folder: Path) -> list[str]:
         labels = {run.folder: outcome.cell.method for outcome in own for run in outcome.runs}
         if labels:
             payloads[partition] = gather(list(labels), labels)
+            for group in payloads[partition]["groups"]:  # undrift report draws the others
+                group["curves"] = {key: own for key, own in group["curves"].items() if key.startswith("test.")}
     return draw_panels(payloads, folder, DOUBLE if len(payloads) > 1 else SINGLE)
