@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.experiments import undrift
+from tests.experiments import changed, toml, undrift
 from undrift.errors import UndriftError
 from undrift.tools import board
 from undrift.tools.cli import app
@@ -273,6 +273,38 @@ def test_loss_is_minimised(here):
 
     run_study(outcomes, study, Path("out"), "s.toml", runner)
     assert outcomes[0].chosen == {"local.lr": 0.001}
+
+
+# ---- comparisons -------------------------------------------------------------------------------------------------
+
+
+def test_compare_takes_what_a_pattern_names(here):
+    text = toml(changed("data.validation_fraction", 0.2))
+    Path("e.toml").write_text(text)
+    undrift("sweep", "e.toml", "--seeds", 2, "--workers", 1, "--out", "runs/s")
+    whole = undrift("compare", "runs/s")
+    names = sorted(map(str, Path("runs/s").iterdir()))
+    said = undrift("compare", *names)  # also the files that a sweep leaves beside its runs
+    skipped = "skipped: runs/s/seed=0.json, runs/s/seed=1.json, runs/s/sweep.json (not a run)"
+    assert skipped in said.splitlines() and whole in said
+    (Path("runs") / "empty").mkdir()
+    Path("runs/s/seed=1/model.safetensors").unlink()
+    said = undrift("compare", "mine=runs/s", "runs/empty")
+    assert "skipped: runs/s/seed=1 (not finished); runs/empty (not a run)" in said and "mine" in said
+    labelled = undrift("compare", "mine=runs/s/seed=0*", "--markdown", "t.md")
+    assert "| mine | 1 |" in Path("t.md").read_text() and "mine" in labelled
+    with pytest.raises(UndriftError, match="is not finished; first: undrift resume"):
+        undrift("compare", "runs/s/seed=1")
+    with pytest.raises(UndriftError, match=r"runs/empty is no run"):
+        undrift("compare", "runs/empty")
+    with pytest.raises(UndriftError, match=r"There is no experiment file nowhere"):
+        undrift("compare", "mine=nowhere")
+    undrift("run", "e.toml", "--set", "seed=1", "--set", "method=FedProx(mu=0.1)", "--out", "other")
+    said = undrift("compare", "runs/s/seed=0", "other", "--baseline", "FedAvg()")
+    assert (
+        "warning: the groups have different seeds (FedAvg(): 0; FedProx(mu=0.1): 1)" in said
+        and "no common seed" in said
+    )
 
 
 # ---- search ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,7 @@ def understand(arguments: Sequence[str]) -> Given:
         UndriftError: If nothing is left, or if a path does not exist.
     """
     given = Given()
-    for argument in arguments:
-        label, path = split(argument)
+    for label, path in (pair for argument in arguments for pair in split(argument)):
         if not path.is_dir():
             if path.suffix == ".toml" or not os.path.lexists(path):
                 given.files.append((path, label))
@@ -60,12 +60,13 @@ def understand(arguments: Sequence[str]) -> Given:
     return given
 
 
-def split(argument: str) -> tuple[str | None, Path]:
-    """The label and the path of `FedAvg=runs/a`. A path that exists is a path, whatever is in its name."""
+def split(argument: str) -> list[tuple[str | None, Path]]:
+    """The label and the paths of `FedAvg=runs/a*`. A path that exists is a path, whatever is in its name."""
     label, equals, path = argument.partition("=")
-    if equals and label and path and not os.path.lexists(argument):
-        return label, Path(path)
-    return None, Path(argument)
+    if not (equals and label and path) or os.path.lexists(argument):
+        return [(None, Path(argument))]
+    found = [] if os.path.lexists(path) else sorted(glob.glob(path))  # shells expand patterns only without a label
+    return [(label, Path(name)) for name in found or [path]]
 
 
 def runs_in(path: Path) -> list[Path]:
