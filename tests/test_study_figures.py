@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from undrift.errors import UndriftError
+from undrift.files import seal
 from undrift.tools.compare import Run, chosen_metric
 from undrift.tools.study import tables
 from undrift.tools.study.measures import Asked, measure
@@ -145,6 +146,17 @@ def test_other_seeds_other_data_and_seeds_that_occur_twice_are_mentioned():
     assert "FedAvg: a seed occurs twice" in said
     (said,) = mismatches({"FedAvg": AVG, "FedProx": [run("FedProx()", s, 0.5, **{"data.seed": 9}) for s in range(3)]})
     assert "differ in data.seed" in said
+
+
+def test_data_that_differ_although_no_setting_does_are_mentioned(tmp_path):
+    runs = []
+    for name, digest in (("a", "1"), ("b", "2")):
+        (tmp_path / name).mkdir()
+        seal(tmp_path / name / "run.json", {"identity": {"training data": "0", "test data": digest}})
+        runs.append(Run(tmp_path / name, {"method": name, "seed": 0}, []))
+    (said,) = mismatches({"a": runs[:1], "b": runs[1:]})
+    assert "trained or tested on different data" in said
+    assert mismatches({"a": runs[:1], "b": [Run(tmp_path / "c", {"method": "b", "seed": 0}, [])]}) == []
 
 
 def test_labels_make_groups_and_runs_of_one_label_differ_in_seeds_alone():

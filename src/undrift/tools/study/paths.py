@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from undrift.errors import UndriftError, listed, quoted
 from undrift.tools.compare import Run, groups
 from undrift.tools.study.run import FINAL
-from undrift.training.result import finished, stopped
+from undrift.training.result import RUN, finished, recorded, stopped
 
 
 @dataclass
@@ -113,17 +114,38 @@ def mismatches(by_name: Mapping[str, Sequence[Run]]) -> list[str]:
     twice = [name for name, own in seeds.items() if len(set(own)) < len(own)]
     if twice:
         said.append(f"{listed(twice, 3)}: a seed occurs twice, so that the deviation is over fewer seeds than runs.")
-    if len({tuple(set(own)) for own in seeds.values()}) > 1:
+    if len({frozenset(own) for own in seeds.values()}) > 1:
         some = "; ".join(f"{name}: {', '.join(map(str, dict.fromkeys(own)))}" for name, own in list(seeds.items())[:3])
         said.append(f"the groups have different seeds ({some}), and with them different data and draws.")
     runs = [run for own in by_name.values() for run in own]
-    keys = sorted(
-        {key for run in runs for key in run.settings if key.startswith("data.")} - {"data.data_dir", "data.workers"}
-    )
-    for key in keys:
-        values: dict[int, set[str]] = {}
-        for run in runs:
-            values.setdefault(run.seed, set()).add(str(run.settings.get(key)))
-        if any(len(own) > 1 for own in values.values()):
-            said.append(f"the groups differ in {key}, so that their figures are of different data.")
+    keys = sorted({key for run in runs for key in run.settings if key.startswith("data.")} - ELSEWHERE)
+    differing = [key for key in keys if _differ(runs, partial(_setting, key))]
+    if differing:
+        said.append(f"the groups differ in {listed(differing, 3)}, so that their figures are of different data.")
+    elif _differ(runs, _digests):
+        said.append("the groups were trained or tested on different data, although their settings do not say so.")
     return said
+
+
+ELSEWHERE = {"data.data_dir", "data.workers"}
+"""Keys that say where data are, not what they are."""
+
+
+def _differ(runs: Sequence[Run], value: Callable[[Run], str | None]) -> bool:
+    """Whether runs with the same seed have different values. None is unknown."""
+    found: dict[int, set[str]] = {}
+    for run in runs:
+        if (own := value(run)) is not None:
+            found.setdefault(run.seed, set()).add(own)
+    return any(len(own) > 1 for own in found.values())
+
+
+def _setting(key: str, run: Run) -> str:
+    return str(run.settings.get(key))
+
+
+def _digests(run: Run) -> str | None:
+    """The checksums of a run's data, from its `run.json`; None if they are not known."""
+    known = recorded(run.folder) if (run.folder / RUN).exists() else None
+    identity = known.get("identity", {}) if known else {}
+    return str([identity.get(f"{kind} data") for kind in ("training", "test")]) if identity else None
