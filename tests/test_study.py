@@ -111,6 +111,8 @@ WRONG = {
     "{mu} has no values": ("mu = [0.1, 1.0], ", ""),
     "'nu' is neither in braces": ("mu = [0.1, 1.0], ", "mu = [0.1, 1.0], nu = 3, "),
     "'local.lrr' is neither in braces": ("local.lr = [0.001", "local.lrr = [0.001"),
+    "study.methods.Prox: data.clients is the same for all methods": ("mu = [0.1, 1.0], ", "mu = 1, data.clients = 3, "),
+    "seed is the same for all partitions; write it into study.seeds": ('"IID()"', "{ seed = 3 }"),
     "has an empty list": ("[0.001, 0.2]", "[]"),
     "a grid needs lists of values, and local.lr is a range": ("[0.001, 0.2]", "{ low = 0.001, high = 0.2 }"),
     "a grid tries all, so leave it out": ("baseline", "trials = 3\nbaseline"),

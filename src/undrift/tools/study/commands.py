@@ -184,8 +184,7 @@ def study(
     outcomes = [Outcome(cell) for cell in found.cells]
     try:
         with live.board(launch.new_console(), outcomes) as board:
-            runner = live.Runner(board, str(file), workers, places)
-            run_study(outcomes, found, folder, str(file), runner)
+            run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), workers, places))
     except KeyboardInterrupt:
         rest = "" if out is None else f" with --out {out}"
         typer.echo(f"stopped; the same command{rest} continues", err=True)
@@ -198,7 +197,7 @@ def study(
             typer.echo(f"{where}: {outcome.why}", err=True)
     results.draw(outcomes, found, folder / "figures")
     typer.echo(f"in {folder}: study.json, study.csv, study.tex, study.md, and figures as .pdf, .svg and .png")
-    raise typer.Exit(1 if runner.failed else 0)
+    raise typer.Exit(1 if any(outcome.why for outcome in outcomes) else 0)
 
 
 def _print(blocks: dict[str, list[Figures]], asked: Asked) -> None:

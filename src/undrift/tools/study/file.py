@@ -158,6 +158,8 @@ def _cell(
         raise UndriftError(f"{place} must be a partition in quotes, or a table of keys, not {quoted(keys)}.")
     settings = base
     for key, value in _entries(keys, ranges=False).items():
+        if key in ("seed", "method"):
+            raise UndriftError(f"{place}: {key} is the same for all partitions; write it into study.{key}s.")
         settings = put(settings, key, value, place)
     place = f"{where}: study.methods.{method}"
     entry = {"method": entry} if isinstance(entry, str) else entry
@@ -174,6 +176,10 @@ def _cell(
         if name not in choices:
             raise UndriftError(f"{place}: {{{name}}} has no values; add them, such as {name} = [0.1, 1.0].")
     for key in own:
+        if key == "seed" or key.startswith("data."):
+            raise UndriftError(
+                f"{place}: {key} is the same for all methods; vary it in [study.partitions] or in seeds."
+            )
         if key not in braces and not _known(key):
             raise UndriftError(
                 f"{place}: {key!r} is neither in braces in {quoted(expression)} nor a key of experiment files."

@@ -48,12 +48,10 @@ class Runner:
 
     def __init__(self, board: Board, where: str, workers: int | None, devices: list[str] | None) -> None:
         self.board, self.where, self.workers, self.devices = board, where, workers, devices
-        self.failed: dict[str, str] = {}
 
     def __call__(self, points: Sequence[Point], folder: Path, ended: Callable[[Point], None]) -> dict[str, Run]:
         if not self.board.console.is_terminal:
             what = "to choose settings" if folder.name == TUNING else "with the chosen settings, on fresh seeds"
             self.board.say(f"{len(points)} runs {what}")
-        runs, failed = launch.run_on(self.board, points, folder, self.where, self.workers, self.devices, ended)
-        self.failed |= failed
+        runs, _ = launch.run_on(self.board, points, folder, self.where, self.workers, self.devices, ended)
         return {run.folder.name: run for run in runs}
