@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cells = json.loads((ROOT / "benchmarks" / "results" / "troubles.json").read_text(encoding="utf-8"))["cells"]
-    chosen = {c["method"]: (c["chosen"], c["lr"]) for c in cells if c["trouble"] == "skewed labels"}
+    chosen = {c["name"]: (c["method"], c["setting"]["local.lr"]) for c in cells if c["partition"] == "skewed labels"}
     draw({name: curves(*chosen[name]) for name in COLOURS}, arguments.out)
 
 

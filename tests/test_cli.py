@@ -29,7 +29,18 @@ def here(tmp_path, monkeypatch, one_core):
 
 
 def test_help_reads_well_at_every_level():
-    for command in ([], ["run"], ["resume"], ["compare"], ["sweep"], ["report"], ["list"], ["data"], ["data", "show"]):
+    for command in (
+        [],
+        ["run"],
+        ["resume"],
+        ["compare"],
+        ["sweep"],
+        ["study"],
+        ["report"],
+        ["list"],
+        ["data"],
+        ["data", "show"],
+    ):
         text = undrift(*command, "--help")
         assert "Usage" in text and len(text.splitlines()) > 5
     assert "Run an experiment." in undrift("--help") and "undrift 0." in undrift("--version")

@@ -24,6 +24,9 @@ from benchmarks import costs, troubles
 from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, commands, console, python, run
 from undrift import models
 from undrift.data import sources
+from undrift.tools.config import read
+from undrift.tools.study.file import read_study
+from undrift.tools.study.search import Grid
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if any(block.language in RUN for block in blocks(page))]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -176,8 +179,15 @@ def test_the_tables_of_troubles_are_those_of_their_results(tmp_path):
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     troubles.write(copy, found)
     assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
-    assert {len(settings) for settings in troubles.METHODS.values()} == {6}
-    assert len(found["cells"]) == len(troubles.METHODS) * len(troubles.TROUBLES)
+    study = read_study(read(ROOT / "benchmarks" / "troubles.toml"), "troubles.toml")
+    assert study.partitions == list(troubles.KINDS) and {cell.combinations for cell in study.cells} == {6}
+    assert [(cell.partition, cell.method) for cell in study.cells] == [
+        (c["partition"], c["name"]) for c in found["cells"]
+    ]
+    for cell, row in zip(study.cells, found["cells"], strict=True):  # chosen on validation data, from its own grid
+        assert [one["setting"] for one in row["tried"]] == Grid(cell).ask()
+        best = max(range(6), key=lambda i: row["tried"][i]["validation"][0])
+        assert row["setting"] == row["tried"][best]["setting"] and row["seeds"] == study.plan.seeds
 
 
 def test_the_reference_has_every_public_name():

@@ -302,8 +302,8 @@ def test_where_the_page_goes_and_what_is_refused(runs, tmp_path, monkeypatch):
     shutil.copytree("one", "short")
     Path("short/partition.json").unlink()
     Path("short/metrics.jsonl").write_text(json.dumps({**COSTS, "loss": 1.0}))
-    assert say("report", "short", "--figures", "f").endswith("1 figures, each as .svg and .png, in f\n")
-    assert {file.name for file in Path("f").iterdir()} == {"loss.svg", "loss.png"}
+    assert say("report", "short", "--figures", "f").endswith("1 figures, each as .pdf, .svg and .png, in f\n")
+    assert {file.name for file in Path("f").iterdir()} == {"loss.pdf", "loss.svg", "loss.png"}
     Path("bare").mkdir()
     for path in ("bare", "nowhere", "report.html"):
         with pytest.raises(ud.UndriftError, match=rf"{path} is not a run"):

@@ -17,7 +17,9 @@ from undrift import __version__
 from undrift.errors import DEBUG, said_elsewhere
 from undrift.flower.commands import flower
 from undrift.tools import launch
-from undrift.tools.torchrun import refuse_torchrun, speaks
+from undrift.tools.options import DataDir, File, Import, Out, Set, Trust
+from undrift.tools.study.commands import register
+from undrift.tools.torchrun import speaks
 
 app = typer.Typer(
     name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -26,18 +28,6 @@ app = typer.Typer(
 data = typer.Typer(no_args_is_help=True, help="Data sets and their partitions.")
 app.add_typer(data, name="data")
 app.add_typer(flower, name="flower")
-
-File = Annotated[Path, typer.Argument(help="An experiment file, or the folder of a run to repeat.", show_default=False)]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: local.lr=0.05")]
-Import = Annotated[
-    list[str] | None, typer.Option("--import", metavar="MODULE", help="Import your own methods, models and data first.")
-]
-DataDir = Annotated[Path | None, typer.Option(help="A folder in hub layout to read data from.")]
-Out = Annotated[Path | None, typer.Option(help="The folder to write to.  [default: a new one in runs/]")]
-Seeds = Annotated[int | None, typer.Option(min=1, max=10_000, help="How many seeds, from the experiment's own on.")]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="Import the modules that a run's config.toml names, which runs their code.")
-]
 
 
 def _version(asked: bool) -> None:
@@ -116,90 +106,7 @@ def resume(
     launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
 
 
-@app.command()
-def compare(
-    paths: Annotated[list[Path], typer.Argument(help="Experiment files to run, and folders of runs.")],
-    target: Annotated[float | None, typer.Option(help="Also show the cost of reaching this accuracy.")] = None,
-    seeds: Seeds = None,
-    set: Set = None,
-    out: Out = None,
-    imports: Import = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Compare runs, with mean ± standard deviation over seeds."""
-    refuse_torchrun("compare")
-    from undrift.errors import UndriftError
-    from undrift.tools import compare as compared
-
-    folders = [path for path in paths if path.is_dir()]
-    files = [path for path in paths if not path.is_dir()]
-    points = []
-    for file in files:
-        settings = launch.read_settings(file, set, imports, data_dir)
-        settings.pop("sweep", None)
-        own = launch.grid_points(settings, {"seed": launch.seeds_from(settings, seeds)}, str(file))
-        points += [type(point)(f"{file.stem},{point.name}", point.settings) for point in own]
-    runs, problems = compared.read_runs(folders)
-    launch.warn_left_out(problems)
-    failed: dict[str, str] = {}
-    if points:
-        from undrift.tools.experiment import new_folder
-        from undrift.tools.sweep import unique
-
-        more, failed = launch.run_points(unique(points), out or new_folder("compare"), "compare", None)
-        runs += more
-    if not runs:
-        raise UndriftError("There is nothing to compare: no run finished.")
-    launch.new_console().print(compared.table(runs, target))
-    raise typer.Exit(1 if failed else 0)
-
-
-@app.command()
-def sweep(
-    file: File,
-    grid: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=[VALUE, …]", help="Values of a key: 'local.lr=[0.01, 0.1]'")
-    ] = None,
-    seeds: Seeds = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: one per core]")] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="Devices that take a run each: cuda:0,cuda:1", metavar="DEVICE,…")
-    ] = None,
-    set: Set = None,
-    out: Out = None,
-    imports: Import = None,
-    trust: Trust = False,
-    data_dir: DataDir = None,
-) -> None:
-    """Run every combination of some keys' values; the best is chosen on validation data.
-
-    The grid may also be in the file, as a section \\[sweep] of keys and lists. The same command with the same --out
-    continues a sweep that was stopped.
-    """
-    refuse_torchrun("sweep")
-    from undrift.tools import sweep as swept
-    from undrift.tools.experiment import new_folder
-
-    settings = launch.read_settings(file, set, imports, data_dir, trust)
-    wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
-    if seeds is not None or "seed" not in wanted:
-        wanted["seed"] = launch.seeds_from(settings, seeds)
-    folder = out or new_folder(file.stem)
-    points = launch.grid_points(settings, wanted, str(file))
-    places = swept.parse_devices(devices, workers) if devices is not None else None
-    runs, failed = launch.run_points(points, folder, str(file), workers, places)
-    from rich.text import Text
-
-    console = launch.new_console()
-    found = swept.summary(runs, folder, failed)
-    if runs:
-        console.print(launch.sweep_table(found))
-    if found["best"] is not None and len(found["settings"]) > 1:
-        console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
-    elif found["chosen_by"] and len(found["settings"]) > 1:
-        console.print("no best setting: in each of them, a run stopped or diverged")
-    console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
-    raise typer.Exit(1 if failed else 0)
+register(app)
 
 
 @app.command()
@@ -227,7 +134,7 @@ def report(
     if figures:
         from undrift.tools.report.figures import draw
 
-        typer.echo(f"{len(draw(payload, figures))} figures, each as .svg and .png, in {figures}")
+        typer.echo(f"{len(draw(payload, figures))} figures, each as .pdf, .svg and .png, in {figures}")
     if watch:
         from undrift.tools.report.watch import watch as follow
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from undrift.errors import UndriftError, first_line, machine_trouble, quoted
+from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
+from undrift.losses import lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
@@ -88,6 +89,13 @@ class Run:
         found = self.rows[-1].get(metric) if self.rows and not self.lost else None
         return float(found if number(found) else np.nan)
 
+    def last(self, metric: str, count: int = 1) -> float:
+        """The mean over the last `count` rounds with this figure; NaN if there is none, or if the run is `lost`."""
+        if count == 1 or self.lost:
+            return self.final(metric)
+        values = [row[metric] for row in self.rows if number(row.get(metric))][-count:]
+        return float(np.mean(values)) if values else math.nan
+
     def best(self, metric: str) -> float:
         values = [row[metric] for row in self.rows if number(row.get(metric)) and np.isfinite(row[metric])]
         return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
@@ -99,6 +107,14 @@ class Run:
             if number(found) and (found <= target if lower_is_better(metric) else found >= target):
                 return row
         return None
+
+    def seconds(self, row: dict[str, Any]) -> float:
+        """The time from the start to the end of this row's round."""
+        return math.fsum(own["seconds"] for own in self.rows if own["round"] <= row["round"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings.get("seed", 0))
 
 
 @contextmanager
@@ -160,6 +176,18 @@ def read_runs(folders: Sequence[Path], unfinished: bool = False) -> tuple[list[R
     return runs, problems
 
 
+def chosen_metric(runs: Sequence[Run], metric: str | None) -> str:
+    """The metric to compare by: the one that is asked for, or the leading one. Raises if no run has it."""
+    if metric is None:
+        return leading_metric(runs)
+    known = dict.fromkeys(key for run in runs for row in run.rows for key in row if number(row[key]))
+    if metric not in known:
+        close = nearest(metric, known)
+        hint = f"did you mean {close!r}?" if close else f"the histories have {', '.join(known)}."
+        raise UndriftError(f"No run has a figure called {quoted(metric)}; {hint}")
+    return metric
+
+
 def leading_metric(runs: Sequence[Run]) -> str:
     """What runs are compared by: the first metric that one of them was evaluated with."""
     for run in runs:
@@ -172,12 +200,10 @@ def leading_metric(runs: Sequence[Run]) -> str:
 
 def counted(runs: Sequence[Run]) -> str:
     """How many runs there are, and how many of them were not finite."""
-    said = marks(sum(bool(run.stopped) for run in runs), sum(left_out(run.rows) for run in runs))
+    diverged = sum(run.diverged is not None and not run.stopped for run in runs)
+    said = [f"{diverged} diverged"] if diverged else []
+    said += marks(sum(bool(run.stopped) for run in runs), sum(left_out(run.rows) for run in runs))
     return f"{len(runs)} ({', '.join(said)})" if said else str(len(runs))
-
-
-def lower_is_better(metric: str) -> bool:
-    return metric.endswith("loss")
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -227,27 +253,3 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
     if len(known) < 2:
         return mean
     return f"{mean} ± {np.std(known, ddof=1):.{digits}f}" if digits else f"{mean} ± {np.std(known, ddof=1):,.0f}"
-
-
-def table(runs: Sequence[Run], target: float | None) -> Any:
-    """The comparison as a Rich table."""
-    from rich.table import Table
-
-    metric = leading_metric(runs)
-    word = metric.replace("_", " ")
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    made.add_column("")
-    for column in ("runs", f"last {word}", f"best {word}"):
-        made.add_column(column, justify="right", no_wrap=True)
-    for column in ("rounds", "steps", "MB") if target is not None else ():
-        made.add_column(f"{column} to {target:g}", justify="right", no_wrap=True)
-    for name, own in groups(runs).items():
-        cells = [spread([run.final(metric) for run in own]), spread([run.best(metric) for run in own])]
-        if target is not None:
-            reached = [row for run in own if (row := run.until(metric, target))]
-            missed = "" if len(reached) == len(own) else f" ({len(reached)} of {len(own)})"
-            cells.append(spread([row["round"] for row in reached], 0) + missed)
-            cells.append(spread([row["total_steps"] for row in reached], 0))
-            cells.append(spread([row["total_bytes"] / 1e6 for row in reached], 1))
-        made.add_row(name, counted(own), *cells)
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,14 @@ import typer
 from undrift.tools.torchrun import speaks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from rich.console import Console
 
+    from undrift.tools.board import Board
+    from undrift.tools.compare import Run
     from undrift.tools.config import Experiment
+    from undrift.tools.sweep import Point
 
 
 def new_console() -> Console:
@@ -73,10 +77,13 @@ def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) 
 def read_experiment(
     file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool
 ) -> Experiment:
+    from undrift.errors import UndriftError
     from undrift.tools import config
 
     settings = read_settings(file, set, imports, data_dir, trust)
     settings.pop("sweep", None)
+    if "study" in settings:
+        raise UndriftError(f"{file} is a study; run it with: undrift study {file}")
     return config.checked(settings, str(file))
 
 
@@ -133,33 +140,54 @@ def grid_points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str
 def run_points(
     points: Any, folder: Path, where: str, workers: int | None, devices: list[str] | None = None
 ) -> tuple[list[Any], dict[str, str]]:
-    """Run all points, with a progress bar. Returns the runs that ended, and the error messages of others by name."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Run all points, with a board of those in progress. Returns the runs that ended, and the messages of others."""
+    from undrift.tools.board import Board
 
+    with Board(new_console()) as board:
+        try:
+            return run_on(board, points, folder, where, workers, devices, lambda point: None)
+        except KeyboardInterrupt:
+            board.__exit__()
+            typer.echo(f"stopped; the same command with --out {folder} continues", err=True)
+            raise typer.Exit(130) from None
+
+
+def run_on(
+    board: Board,
+    points: Sequence[Point],
+    folder: Path,
+    where: str,
+    workers: int | None,
+    devices: list[str] | None,
+    ended: Callable[[Point], None],
+) -> tuple[list[Run], dict[str, str]]:
+    """Run the points that are not finished, and report them to the board. Returns as `run_points` does."""
     from undrift.tools.config import checked
     from undrift.tools.experiment import about, arguments
     from undrift.tools.sweep import sweep
+    from undrift.training.result import finished
 
-    with about(where):  # report errors in the data, which all runs share, before the first run
-        arguments(checked(points[0].settings, where))
+    waiting = [point for point in points if not finished(folder / point.name)]
+    for point in {str(point.settings.get("data")): point for point in waiting}.values():
+        with about(where):  # report errors in the data, which runs share, before the first run
+            arguments(checked(point.settings, where))
+    board.expect(
+        {folder / point.name: point.settings.get("rounds", 0) for point in waiting}, len(points) - len(waiting)
+    )
+    for point in points:
+        if point not in waiting:
+            ended(point)
     failed: dict[str, str] = {}
-    console = new_console()
-    columns = (TextColumn("runs"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(points))
 
-        def done(point: Any, message: str | None) -> None:
-            progress.advance(task)
-            if message:
-                failed[point.name] = message
-                print(f"error: {point.name}: {message}", file=sys.stderr)
+    def done(point: Point, message: str | None) -> None:
+        if folder / point.name in board.open:
+            board.end(folder / point.name)
+            ended(point)
+        if message:
+            failed[point.name] = message
+            board.say(f"error: {point.name}: {message}")
 
-        try:
-            return sweep(points, folder, where, workers, done, devices), failed
-        except KeyboardInterrupt:
-            progress.stop()
-            typer.echo(f"stopped; the same command with --out {folder} continues", err=True)
-            raise typer.Exit(130) from None
+    return sweep(list(points), folder, where, workers, done, devices), failed
 
 
 def sweep_table(found: dict[str, Any]) -> Any:

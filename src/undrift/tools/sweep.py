@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ import numpy as np
 import torch
 
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
-from undrift.files import regular, write_text
-from undrift.tools.compare import Run, counted, groups, leading_metric, lower_is_better
+from undrift.files import lock, regular, write_text
+from undrift.losses import lower_is_better
+from undrift.tools.compare import Run, counted, groups, leading_metric
 from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
 from undrift.tools.experiment import about, run, understood
 from undrift.tools.stopping import stopping
-from undrift.tools.workers import each
+from undrift.tools.workers import GRACE, each
 from undrift.training import arithmetic, beside
 from undrift.training.checks import find_device
 from undrift.training.nonfinite import mute
@@ -93,7 +95,7 @@ def points(settings: Document, grid: Grid, where: str) -> list[Point]:
         changed = settings
         for key, value in pairs.items():
             changed = put(changed, key, value, where)
-        name = ",".join(f"{key}={_word(value)}" for key, value in pairs.items()) or "run"
+        name = ",".join(f"{key}={word(value)}" for key, value in pairs.items()) or "run"
         with about(f"{where}, {name}"):
             understood(checked(changed, where))
         found.append(Point(name, changed))
@@ -121,7 +123,7 @@ def unique(found: list[Point]) -> list[Point]:
     return named
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
     """A value as it appears in a folder's name."""
     return re.sub(r"[^A-Za-z0-9.+=-]+", "_", str(value)).strip("_")[:60]
 
@@ -246,6 +248,7 @@ def _one(
     `device` takes the place of that of the settings.
     """
     mute()  # the reason for a stop is returned
+    _wait_for(Path(folder))
     settings = settings if device is None else {**settings, "device": device}
     try:
         resume = (Path(folder) / "config.toml").exists()
@@ -258,6 +261,17 @@ def _one(
             traceback.print_exc()
         return machine_trouble(error) or f"{type(error).__name__}: {first_line(error)}"
     return f"stopped. {result.stopped}" if result.stopped else None
+
+
+def _wait_for(folder: Path) -> None:
+    """Give the workers of a parent that was killed the time that they have to end."""
+    end = time.monotonic() + 2 * GRACE
+    while folder.is_dir() and time.monotonic() < end:
+        try:
+            with lock(folder):
+                return
+        except UndriftError:
+            time.sleep(0.1)
 
 
 def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None) -> dict[str, Any]:

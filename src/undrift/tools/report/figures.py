@@ -1,11 +1,11 @@
-"""Figures for a paper: one column wide, in colours that work in print and for colour-blind readers.
+"""Figures for a paper: one or two columns wide, in colours that work in print and for colour-blind readers.
 
-Every figure is written as .svg, with text as text, and as .png.
+Every figure is written as .pdf, with fonts embedded, as .svg, with text as text, and as .png.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,42 +32,74 @@ STYLE: Any = {
     "axes.spines.right": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "undrift",
+    "pdf.fonttype": 42,  # TrueType, since many venues refuse Type 3
 }
-WIDTH, HEIGHT = 3.35, 2.4
-"""In inches, for a two-column layout."""
+SINGLE, DOUBLE = 3.35, 7.0
+"""Widths in inches: one column, or both, of a two-column layout."""
+HEIGHT = 2.4
+"""The height of a panel, in inches."""
+ACROSS = 3
+"""The most panels in a row."""
 
 
-def draw(payload: Payload, folder: Path) -> list[str]:
+def draw(payload: Payload, folder: Path, width: float = SINGLE) -> list[str]:
     """Write every figure that these runs have data for; returns their names."""
+    return draw_panels({"": payload}, folder, width)
+
+
+def draw_panels(payloads: Mapping[str, Payload], folder: Path, width: float = DOUBLE) -> list[str]:
+    """Write every figure that these payloads have data for, with a titled panel of each; returns their names."""
     import matplotlib
-    from matplotlib.figure import Figure
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UndriftError(f"The folder {folder} cannot be created ({error.strerror}); choose another.") from error
-    made = []
+    groups = dict.fromkeys(group["name"] for payload in payloads.values() for group in payload["groups"])
+    for payload in payloads.values():  # one look per name, in all panels
+        for group in payload["groups"]:
+            group["look"] = list(groups).index(group["name"])
+    found = {title: figures(payload) for title, payload in payloads.items()}
+    names = list(dict.fromkeys(name for own in found.values() for name in own))
     with matplotlib.rc_context(STYLE):
-        for name, paint in figures(payload).items():
-            figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-            axes = figure.subplots()
-            paint(axes)
-            handles, labels = axes.get_legend_handles_labels()
-            if len(labels) > 1:
-                longest = max(map(len, labels))
-                columns = 2 if longest < 28 else 1
-                rows = -(-len(labels) // columns)
-                figure.set_figheight(HEIGHT + 0.14 * rows)
-                figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+        for name in names:
+            figure = _figure({title: own[name] for title, own in found.items() if name in own}, width, name)
+            figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             figure.savefig(folder / f"{name}.png", dpi=300)
-            made.append(name)
-    return made
+    return names
+
+
+def _figure(panels: Mapping[str, Callable[[Any], None]], width: float, name: str) -> Any:
+    """A figure with these panels, and one legend for all of them."""
+    from matplotlib.figure import Figure
+
+    across = min(len(panels), ACROSS if width > SINGLE else 1)
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(width, HEIGHT * down), layout="constrained")
+    shared = name != "partition" and len(panels) > 1
+    grid = figure.subplots(down, across, squeeze=False, sharey=shared)
+    handles: dict[str, Any] = {}
+    for i, (axes, (title, paint)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+        paint(axes)
+        axes.set_title(escaped(title))
+        if shared and i % across:
+            axes.set_ylabel("")
+        own, labels = axes.get_legend_handles_labels()
+        handles = dict(zip(labels, own, strict=True)) | handles
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    if len(handles) > 1:
+        room = int(width / SINGLE * 46)  # characters in a line of the legend
+        columns = max(1, min(len(handles), room // (max(map(len, handles)) + 6)))
+        figure.set_figheight(HEIGHT * down + 0.14 * -(-len(handles) // columns))
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns, frameon=False)
+    return figure
 
 
 def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
     """Functions that draw a figure, by file name."""
-    found: dict[str, Callable[[Any], None]] = {}
+    found: dict[str, Callable[..., None]] = {}
     keys = {key: None for group in payload["groups"] for key in group["curves"]}
     for key in keys:
         source, metric = key.split(".", 1)
@@ -77,6 +109,8 @@ def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
         if not source.endswith("_std") and (max(counts) > 1 or source == "test"):  # one evaluation makes no curve
             name = metric if source == "test" else f"{source}_{metric}"
             found[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=name)
+            if source == "test" and metric != "loss" and max(counts) > 1:
+                found[f"{name}_over_bytes"] = partial(found[name], axis="bytes")
     for key in {key: None for group in payload["groups"] for key in group["schedules"]}:
         label = {"lr": "learning rate", "local_steps": "local steps per client", "diagnostic": "diagnostic $S$"}.get(
             key, key
@@ -96,23 +130,31 @@ def looks(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
 
 
-def curves(axes: Any, payload: Payload, where: str, grid: str, key: str, label: str) -> None:
-    """One curve per group, with a band of one standard deviation over seeds."""
-    for i, group in enumerate(payload["groups"]):
-        if key not in group[where]:
-            continue
+def curves(axes: Any, payload: Payload, where: str, grid: str, key: str, label: str, axis: str = "round") -> None:
+    """One curve per group, with a band of one standard deviation over seeds; curves that are the same are striped."""
+    unit = 1e6 if axis == "bytes" else 1.0
+    own = [group for group in payload["groups"] if key in group[where]]
+    same = [repr((group[grid][axis], group[where][key])) for group in own]
+    for i, group in enumerate(own):
         curve = {name: np.array(values, float) for name, values in group[where][key].items()}
         known = np.isfinite(curve["mean"])
-        x, y = np.array(group[grid]["round"], float)[known], curve["mean"][known]
-        axes.plot(x, y, **looks(i), label=escaped(group["name"]), marker="o" if len(x) < 3 else None, markersize=3)
+        x, y = np.array(group[grid][axis], float)[known] / unit, curve["mean"][known]
+        style, name = looks(group["look"]), escaped(group["name"])
+        if earlier := same[:i].count(same[i]):
+            axes.plot([], [], **style, label=name)  # the legend shows the line without gaps
+            style["linestyle"], name = (4 * earlier, (4, 4 * same.count(same[i]) - 4)), "_"
+        axes.plot(x, y, **style, label=name, marker="o" if len(x) < 3 else None, markersize=3)
         if "std" in curve:
-            deviation = curve["std"][known]
-            axes.fill_between(x, y - deviation, y + deviation, color=looks(i)["color"], alpha=0.15, linewidth=0)
-    axes.set(xlabel="round", ylabel=escaped(label.replace("_", " ")) if "$" not in label else label)
+            low, high = y - curve["std"][known], y + curve["std"][known]
+            low, high = (np.clip(low, 0, None), np.clip(high, None, 1)) if key.endswith("accuracy") else (low, high)
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    words = {"round": "round", "bytes": "sent and received (MB)"}
+    axes.set(xlabel=words[axis], ylabel=escaped(label.replace("_", " ")) if "$" not in label else label)
     values = [v for group in payload["groups"] for v in group[where].get(key, {}).get("mean", ()) if v]
     if key.endswith("loss") and values and min(values) > 0 and max(values) > 200 * min(values):
         axes.set_yscale("log")
-    _whole(axes)
+    if axis == "round":
+        _whole(axes)
 
 
 def by_class(axes: Any, payload: Payload) -> None:
@@ -123,9 +165,10 @@ def by_class(axes: Any, payload: Payload) -> None:
             values = np.array(ends, float)
             seen = np.isfinite(values).all(0)
             count = max(count, len(seen))
-            style = {**looks(i), "linestyle": "none"}
-            axes.plot(np.flatnonzero(seen), values[:, seen].mean(0), marker="osD^v<>P"[i % 8], markersize=4, **style,
-                      label=escaped(group["name"]))  # fmt: skip
+            style = {**looks(group["look"]), "linestyle": "none", "marker": "osD^v<>P"[group["look"] % 8]}
+            beside = np.linspace(-0.25, 0.25, len(payload["groups"]) + 2)[1 + i]  # so that none hides another
+            x, y = np.flatnonzero(seen) + beside, values[:, seen].mean(0)
+            axes.plot(x, y, markersize=4, **style, label=escaped(group["name"]))
     axes.set(xlabel="class", ylabel="accuracy", ylim=(-0.03, 1.03))
     if count <= 20:
         axes.set_xticks(range(count))
@@ -137,12 +180,12 @@ def by_class(axes: Any, payload: Payload) -> None:
 def by_client(axes: Any, payload: Payload) -> None:
     """Clients from worst to best, averaged over a group's runs."""
     share, metric = np.linspace(0, 1, 101), "accuracy"
-    for i, group in enumerate(payload["groups"]):
+    for group in payload["groups"]:
         own = [payload["runs"][r]["clients"] for r in group["runs"] if "clients" in payload["runs"][r]]
         ranked = [np.array([v for v in clients["values"] if v is not None], float) for clients in own]
         if ranked := [values for values in ranked if len(values)]:
             metric = own[0]["metric"]
-            axes.plot(100 * share, np.mean([np.quantile(v, share) for v in ranked], 0), **looks(i),
+            axes.plot(100 * share, np.mean([np.quantile(v, share) for v in ranked], 0), **looks(group["look"]),
                       label=escaped(group["name"]))  # fmt: skip
     axes.set(xlabel="share of clients (%), worst first", ylabel=escaped(metric.replace("_", " ")))
 

@@ -7,7 +7,7 @@ Runs that differ only in their seed form a group, with curves of mean and standa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,11 @@ def folders(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def gather(paths: Sequence[Path]) -> dict[str, Any]:
-    """The payload of the runs in these folders; `left_out` lists problems of runs that cannot be read."""
+def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> dict[str, Any]:
+    """The payload of the runs in these folders; `left_out` lists problems of runs that cannot be read.
+
+    With `labels`, runs of one label form a group of that name.
+    """
     runs, problems = read_runs(paths, unfinished=True)
     partitions: list[Any] = []
     shown: dict[Path, dict[str, Any]] = {}
@@ -61,7 +64,7 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
     runs = [run for run in runs if run.folder in shown]
     if not runs:
         raise UndriftError(problems[0])
-    grouped = groups(runs)
+    grouped = groups(runs) if labels is None else labelled(runs, labels)
     metrics = sorted({name for run in runs for name in measured(run)}, key=lambda name: (name == "loss", name))
     payload: dict[str, Any] = {
         "version": __version__,
@@ -84,6 +87,13 @@ def gather(paths: Sequence[Path]) -> dict[str, Any]:
         payload["runs"] += [shown[run.folder] for run in own]
     payload["downsampled"] = max(len(run.rows) for run in runs) > POINTS
     return payload
+
+
+def labelled(runs: Sequence[Run], labels: Mapping[Path, str]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(labels[run.folder], []).append(run)
+    return found
 
 
 def measured(run: Run) -> set[str]:

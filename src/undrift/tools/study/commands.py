@@ -1,0 +1,226 @@
+"""`undrift compare`, `sweep` and `study`. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undrift.tools import launch
+from undrift.tools.options import DataDir, File, Import, Out, Set, Trust
+from undrift.tools.torchrun import refuse_torchrun
+
+if TYPE_CHECKING:
+    from undrift.tools.study.measures import Asked, Figures
+
+Seeds = Annotated[int | None, typer.Option(min=1, max=10_000, help="How many seeds, from the experiment's own on.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: one per core]")]
+Devices = Annotated[str | None, typer.Option(help="Devices that take a run each: cuda:0,cuda:1", metavar="DEVICE,…")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (compare, sweep, study):
+        app.command()(command)
+
+
+def compare(
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Folders of runs or of sweeps, and experiment files to run; FedAvg=runs/a gives a label."),
+    ],
+    target: Annotated[float | None, typer.Option(help="Also show the cost of reaching this accuracy.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="What to compare by: accuracy, loss, validation_accuracy …")
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, help="Report the mean over so many last rounds.")] = 1,
+    baseline: Annotated[
+        str | None, typer.Option(help="Also show differences to this group, seed by seed, with a 95% interval.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write every number to this file.")] = None,
+    latex: Annotated[Path | None, typer.Option(help="Also write a LaTeX table, for booktabs.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write a Markdown table.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also draw figures into this folder: .pdf, .svg, .png")] = None,
+    double: Annotated[bool, typer.Option("--double", help="Figures as wide as two columns of a paper.")] = False,
+    seeds: Seeds = None,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Compare runs, with mean ± standard deviation over seeds."""
+    refuse_torchrun("compare")
+    from undrift.errors import UndriftError
+    from undrift.tools import compare as compared
+    from undrift.tools.study import paths as given_paths
+    from undrift.tools.study.measures import Asked, measure
+
+    given = given_paths.understand(paths)
+    points, of_files = _points(given.files, seeds, set, imports, data_dir)
+    runs, problems = compared.read_runs(list(given.folders)) if given.folders else ([], [])
+    launch.warn_left_out(problems)
+    if given.skipped:
+        typer.echo(given_paths.describe(given.skipped), err=True)
+    failed: dict[str, str] = {}
+    labels = dict(given.folders)
+    if points:
+        from undrift.tools.experiment import new_folder
+
+        folder = out or new_folder("compare")
+        more, failed = launch.run_points(points, folder, "compare", None)
+        runs += more
+        labels |= {folder / name: label for name, label in of_files.items()}
+    if not runs:
+        raise UndriftError("There is nothing to compare: no run finished.")
+    groups = given_paths.grouped(runs, labels)
+    for sentence in given_paths.mismatches(groups):
+        typer.echo(f"warning: {sentence}", err=True)
+    asked = Asked(compared.chosen_metric(runs, metric), last, target, baseline)
+    blocks = {"": measure(groups, asked)}
+    _print(blocks, asked)
+    _write(blocks, asked, csv, latex, markdown)
+    if figures:
+        from undrift.tools.report.figures import DOUBLE, SINGLE, draw
+        from undrift.tools.report.gather import gather
+
+        by_folder = {run.folder: name for name, own in groups.items() for run in own}
+        made = draw(gather(list(by_folder), by_folder), figures, DOUBLE if double else SINGLE)
+        typer.echo(f"{len(made)} figures, each as .pdf, .svg and .png, in {figures}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _points(
+    files: list[tuple[Path, str | None]],
+    seeds: int | None,
+    set: list[str] | None,
+    imports: list[str] | None,
+    data_dir: Path | None,
+) -> tuple[list[Any], dict[str, str | None]]:
+    """The runs of experiment files, one per seed, and their labels by name."""
+    from undrift.tools.sweep import Point, unique
+
+    points, labels = [], []
+    for file, label in files:
+        settings = launch.read_settings(file, set, imports, data_dir)
+        settings.pop("sweep", None)
+        for point in launch.grid_points(settings, {"seed": launch.seeds_from(settings, seeds)}, str(file)):
+            points.append(Point(f"{file.stem},{point.name}", point.settings))
+            labels.append(label)
+    found = unique(points)
+    return found, {point.name: label for point, label in zip(found, labels, strict=True)}
+
+
+def sweep(
+    file: File,
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=[VALUE, …]", help="Values of a key: 'local.lr=[0.01, 0.1]'")
+    ] = None,
+    seeds: Seeds = None,
+    workers: Workers = None,
+    devices: Devices = None,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    trust: Trust = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Run every combination of some keys' values; the best is chosen on validation data.
+
+    The grid may also be in the file, as a section \\[sweep] of keys and lists. The same command with the same --out
+    continues a sweep that was stopped. To choose the best setting of each method, see undrift study.
+    """
+    refuse_torchrun("sweep")
+    from undrift.tools import sweep as swept
+    from undrift.tools.experiment import new_folder
+
+    settings = launch.read_settings(file, set, imports, data_dir, trust)
+    wanted = swept.file_grid(settings.pop("sweep", {})) | swept.parse_grid(grid or [])
+    if seeds is not None or "seed" not in wanted:
+        wanted["seed"] = launch.seeds_from(settings, seeds)
+    folder = out or new_folder(file.stem)
+    points = launch.grid_points(settings, wanted, str(file))
+    places = swept.parse_devices(devices, workers) if devices is not None else None
+    runs, failed = launch.run_points(points, folder, str(file), workers, places)
+    from rich.text import Text
+
+    console = launch.new_console()
+    found = swept.summary(runs, folder, failed)
+    if runs:
+        console.print(launch.sweep_table(found))
+    if found["best"] is not None and len(found["settings"]) > 1:
+        console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
+    elif found["chosen_by"] and len(found["settings"]) > 1:
+        console.print("no best setting: in each of them, a run stopped or diverged")
+    console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
+    raise typer.Exit(1 if failed else 0)
+
+
+def study(
+    file: Annotated[Path, typer.Argument(help="A study file.", show_default=False)],
+    workers: Workers = None,
+    devices: Devices = None,
+    set: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write to.  [default: runs/ and the file's name]")
+    ] = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Tune every method on validation data, run the chosen settings on fresh seeds, and write tables and figures.
+
+    The same command continues a study that was stopped.
+    """
+    refuse_torchrun("study")
+    from undrift.tools import sweep as swept
+    from undrift.tools.study import live, results
+    from undrift.tools.study.file import read_study
+    from undrift.tools.study.run import Outcome, prepare, run_study
+
+    found = read_study(launch.read_settings(file, set, imports, data_dir), str(file))
+    prepare(found, str(file))
+    folder = out or Path("runs") / file.stem
+    places = swept.parse_devices(devices, workers) if devices is not None else None
+    outcomes = [Outcome(cell) for cell in found.cells]
+    try:
+        with live.board(launch.new_console(), outcomes) as board:
+            run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), workers, places))
+    except KeyboardInterrupt:
+        rest = "" if out is None else f" with --out {out}"
+        typer.echo(f"stopped; the same command{rest} continues", err=True)
+        raise typer.Exit(130) from None
+    blocks, asked = results.write(outcomes, found, folder)
+    _print(blocks, asked)
+    for outcome in outcomes:
+        if outcome.why:
+            where = ", ".join(filter(None, (outcome.cell.partition, outcome.cell.method)))
+            typer.echo(f"{where}: {outcome.why}", err=True)
+    results.draw(outcomes, found, folder / "figures")
+    typer.echo(f"in {folder}: study.json, study.csv, study.tex, study.md, and figures as .pdf, .svg and .png")
+    raise typer.Exit(1 if any(outcome.why for outcome in outcomes) else 0)
+
+
+def _print(blocks: dict[str, list[Figures]], asked: Asked) -> None:
+    from undrift.tools.study.tables import rich_table
+
+    console = launch.new_console()
+    if not console.is_terminal:
+        console.width = 400  # a line of a file is as long as it needs to be
+    console.print(rich_table(blocks, asked))
+
+
+def _write(
+    blocks: dict[str, list[Figures]], asked: Asked, csv: Path | None, latex: Path | None, markdown: Path | None
+) -> None:
+    """Write the tables that were asked for."""
+    from undrift.errors import UndriftError
+    from undrift.tools.study import tables
+
+    texts = {csv: tables.csv_text(blocks), latex: tables.latex(blocks, asked), markdown: tables.markdown(blocks, asked)}
+    for file, text in texts.items():
+        if file is not None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise UndriftError(f"{file} cannot be written ({error.strerror}).") from error

@@ -1,0 +1,203 @@
+"""Figures as tables: on a terminal, in Markdown, in LaTeX for booktabs, and as CSV with every number."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from undrift.losses import lower_is_better
+from undrift.tools.study.measures import Asked, Figures
+
+Blocks = Mapping[str, Sequence[Figures]]
+"""The figures of groups, by partition. The name of the only block of a comparison is empty."""
+
+
+@dataclass(frozen=True)
+class Column:
+    header: str
+    cell: Callable[[Figures], str]
+    printed: bool = True
+    """Whether it belongs into a paper, whose page has no room for all of them."""
+
+
+def columns(blocks: Blocks, asked: Asked) -> list[Column]:
+    """The columns that these figures fill. The first one, of names, is not among them."""
+    word = asked.metric.replace("_", " ")
+    told = [row for rows in blocks.values() for row in rows]
+    kept = "" if asked.metric.startswith("validation_") else " (on test data)"  # its round is chosen by what it reports
+    main = f"last {word}" if asked.last == 1 else f"{word}, mean of last {asked.last} rounds"
+    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] for row in told)
+    found = [
+        Column("runs", lambda row: row["counted"], printed=uneven),
+        Column(main, lambda row: spread(row, row["runs"] - row["lost"], row["runs"])),
+    ]
+    if asked.baseline is not None:
+        found.append(Column(f"difference to {asked.baseline} [95% interval]", difference))
+    found.append(Column(f"best {word}{kept}", lambda row: spread(row["best_on_test_data"]), printed=False))
+    if asked.target is not None:
+        to = f"to {asked.target:g}"
+        found.append(Column(f"rounds {to}", _rounds))
+        found.append(Column(f"steps {to}", lambda row: spread(row["steps_to_target"], digits=0), printed=False))
+        found.append(Column(f"MB {to}", lambda row: spread(row["bytes_to_target"], digits=1, unit=1e6)))
+        found.append(Column(f"s {to}", lambda row: spread(row["seconds_to_target"], digits=1), printed=False))
+    if any("client_worst" in row for row in told):
+        found.append(Column("worst tenth of clients", lambda row: spread(row.get("client_worst", {}))))
+        found.append(Column("deviation over clients", lambda row: spread(row.get("client_std", {}))))
+    if any("setting" in row for row in told):
+        found.append(Column("setting", lambda row: described(row["setting"]), printed=False))
+    return found
+
+
+def spread(
+    figures: Mapping[str, Any], known: int | None = None, of: int | None = None, digits: int = 4, unit: float = 1.0
+) -> str:
+    """Mean ± standard deviation, in this unit; with `known` below `of`, also of how many runs it is."""
+    if figures.get("mean") is None:
+        return "–"
+    text = f"{figures['mean'] / unit:,.{digits}f}"
+    text += f" ± {figures['std'] / unit:,.{digits}f}" if figures["std"] is not None else ""
+    return text if known == of else f"{text} ({known} of {of})"
+
+
+def _rounds(row: Figures) -> str:
+    known, of = row["reached"], row["runs"]
+    return spread(row["rounds_to_target"], known, of, digits=0) if known else f"– (0 of {of})"
+
+
+def difference(row: Figures) -> str:
+    """The paired difference with its interval, or why there is none."""
+    if "difference" not in row:
+        return ""
+    found = row["difference"]
+    if found["mean"] is None:
+        return "no common seed"
+    text = f"{found['mean']:+.4f}"
+    if found["low"] is None:
+        return f"{text} (one common seed)"
+    pairs = f" ({found['pairs']} seeds)" if found["pairs"] < row["runs"] else ""
+    return f"{text} [{found['low']:+.4f}, {found['high']:+.4f}]{pairs}"
+
+
+def described(setting: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in setting.items()
+    )
+
+
+def best(rows: Sequence[Figures], metric: str) -> Figures | None:
+    """The row with the best mean, of those without a lost run; None if there is only one row."""
+    sound = [row for row in rows if row["mean"] is not None and not row["lost"]]
+    sign = 1 if lower_is_better(metric) else -1
+    return min(sound, key=lambda row: sign * row["mean"]) if len(rows) > 1 and sound else None
+
+
+def rich_table(blocks: Blocks, asked: Asked) -> Any:
+    """A Rich table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    found = columns(blocks, asked)
+    made.add_column("")
+    for column in found:
+        widest = max(len(column.cell(row)) for rows in blocks.values() for row in rows)  # headers may wrap, cells not
+        made.add_column(column.header, justify="left" if column.header == "setting" else "right", min_width=widest)
+    for name, rows in blocks.items():
+        if name:
+            made.add_row(Text(name, "bold"))
+        for row in rows:
+            made.add_row(f"{'  ' if name else ''}{row['name']}", *(column.cell(row) for column in found))
+    return made
+
+
+def markdown(blocks: Blocks, asked: Asked) -> str:
+    """A Markdown table; **bold** is the best mean of a block."""
+    found = columns(blocks, asked)
+    named = any(blocks)
+    lines = [_line([*(["partition"] if named else []), "method" if named else "", *(c.header for c in found)])]
+    lines.append("|" + "---|" * (1 + named) + "---:|" * len(found))
+    for name, rows in blocks.items():
+        leader = best(rows, asked.metric)
+        for row in rows:
+            cells = [column.cell(row) for column in found]
+            cells[1] = f"**{cells[1]}**" if row is leader else cells[1]
+            lines.append(_line([*([name] if named else []), row["name"], *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def latex(blocks: Blocks, asked: Asked) -> str:
+    r"""A `tabular` for booktabs, to be put into a `table` or `table*`; bold is the best mean of a block."""
+    found = [column for column in columns(blocks, asked) if column.printed]
+    lines = [
+        r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds; bold: the best mean.",
+        rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
+        r"\toprule",
+        " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
+    ]
+    main = [column.header for column in found].index(columns(blocks, asked)[1].header)
+    for name, rows in blocks.items():
+        lines.append(r"\midrule")
+        if name:
+            lines.append(rf"\multicolumn{{{1 + len(found)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
+        leader = best(rows, asked.metric)
+        for row in rows:
+            cells = [escaped(column.cell(row)) for column in found]
+            cells[main] = rf"\textbf{{{cells[main]}}}" if row is leader else cells[main]
+            lines.append(" & ".join([escaped(row["name"]), *cells]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _head(header: str) -> str:
+    """A header over two lines, where it is long: as wide as its figures."""
+    words = header.split()
+    if len(header) < 16:
+        return escaped(header)
+    cut = min(range(1, len(words)), key=lambda i: abs(len(" ".join(words[:i])) - len(" ".join(words[i:]))))
+    above, below = (escaped(" ".join(part)) for part in (words[:cut], words[cut:]))
+    return rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{above}\\{{}}{below}\end{{tabular}}"
+
+
+SPECIAL = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$", "|": "$|$",
+    "±": r"$\pm$", "–": "--", "−": "$-$", "×": r"$\times$",
+}  # fmt: skip
+
+
+def escaped(text: str) -> str:
+    """Text for LaTeX; a minus or plus before a number becomes mathematics."""
+    plain = "".join(SPECIAL.get(letter, letter) for letter in text)
+    return re.sub(r"(?<![\w.])([+-])(?=\d)", r"$\1$", plain)
+
+
+def csv_text(blocks: Blocks) -> str:
+    """Every number, one line per group. Lists, such as the figures by seed, are separated by spaces."""
+    rows = [({"partition": name} if name else {}) | _flat(row) for name, own in blocks.items() for row in own]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, keys, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(row: Figures) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in ("counted", "tried"):
+            continue
+        if key == "setting":
+            found[key] = described(value)
+        elif isinstance(value, dict):
+            found |= {f"{key}_{inner}": number for inner, number in value.items()}
+        else:
+            found[key] = " ".join("nan" if x is None else str(x) for x in value) if isinstance(value, list) else value
+    return found

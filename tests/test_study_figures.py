@@ -1,0 +1,199 @@
+"""The arithmetic of comparisons, against scipy and by hand, and the tables made of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from undrift.errors import UndriftError
+from undrift.files import seal
+from undrift.tools.compare import Run, chosen_metric
+from undrift.tools.study import tables
+from undrift.tools.study.measures import Asked, measure
+from undrift.tools.study.paths import grouped, mismatches
+from undrift.tools.study.statistics import deviation, mean, paired, t_quantile
+
+stats = pytest.importorskip("scipy.stats")
+
+
+# ---- against scipy -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 8, 9, 30, 31, 200, 999])
+@pytest.mark.parametrize("p", [0.75, 0.9, 0.95, 0.975, 0.995, 0.9995])
+def test_quantiles_are_scipys(p, degrees):
+    assert t_quantile(p, degrees) == pytest.approx(stats.t.ppf(p, degrees), rel=1e-11)
+
+
+def test_the_median_is_zero_and_what_has_no_quantile_is_refused():
+    assert t_quantile(0.5, 3) == pytest.approx(0, abs=1e-12)
+    for p, degrees in ((0.4, 3), (1.0, 3), (0.9, 0)):
+        with pytest.raises(ValueError, match="degrees of freedom"):
+            t_quantile(p, degrees)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 20])
+@pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
+def test_paired_intervals_are_scipys(count, level):
+    chance = random.Random(count)
+    a = {seed: chance.gauss(0.8, 0.1) for seed in range(count)}
+    b = {seed: chance.gauss(0.7, 0.1) for seed in reversed(range(count))}  # paired by seed, not by position
+    found = paired(a, b, level)
+    reference = stats.ttest_rel([a[seed] for seed in range(count)], [b[seed] for seed in range(count)])
+    interval = reference.confidence_interval(level)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    assert found.pairs == count and found.mean == pytest.approx((found.low + found.high) / 2)
+
+
+def test_means_and_deviations_are_numpys_and_skip_what_is_not_finite():
+    values = [0.1, 0.4, math.nan, 0.9, math.inf]
+    assert mean(values) == pytest.approx(np.mean([0.1, 0.4, 0.9]))
+    assert deviation(values) == pytest.approx(np.std([0.1, 0.4, 0.9], ddof=1))
+    assert math.isnan(mean([])) and math.isnan(deviation([0.5])) and math.isnan(deviation([0.5, math.nan]))
+
+
+def test_pairs_need_common_seeds_with_finite_figures():
+    assert paired({0: 1.0, 1: 2.0}, {2: 1.0}).pairs == 0
+    one = paired({0: 1.0, 1: 2.0, 2: math.nan}, {1: 0.5, 2: 0.1})
+    assert (one.mean, one.pairs) == (1.5, 1) and math.isnan(one.low) and math.isnan(one.high)
+    equal = paired({0: 1.0, 1: 2.0}, {0: 0.5, 1: 1.5})
+    assert (equal.low, equal.mean, equal.high) == (0.5, 0.5, 0.5)
+
+
+# ---- groups of runs, by hand -------------------------------------------------------------------------------------
+
+
+def run(name: str, seed: int, *accuracies: float | None, stopped: str | None = None, **settings: object) -> Run:
+    rows = [
+        {"round": t + 1, "accuracy": a, "loss": 1.0 if a is not None else None, "total_steps": 10 * (t + 1)}
+        | {
+            "total_bytes": 2e6 * (t + 1),
+            "seconds": 0.5,
+            "client_accuracy_worst": 0.1 * seed,
+            "client_accuracy_std": 0.2,
+        }
+        for t, a in enumerate(accuracies)
+    ]
+    given = {"method": name, "seed": seed, "data.partition": "IID()", "data.seed": seed, **settings}
+    return Run(Path(f"{name}-{seed}"), given, rows, stopped)
+
+
+AVG = [run("FedAvg()", 0, 0.2, 0.5, 0.7), run("FedAvg()", 1, 0.1, 0.3, 0.4), run("FedAvg()", 2, 0.3, 0.6, 0.8)]
+PROX = [run("FedProx()", 0, 0.2, 0.6, 0.8), run("FedProx()", 1, 0.4, 0.5, 0.6), run("FedProx()", 2, 0.3, 0.9, 0.7)]
+
+
+def test_figures_by_hand():
+    avg, prox = measure({"FedAvg": AVG, "FedProx": PROX}, Asked("accuracy", 2, 0.6, "FedAvg"))
+    assert avg["values"] == pytest.approx([0.6, 0.35, 0.7]) and "difference" not in avg
+    assert avg["mean"] == pytest.approx(0.55) and avg["std"] == pytest.approx(np.std([0.6, 0.35, 0.7], ddof=1))
+    assert avg["best_on_test_data"]["mean"] == pytest.approx((0.7 + 0.4 + 0.8) / 3)
+    assert avg["reached"] == 2 and avg["rounds_to_target"]["mean"] == 2.5  # in rounds 3 and 2
+    assert avg["steps_to_target"]["mean"] == 25 and avg["bytes_to_target"]["mean"] == 5e6
+    assert avg["seconds_to_target"]["mean"] == 1.25
+    assert avg["client_worst"]["mean"] == pytest.approx(0.1) and avg["client_std"]["mean"] == pytest.approx(0.2)
+    differences = [0.7 - 0.6, 0.55 - 0.35, 0.8 - 0.7]
+    half = stats.t.ppf(0.975, 2) * np.std(differences, ddof=1) / math.sqrt(3)
+    assert prox["difference"]["mean"] == pytest.approx(np.mean(differences))
+    assert prox["difference"]["low"] == pytest.approx(np.mean(differences) - half)
+
+
+def test_a_run_that_was_lost_has_no_figure_and_no_pair():
+    lost = [AVG[0], run("FedAvg()", 1, 0.5, None), run("FedAvg()", 2, 0.9, stopped="Round 2: …")]
+    prox, avg = measure({"FedProx": PROX, "FedAvg": lost}, Asked("accuracy", baseline="FedProx"))
+    assert avg["values"] == [0.7, None, None] and avg["lost"] == 2 and avg["counted"] == "3 (1 diverged, 1 stopped)"
+    assert avg["difference"]["pairs"] == 1 and avg["difference"]["low"] is None
+    blocks = {"": [prox, avg]}
+    said = tables.markdown(blocks, Asked("accuracy", baseline="FedProx"))
+    assert "| 3 (1 diverged, 1 stopped) | 0.7000 (1 of 3) | -0.1000 (one common seed) |" in said
+    assert tables.best([prox, avg], "accuracy") is prox
+
+
+def test_differences_say_when_there_is_no_common_seed():
+    other = [run("FedProx()", 7, 0.5)]
+    _, row = measure({"FedAvg": AVG, "FedProx": other}, Asked("accuracy", baseline="FedAvg"))
+    assert tables.difference(row) == "no common seed"
+
+
+def test_metrics_and_baselines_that_nobody_has_are_refused():
+    with pytest.raises(UndriftError, match=r"'acuracy'; did you mean 'accuracy'\?"):
+        chosen_metric(AVG, "acuracy")
+    assert chosen_metric(AVG, None) == "accuracy" and chosen_metric(AVG, "client_accuracy_std") == "client_accuracy_std"
+    with pytest.raises(UndriftError, match="'FedAvgg' is not among what is compared; did you mean 'FedAvg'"):
+        measure({"FedAvg": AVG}, Asked("accuracy", baseline="FedAvgg"))
+
+
+def test_where_lower_is_better():
+    runs = [run("A()", 0, 0.5), run("B()", 0, 0.6)]
+    low, high = measure({"A": [runs[0]], "B": [runs[1]]}, Asked("loss"))
+    low["mean"], high["mean"] = 0.1, 0.9
+    assert tables.best([low, high], "loss") is low and tables.best([low, high], "accuracy") is high
+
+
+# ---- warnings ----------------------------------------------------------------------------------------------------
+
+
+def test_other_seeds_other_data_and_seeds_that_occur_twice_are_mentioned():
+    assert mismatches({"FedAvg": AVG, "FedProx": PROX}) == []
+    (said,) = mismatches({"FedAvg": AVG, "FedProx": PROX[:1]})
+    assert "different seeds (FedAvg: 0, 1, 2; FedProx: 0)" in said
+    (said,) = mismatches({"FedAvg": [*AVG, AVG[0]], "FedProx": PROX})
+    assert "FedAvg: a seed occurs twice" in said
+    (said,) = mismatches({"FedAvg": AVG, "FedProx": [run("FedProx()", s, 0.5, **{"data.seed": 9}) for s in range(3)]})
+    assert "differ in data.seed" in said
+
+
+def test_data_that_differ_although_no_setting_does_are_mentioned(tmp_path):
+    runs = []
+    for name, digest in (("a", "1"), ("b", "2")):
+        (tmp_path / name).mkdir()
+        seal(tmp_path / name / "run.json", {"identity": {"training data": "0", "test data": digest}})
+        runs.append(Run(tmp_path / name, {"method": name, "seed": 0}, []))
+    (said,) = mismatches({"a": runs[:1], "b": runs[1:]})
+    assert "trained or tested on different data" in said
+    assert mismatches({"a": runs[:1], "b": [Run(tmp_path / "c", {"method": "b", "seed": 0}, [])]}) == []
+
+
+def test_labels_make_groups_and_runs_of_one_label_differ_in_seeds_alone():
+    labels: dict[Path, str | None] = {one.folder: "ours" for one in PROX}
+    assert list(grouped([*AVG, *PROX], labels)) == ["ours", "FedAvg()"]
+    with pytest.raises(UndriftError, match="labelled 'x' differ in more than their seeds"):
+        grouped([AVG[0], PROX[0]], {AVG[0].folder: "x", PROX[0].folder: "x"})
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_selected_on_test_data_says_so():
+    asked = Asked("accuracy", target=0.6)
+    blocks = {"": measure({"FedAvg": AVG}, asked)}
+    headers = [column.header for column in tables.columns(blocks, asked)]
+    assert "best accuracy (on test data)" in headers and "last accuracy" in headers
+    assert "| 2 ± 1 (2 of 3) |" in tables.markdown(blocks, asked)  # the rounds 3 and 2
+    assert "best accuracy" not in tables.latex(blocks, asked)
+
+
+def test_latex_is_escaped_and_bold_where_it_is_best():
+    rows = measure({"100% of_it & more": AVG, "Prox {x}": PROX}, Asked("accuracy", baseline="100% of_it & more"))
+    text = tables.latex({"a_b": rows}, Asked("accuracy", baseline="100% of_it & more"))
+    assert r"100\% of\_it \& more & 0.6333 $\pm$ 0.2082" in text and r"\emph{a\_b}" in text
+    half = stats.t.ppf(0.975, 2) * np.std([0.1, 0.2, -0.1], ddof=1) / math.sqrt(3)
+    interval = rf"$+$0.0667 [$-${half - 1 / 15:.4f}, $+${half + 1 / 15:.4f}]"
+    assert rf"Prox \{{x\}} & \textbf{{0.7000 $\pm$ 0.1000}} & {interval}" in text
+    assert r"\\[" not in text, "a bracket after a line break would be its length"
+    body = [line for line in text.splitlines() if " & " in line and "tabular" not in line]
+    assert {line.count(" & ") for line in body} == {4}
+
+
+def test_csv_has_every_number():
+    asked = Asked("accuracy", 2, 0.6, "FedAvg")
+    blocks = {"IID": measure({"FedAvg": AVG, "FedProx": PROX}, asked)}
+    avg, prox = csv.DictReader(io.StringIO(tables.csv_text(blocks)))
+    assert avg["partition"] == "IID" and float(avg["mean"]) == pytest.approx(0.55) and avg["difference_low"] == ""
+    assert [float(x) for x in prox["values"].split()] == pytest.approx([0.7, 0.55, 0.8]) and prox["seeds"] == "0 1 2"
+    assert prox["reached"] == "3" and float(prox["rounds_to_target_mean"]) == pytest.approx(7 / 3)
