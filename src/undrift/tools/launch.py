@@ -83,25 +83,17 @@ def read_experiment(
 def run_experiment(
     experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
 ) -> None:
-    from undrift.tools.display import Live, left_out, marks, score
+    from undrift.tools.display import left_out, marks, score
     from undrift.tools.experiment import about, run
     from undrift.tools.stopping import stopping
     from undrift.training.nonfinite import mute
 
-    console = new_console()
-    console.quiet = not speaks()
-    mute()  # this command reports it below its progress bar
+    mute()  # this command reports it below its progress
     flags = "".join(f" --import {name}" for name in experiment.imports)
-    with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
-
-        def on_round(row: dict[str, Any]) -> None:
-            live(row)
-            stop.check()
-
+    with about(str(where)), stopping() as stop:
         try:
-            result = run(experiment, folder, resume, on_round, allow_version_change)
+            result = run(experiment, folder, resume, lambda row: stop.check(), allow_version_change, progress=True)
         except KeyboardInterrupt:
-            live.__exit__()
             left = folder if (folder / "config.toml").exists() else None
             say(f"stopped; resume with: undrift resume {left}{flags}" if left else "stopped", err=True)
             raise typer.Exit(130) from None

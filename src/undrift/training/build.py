@@ -36,6 +36,7 @@ from undrift.method.part import Method
 from undrift.method.work import with_local_work
 from undrift.models import parse_model
 from undrift.random import derive
+from undrift.training.arithmetic import threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.labelled import with_labels
 from undrift.training.obstacles import reason
@@ -44,6 +45,7 @@ from undrift.training.settings import Settings
 from undrift.training.singles import check_singles
 from undrift.training.storage import with_files
 from undrift.training.survivors import Conditions
+from undrift.training.threads import thread_count
 from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
 from undrift.tree import tree_map
 
@@ -90,8 +92,10 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
     program = conditions.program(program_of(function, method, local, data, chosen_loss), cohort_size)
-    engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
-    choices |= {"data": place, "data_why": why_there}
+    count, why_so_many = thread_count(given.threads, function, choice, where, local.widest(data.size_counts[0]))
+    with threads(count):
+        engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
+    choices |= {"threads": count, "threads_why": why_so_many, "data": place, "data_why": why_there}
     run = Run(
         method=method,
         composed=program.method,
@@ -124,7 +128,7 @@ def engine_of(
         "lanes": choice.lanes,
         "compile": choice.compile,
         "device": str(data.device),
-        "precision": given.precision,
+        "precision": str(model.dtype).removeprefix("torch.") if given.precision == "auto" else given.precision,
         "dtype": str(model.dtype),
         "why": choice.why,
         **({"processes": ranks.size} if ranks.several else {}),
