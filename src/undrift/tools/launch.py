@@ -50,7 +50,7 @@ def with_options(
     """The settings with the command line's options. Raises for imports that the user has not allowed."""
     given = settings.get("imports", [])
     if isinstance(given, list):
-        _check_trust(file, given, imports or [], trust)
+        check_trust(file, given, imports or [], trust)
         if imports:
             settings["imports"] = list(dict.fromkeys([*given, *imports]))
     if data_dir and isinstance(settings.get("data"), dict):
@@ -58,7 +58,7 @@ def with_options(
     return settings
 
 
-def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
+def check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
     """A file that the user names may import code. The folder of a run may not, as it may come from somebody else."""
     from undrift.errors import UndriftError, quoted
 
