@@ -20,9 +20,10 @@ from undrift.functional.draws import Trial
 from undrift.functional.model import Model
 from undrift.tree import tree_leaves, tree_map
 
-STEP_FLOPS = CPU_CONVOLUTION_FLOPS
-"""Work of all lanes' forward passes in one step from which more threads pay (`python -m benchmarks.threads`). Not more
-than what makes `choose` train convolutions one client at a time, for which it counts on all cores."""
+STEP_FLOPS = 1e8
+"""Work of all lanes' forward passes in one step from which sharing each operation pays (`python -m benchmarks.threads`).
+Where `choose` trains large convolutions one client at a time, its own limit holds: there threads train a client each
+and rarely wait for one another."""
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -46,7 +47,8 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
         return present, "set by torch.set_num_threads"
     if device.type != "cpu":
         return present, "torch's default"
-    if forward_flops(model, width) * choice.lanes < STEP_FLOPS:
+    limit = min(STEP_FLOPS, CPU_CONVOLUTION_FLOPS) if (choice.engine, choice.lanes) == ("lanes", 1) else STEP_FLOPS
+    if forward_flops(model, width) * choice.lanes < limit:
         return 1, "a local step is too small to gain from more"
     return present, "torch's default: a local step is large enough"
 

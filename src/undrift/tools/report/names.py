@@ -53,7 +53,7 @@ def _by_folder(runs: list[Run]) -> str:
     """The method, and the name of the run's folder; of several, what the names begin with."""
     folders = [run.folder.name or run.folder.resolve().name for run in runs]
     same = "".join(letters[0] for letters in takewhile(lambda one: len(set(one)) == 1, zip(*folders, strict=False)))
-    common = re.sub(r"[\W_]+(seed)?$", "", same) if len(folders) > 1 else folders[0]
+    common = re.sub(r"([\W_]+seed)?[\W_]*$", "", same) if len(folders) > 1 else folders[0]
     method = brief(str(runs[0].settings["method"])) if "method" in runs[0].settings else ""
     place = common or folders[0]
     return f"{method} · {place}" if method and len(method) <= LONGEST and method != place else place

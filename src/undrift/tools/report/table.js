@@ -30,7 +30,9 @@ function reached(group, key, target) {
   return `${format(middle)}${deviation}${of}`;
 }
 function summary() {
-  const key = targetKey(), target = chosen.target.get(key) ?? easy(key), one = payload.groups.length === 1, metric = payload.metrics[0];
+  const key = targetKey(), one = payload.groups.length === 1, metric = payload.metrics[0];
+  chosen.target.set(key, chosen.target.get(key) ?? easy(key)); // which stays while a run goes on
+  const target = chosen.target.get(key);
   const column = target === null || !metric ? null : `${COSTS[chosen.axis][0]} to ${target}`;
   const settled = payload.groups.every((group) => group.cells.state === "finished"); // as the header says
   const rows = payload.groups.map((group) => {
