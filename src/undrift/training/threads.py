@@ -21,7 +21,7 @@ from undrift.functional.model import Model
 from undrift.tree import tree_leaves, tree_map
 
 STEP_FLOPS = 1e8
-"""Work of all lanes' forward passes in one step from which sharing each operation pays (`python -m benchmarks.threads`).
+"""Work of all lanes' forward passes in one step from which sharing operations pays (`python -m benchmarks.threads`).
 Where `choose` trains large convolutions one client at a time, its own limit holds: there threads train a client each
 and rarely wait for one another."""
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
