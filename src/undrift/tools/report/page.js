@@ -258,7 +258,7 @@ function eachClient(run) {
   const { who, values, metric, of } = payload.runs[run].clients, i = groupOf(run);
   const trace = { type: "bar", x: who.map(plain), y: values, marker: { color: colour(i) }, hovertemplate: `client %{x}<br>${word(metric)} %{y:.4~g}<extra></extra>` };
   const partition = payload.partitions[payload.runs[run].partition], all = partition ? partition.clients - partition.empty : of;
-  const title = who.length < of ? `${who.length} of ${of} clients, worst first` : of < all ? `client (${all - of} of ${all} have no data held out)` : "client";
+  const title = who.length < of ? `${who.length} of ${of} clients, worst first` : of < all ? `client (without held-out data: ${all - of} of ${all})` : "client";
   return { traces: [trace], layout: layout(axis(title, { type: "category", automargin: true, nticks: innerWidth < 640 ? 10 : 20, showticklabels: who.length <= 60 }), axis(word(metric)), { hovermode: "closest", bargap: 0.15 }) };
 }
 const tint = (k, count) => (count <= 8 ? colour(k) : `hsl(${205 + (150 * k) / (count - 1)} 65% ${look() === "dark" ? 40 + (40 * k) / count : 25 + (40 * k) / count}%)`);
