@@ -64,7 +64,10 @@ def test_completion_is_offered():
 
 def test_run_and_its_folder(here):
     said = undrift("run", "e.toml", "--set", "rounds=3", "--out", "runs/mine")
-    assert said.startswith("accuracy 0.") and said.endswith("after 3 rounds, in runs/mine\n")
+    about, *rounds, last = said.splitlines()
+    assert about == "3 rounds, 2 of 4 clients per round, lanes engine on cpu"
+    assert [line.split(",")[0] for line in rounds] == ["round 1/3", "round 2/3", "round 3/3"]
+    assert last.startswith("accuracy 0.") and last.endswith("after 3 rounds, in runs/mine")
     assert {f.name for f in Path("runs/mine").iterdir()} == {
         *("run.json", "config.toml", "partition.json", "metrics.jsonl", "model.safetensors", "checkpoint")
     }

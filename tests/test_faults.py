@@ -181,13 +181,8 @@ def test_lanes_are_the_plain_engine_whoever_fails(method, graphs, monkeypatch):
 
 
 def test_threads_train_what_the_plain_engine_does(monkeypatch):
-    before = torch.get_num_threads()
     monkeypatch.setattr(threaded, "THREADS_BUSY", 0.0)
-    torch.set_num_threads(3)
-    try:
-        threads = train(ud.Scaffold(), ALL, lanes=1, on_nonfinite="skip", max_norm_ratio=50)
-    finally:
-        torch.set_num_threads(before)
+    threads = train(ud.Scaffold(), ALL, lanes=1, on_nonfinite="skip", max_norm_ratio=50, threads=3)
     plain = train(ud.Scaffold(), ALL, "plain", on_nonfinite="skip", max_norm_ratio=50)
     assert threads.choices["lanes"] == 1 and distance(threads.params, plain.params) < 1e-12
 

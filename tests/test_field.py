@@ -120,12 +120,7 @@ def test_a_method_follows_its_equations_through_captured_graphs(name, compiled, 
 @pytest.mark.parametrize("name", ["MOON", "Ditto", "Median", "Mime", "Poisson"])
 def test_threads_train_what_the_equations_say(name, monkeypatch):
     monkeypatch.setattr(threads, "THREADS_BUSY", 0.0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        run = trained(name, engine="lanes", lanes=1)
-    finally:
-        torch.set_num_threads(before)
+    run = trained(name, engine="lanes", lanes=1, threads=2)
     assert off(run, expected(name)) < BOUND
 
 

@@ -12,6 +12,9 @@ from tests.parts import METHOD
 from tests.problems import distance, make_clients, net, same_bits
 from undrift.engine import threads
 from undrift.engine.threads import at_once
+from undrift.training import threads as rule
+from undrift.training.build import prepare
+from undrift.training.settings import Settings
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]
 SETTINGS = {
@@ -87,3 +90,82 @@ def test_clients_with_tests_of_their_own_are_visited_one_at_a_time(three_threads
     assert three_threads
     for one, other in zip(runs[0].history, runs[1].history, strict=True):
         assert one["tuned_accuracy"] == pytest.approx(other["tuned_accuracy"], abs=0.02)
+
+
+# ---- how many threads a run has ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default(monkeypatch):
+    """A machine of four cores on which nobody has chosen a number of threads."""
+    before = torch.get_num_threads()
+    for name in rule.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(rule.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(rule.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    torch.set_num_threads(4)
+    yield monkeypatch
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(before)
+
+
+def chosen(**settings) -> tuple[int, str, int]:
+    """The number of threads, why, and how many there were in a round."""
+    seen = []
+    options = {**SETTINGS, "rounds": 1, "on_round": lambda row: seen.append(torch.get_num_threads())} | settings
+    found = ud.train(net(), make_clients(SIZES), **options).choices
+    return found["threads"], found["threads_why"], seen[0]
+
+
+def test_a_small_model_has_one_thread_and_the_process_its_own_again(default):
+    assert chosen() == (1, "a local step is too small to gain from more", 1)
+    assert chosen(threads=2) == (2, "asked for", 2)
+    default.setenv("OMP_NUM_THREADS", "4")
+    assert chosen() == (4, "set by OMP_NUM_THREADS", 4)
+
+
+def test_what_the_user_has_set_stays(default):
+    torch.set_num_threads(3)
+    assert chosen() == (3, "set by torch.set_num_threads", 3)
+    torch.set_num_threads(2)  # or one thread per physical core, as torch may choose by itself
+    assert chosen()[0] == 1
+    torch.set_num_threads(4)
+
+
+def test_a_step_that_is_large_enough_has_all_threads(default):
+    """net() is 6 × 7 and 7 × 4 weights; a forward pass of a batch of 8 in 5 lanes takes two operations for each."""
+    count = sum(p.numel() for p in net().parameters() if p.ndim == 2)
+    work = 2 * 8 * count
+    assert rule.forward_flops(prepare(Settings(model=net(), data=make_clients(SIZES), **SETTINGS)).model, 8) == work
+    lanes = ud.train(net(), make_clients(SIZES), **SETTINGS).choices["lanes"]
+    default.setattr(rule, "STEP_FLOPS", lanes * work)
+    assert chosen()[0] == 4
+    default.setattr(rule, "STEP_FLOPS", lanes * work + 1)
+    assert chosen()[0] == 1
+
+
+def test_the_rule_counts_without_drawing_or_changing_the_model(default):
+    model = torch.nn.Sequential(net(), torch.nn.BatchNorm1d(4).double(), torch.nn.Dropout(0.5))
+    state, drawn = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    for engine in ("plain", "lanes"):
+        prepare(Settings(model=model, data=make_clients([6, 6]), **{**SETTINGS, "engine": engine, "participation": 2}))
+    assert same_bits(state, model.state_dict()) and torch.equal(drawn, torch.get_rng_state())
+
+
+def test_the_number_stands_in_the_runs_file_and_repeats(default, tmp_path):
+    data = ud.load("digits", "IID()", 4)
+    local = ud.Local(steps=1, batch_size=4, lr=0.1)
+    ud.train("logistic", data, rounds=1, local=local, out=tmp_path / "r")
+    assert "\nthreads = 1\n" in (tmp_path / "r" / "config.toml").read_text()
+    with pytest.raises(ud.UndriftError, match="threads must be a whole number from 1"):
+        ud.train("logistic", data, rounds=1, local=local, threads=0)
+
+
+def test_large_convolutions_keep_all_cores(default):
+    """What `choose` trains one client at a time counts on them."""
+    x, y = torch.zeros(2, 3, 32, 32), torch.tensor([0, 1])
+    data = ud.FederatedDataset.from_clients([(x, y)] * 2)
+    settings = Settings(model="vgg9", data=data, rounds=1, local=ud.Local(steps=1, batch_size=2, lr=0.1), device="cpu")
+    run = prepare(settings)
+    assert run.choices["lanes"] == 1 and run.choices["threads"] == 4
+    assert run.engine.engine.threads == 4

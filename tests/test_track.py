@@ -90,8 +90,8 @@ def test_the_numbers_of_a_row():
     ("track", "sentence"),
     [
         ("tensorbord", "There is no tracker called 'tensorbord'. Did you mean 'tensorboard'?"),
-        (["mlflow", 3], "track must be 'mlflow' or 'tensorboard', or a list of them, not"),
-        (True, "track must be 'mlflow' or 'tensorboard', or a list of them, not True"),
+        (["mlflow", 3], "track must be 'mlflow', 'tensorboard', 'wandb', or a list of them, not"),
+        (True, "track must be 'mlflow', 'tensorboard', 'wandb', or a list of them, not True"),
     ],
 )
 def test_what_is_no_tracker_is_refused(tmp_path, track, sentence):

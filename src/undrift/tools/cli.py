@@ -141,6 +141,29 @@ def report(
         follow(found, file, port, typer.echo)
 
 
+@app.command()
+def publish(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    to: Annotated[Path, typer.Option(help="The folder to write, empty or new.", show_default=False)],
+    repo: Annotated[str | None, typer.Option(help="The model's name on the hub: me/digits-fedprox")] = None,
+    license: Annotated[str | None, typer.Option(help="The license of the weights, as the hub spells it.")] = None,
+    upload: Annotated[bool, typer.Option("--upload", help="Also send the folder to the hub, as --repo.")] = False,
+    imports: Import = None,
+    trust: Trust = False,
+) -> None:
+    """Write a run's model card and files for the Hugging Face hub. Nothing is sent without --upload."""
+    from undrift.errors import require
+    from undrift.tools import publish as publishing
+    from undrift.tools.compare import Run
+
+    require(bool(repo) or not upload, "--upload needs the model's name on the hub: --repo me/name.")
+    launch.check_trust(run, Run.read(run).settings.get("imports", []), imports or [], trust)
+    files = publishing.publish(run, to, repo, license)
+    typer.echo(f"{len(files)} files, in {to}")
+    if upload and repo:
+        typer.echo(f"uploaded to {publishing.upload(to, repo)}")
+
+
 class Kind(StrEnum):
     methods = "methods"
     optimizers = "optimizers"

@@ -28,7 +28,6 @@ from undrift.models import parse_model
 from undrift.tools.config import Document, Experiment, Section, read
 from undrift.tools.plugins import import_plugins
 from undrift.training import nonfinite
-from undrift.training.arithmetic import threads
 from undrift.training.checkpoint import parse_interval
 from undrift.training.early import as_rule
 from undrift.training.loop import train
@@ -47,20 +46,19 @@ def run(
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], None] | None = None,
     allow_version_change: bool = False,
+    progress: bool = False,
 ) -> Result:
     """Load, train, and leave a folder behind."""
-    with threads(experiment.threads):
-        given = arguments(experiment)
-        try:
-            return train(**given, out=out, resume=resume, on_round=on_round, allow_version_change=allow_version_change)
-        except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
-            if error.errno is not None and error.filename is None and out is not None:
-                error.filename = str(out)
-            raise
-        except SafetensorError as error:
-            raise OSError(
-                None, f"a file of the run cannot be read or written ({first_line(error)})", str(out)
-            ) from error
+    given = arguments(experiment)
+    given |= {"allow_version_change": allow_version_change, "on_round": on_round, "progress": progress}
+    try:
+        return train(**given, out=out, resume=resume)
+    except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
+        if error.errno is not None and error.filename is None and out is not None:
+            error.filename = str(out)
+        raise
+    except SafetensorError as error:
+        raise OSError(None, f"a file of the run cannot be read or written ({first_line(error)})", str(out)) from error
 
 
 def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:

@@ -54,7 +54,7 @@ def with_options(
     """The settings with the command line's options. Raises for imports that the user has not allowed."""
     given = settings.get("imports", [])
     if isinstance(given, list):
-        _check_trust(file, given, imports or [], trust)
+        check_trust(file, given, imports or [], trust)
         if imports:
             settings["imports"] = list(dict.fromkeys([*given, *imports]))
     if data_dir and isinstance(settings.get("data"), dict):
@@ -62,7 +62,7 @@ def with_options(
     return settings
 
 
-def _check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
+def check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
     """A file that the user names may import code. The folder of a run may not, as it may come from somebody else."""
     from undrift.errors import UndriftError, quoted
 
@@ -90,25 +90,17 @@ def read_experiment(
 def run_experiment(
     experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
 ) -> None:
-    from undrift.tools.display import Live, left_out, marks, score
+    from undrift.tools.display import left_out, marks, score
     from undrift.tools.experiment import about, run
     from undrift.tools.stopping import stopping
     from undrift.training.nonfinite import mute
 
-    console = new_console()
-    console.quiet = not speaks()
-    mute()  # this command reports it below its progress bar
+    mute()  # this command reports it below its progress
     flags = "".join(f" --import {name}" for name in experiment.imports)
-    with about(str(where)), stopping() as stop, Live(console, experiment.rounds) as live:
-
-        def on_round(row: dict[str, Any]) -> None:
-            live(row)
-            stop.check()
-
+    with about(str(where)), stopping() as stop:
         try:
-            result = run(experiment, folder, resume, on_round, allow_version_change)
+            result = run(experiment, folder, resume, lambda row: stop.check(), allow_version_change, progress=True)
         except KeyboardInterrupt:
-            live.__exit__()
             left = folder if (folder / "config.toml").exists() else None
             say(f"stopped; resume with: undrift resume {left}{flags}" if left else "stopped", err=True)
             raise typer.Exit(130) from None

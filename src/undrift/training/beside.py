@@ -121,7 +121,7 @@ class Stage:
         self.interrupted = False
         self.runs: dict[int, tuple[Run, str, str]] = {}
         self.groups: dict[int, Group] | None = None
-        self.switches: dict[int, tuple[str, bool]] = {}
+        self.switches: dict[int, tuple[str, bool, int]] = {}
         """Settings that hold for the whole process, of each run."""
 
     def join(self, i: int, run: Run, given: Settings) -> list[str]:
@@ -129,7 +129,7 @@ class Stage:
             return []
         name = Path(given.out).name if given.out is not None else f"run {i}"
         self.runs[i] = run, signature(run, given), name
-        self.switches[i] = given.precision, given.deterministic
+        self.switches[i] = given.precision, given.deterministic, run.choices["threads"]
         self._arrive(i)
         self.complete.wait_for(lambda: not self.missing)
         if self.groups is None:

@@ -38,6 +38,7 @@ from undrift.metrics import get_metrics
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training import drift
+from undrift.training.arithmetic import threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.labelled import with_labels
 from undrift.training.obstacles import reason
@@ -46,6 +47,7 @@ from undrift.training.settings import Settings
 from undrift.training.singles import check_singles
 from undrift.training.storage import with_files
 from undrift.training.survivors import Conditions
+from undrift.training.threads import thread_count
 from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
 from undrift.tree import tree_map
 
@@ -75,12 +77,8 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     drift.check(given.drift, chosen_metrics)
     own_loss = chosen_loss is model_loss
     data = with_labels(data) if own_loss else data
-    output = given.output or (WHOLE if own_loss else None)
-    changing = method.overriding("logits") if output == WHOLE else []
-    names = " and ".join(type(part).__name__ for _, part in changing)
-    require(not names, f'{names} changes a model\'s logits, which loss="model" and output="all" do not have.')
     module = with_shapes(module_of(given.model, data, seed), data, seed)
-    function = Model(module, where, given.precision, output)
+    function = Model(module, where, given.precision, output_of(given, method, own_loss))
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
     for part in method.parts:
         call(part, "check_model", examined, rounds)
@@ -92,12 +90,12 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
-    program = program_of(function, method, local, data, chosen_loss)
-    if given.drift:
-        program = drift.Drifting.of(program, cohort=cohort_size, layers=given.drift == drift.LAYERS)
+    program = drift.observed(program_of(function, method, local, data, chosen_loss), given.drift, cohort_size)
     program = conditions.program(program, cohort_size)
-    engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
-    choices |= {"data": place, "data_why": why_there}
+    count, why_so_many = thread_count(given.threads, function, choice, where, local.widest(data.size_counts[0]))
+    with threads(count):
+        engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
+    choices |= {"threads": count, "threads_why": why_so_many, "data": place, "data_why": why_there}
     run = Run(
         method=method,
         composed=program.method,
@@ -131,7 +129,7 @@ def engine_of(
         "lanes": choice.lanes,
         "compile": choice.compile,
         "device": str(data.device),
-        "precision": given.precision,
+        "precision": str(model.dtype).removeprefix("torch.") if given.precision == "auto" else given.precision,
         "dtype": str(model.dtype),
         "why": choice.why,
         **({"processes": ranks.size} if ranks.several else {}),
@@ -177,6 +175,15 @@ def program_of(model: Model, method: Method, local: Local, data: FederatedDatase
         personal=personal,
         decay=decays,
     )
+
+
+def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
+    """Which of the model's outputs the loss is given. Raises `UndriftError` where a part needs logits among several."""
+    output = given.output or (WHOLE if own_loss else None)
+    changing = method.overriding("logits") if output == WHOLE else []
+    names = " and ".join(type(part).__name__ for _, part in changing)
+    require(not names, f'{names} changes a model\'s logits, which loss="model" and output="all" do not have.')
+    return output
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:

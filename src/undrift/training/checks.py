@@ -58,6 +58,8 @@ def check_types(given: Settings) -> None:
     fine = lanes is None or (whole(lanes) and lanes >= 1)
     require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
     require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
+    fine = given.threads is None or (whole(given.threads) and given.threads >= 1)
+    require(fine, f"threads must be a whole number from 1, or None, not {given.threads!r}.")
 
 
 def check_listening(given: Settings) -> None:
@@ -66,4 +68,5 @@ def check_listening(given: Settings) -> None:
     require(fine, f"evaluate_every must be 1 or more, not {evaluate_every!r}.")
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
+    require(given.progress in (True, False), f"progress must be True or False, not {given.progress!r}.")
     require(on_round is None or callable(on_round), f"on_round must be a function of a round's row, not {on_round!r}.")

@@ -117,6 +117,11 @@ def flat(tree: dict[str, Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tree.values()])
 
 
+def observed(program: Program, drift: bool | str, cohort: int) -> Program:
+    """The program of clients that send figures of their drift, if that is asked for."""
+    return Drifting.of(program, cohort=cohort, layers=drift == LAYERS) if drift else program
+
+
 def noting(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
     """`differentiate`, which also appends the value of each function to `losses`."""
 

@@ -1,4 +1,4 @@
-"""What is told about each round: the run's folder, its checkpoints, trackers, and the caller."""
+"""What is told about each round: the run's folder, its checkpoints, trackers, the caller, and who watches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from undrift.engine.ranks import Ranks
 from undrift.training.checkpoint import Checkpoints
+from undrift.training.progress import Progress
 from undrift.training.result import Folder
 from undrift.training.state import State
 from undrift.training.track import Trackers
@@ -25,6 +26,8 @@ class Listeners:
     """The processes of the run, of which the first has all these; what goes wrong there, all of them learn."""
     impatient: bool
     """Whether one of them needs a round's row at once."""
+    progress: Progress | None = None
+    """Shows how far the run has come, by rows whenever they settle; only in the first process."""
 
     def begin(self, config: str, rows: list[dict[str, Any]], resume: bool) -> None:
         """Start, or go on after these rounds."""
@@ -42,6 +45,8 @@ class Listeners:
     def row(self, row: dict[str, Any], state: State) -> None:
         if self.writes:
             self.ranks.first(lambda: self.folder.row(row))
+        if self.progress:
+            self.progress.row(row)
         if not self.impatient:
             return
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,7 @@ from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.training import nonfinite
-from undrift.training.arithmetic import arithmetic
+from undrift.training import arithmetic, nonfinite
 from undrift.training.beside import check_interrupted, join
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
@@ -33,6 +33,7 @@ from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
 from undrift.training.personal import Personal, has_own_models, own_model
 from undrift.training.processes import agree, opened
+from undrift.training.progress import Progress
 from undrift.training.provenance import session
 from undrift.training.record import record
 from undrift.training.result import Folder, Result
@@ -72,6 +73,7 @@ def train(
     compile: bool | None = None,
     data_on: str = "auto",
     deterministic: bool = False,
+    threads: int | None = None,
     evaluate_every: int = 1,
     personalize_every: int | None = None,
     drift: bool | str = False,
@@ -80,6 +82,7 @@ def train(
     resume: bool = False,
     track: str | Sequence[str] | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
+    progress: bool = False,
     notes: dict[str, Any] | None = None,
     on_nonfinite: str = "stop",
     stop_when: Callable[[Sequence[dict[str, Any]]], Any] | str | None = None,
@@ -123,6 +126,8 @@ def train(
             and sends them while the device computes. `"auto"` keeps them on the host only if they are too large for a
             GPU's memory. The result is the same.
         deterministic: Use torch's deterministic algorithms throughout.
+        threads: How many of torch's CPU threads to use. By default one for small models, which gain nothing from more,
+            and else torch's number, which `OMP_NUM_THREADS` or `torch.set_num_threads` may have set.
         evaluate_every: Evaluate on the test and validation data every so many rounds, and after the last.
         personalize_every: Where clients have test data of their own: every so many rounds, and after the last, also
             measure each client's model after one more local epoch.
@@ -133,8 +138,10 @@ def train(
         resume: Continue the run in `out` from its last checkpoint, after making sure that everything that decides the
             result is as it was. With more `rounds` a finished run is continued too, from the weights before the
             method's `finish`: the result is that of an uninterrupted run of so many rounds.
-        track: `"tensorboard"`, `"mlflow"` or a list of both, which get each round's figures too.
+        track: `"tensorboard"`, `"mlflow"`, `"wandb"` or a list of them, which get each round's figures too.
         on_round: A function that is called with each round's history.
+        progress: Whether to show how far the run has come: a line that is updated on a terminal and in a notebook, and
+            elsewhere a log line for every twentieth of the rounds, or every 30 seconds.
         notes: Settings of the caller's own, to be kept in the run's `config.toml`.
         on_nonfinite: What to do when weights, a loss, or what a client sends or keeps become NaN or infinite. `"stop"`
             ends the run with the state before that round; `result.stopped` says why, and `resume=True` continues from
@@ -165,10 +172,11 @@ def train(
         Settings(
             model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
             loss=loss, metrics=metrics, output=output, device=device, precision=precision, engine=engine, lanes=lanes,
-            compile=compile, data_on=data_on, deterministic=deterministic, evaluate_every=evaluate_every,
-            personalize_every=personalize_every, drift=drift, out=out, checkpoint_every=checkpoint_every, resume=resume,
-            track=track, on_round=on_round, notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults,
-            max_norm_ratio=max_norm_ratio, min_clients=min_clients, allow_version_change=allow_version_change,
+            compile=compile, data_on=data_on, deterministic=deterministic, threads=threads,
+            evaluate_every=evaluate_every, personalize_every=personalize_every, drift=drift, out=out,
+            checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, progress=progress,
+            notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults, max_norm_ratio=max_norm_ratio,
+            min_clients=min_clients, allow_version_change=allow_version_change,
         )
     )  # fmt: skip
 
@@ -182,8 +190,9 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
         run, rule = ranks.together(lambda: checked(given, ranks, put))
         agree(run, given)
         ranks.use(run.device)
-        join(run, given)
-        return trained(run, rule, given)
+        with arithmetic.threads(run.choices["threads"]):
+            join(run, given)
+            return trained(run, rule, given)
 
 
 def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
@@ -205,7 +214,7 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
     with (
         opened(files, ranks) as folder,
         selected(where),
-        arithmetic(given.precision, given.deterministic, where),
+        arithmetic.arithmetic(given.precision, given.deterministic, where),
         trackers,
     ):
         first = run.start()
@@ -221,12 +230,24 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
             checkpoints.record["started"] = session(checkpoints.record["versions"], run.choices)
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         impatient = bool(given.track or given.on_round)
-        listeners = Listeners(folder, checkpoints, trackers, given.on_round, ranks, impatient)
-        loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, earlier or first)
+        state = earlier or first
+        progress = shown(run, state.round) if given.progress and ranks.leads else None
+        listeners = Listeners(folder, checkpoints, trackers, given.on_round, ranks, impatient, progress)
+        loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, state)
         ranks.first(lambda: listeners.begin(config, loop.rows, given.resume))
         if given.out and not loop.state.round:
             ranks.first(lambda: folder.partition(holdings(run.data)))
-        return loop.train()
+        with progress or nullcontext():
+            return loop.train()
+
+
+def shown(run: Run, done: int) -> Progress:
+    """The display of a run's progress."""
+    clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
+    again = f", resumed after round {done:,}" if done else ""
+    many = f", in {run.ranks.size} processes" if run.ranks.several else ""
+    about = f"{run.rounds:,} rounds, {clients}, {run.choices['engine']} engine on {run.choices['device']}{many}{again}"
+    return Progress(run.rounds, done, about, list(run.metrics))
 
 
 @dataclass

@@ -55,7 +55,7 @@ def told(run: Run, given: Settings) -> dict[str, Any]:
     }
 
 
-ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "stop_when", "track")
+ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "progress", "stop_when", "track")
 """Settings that are compared otherwise, or may differ: the device is each process's own, the folder the first one's."""
 
 

@@ -12,8 +12,6 @@ import re
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from undrift.losses import name_of
 from undrift.method.groups import Group
 from undrift.method.optimizers import Optimizer
@@ -46,12 +44,12 @@ LINES = [name for name, role in ROLES.items() if role.form not in (None, "sectio
 
 def record(run: Run, given: Settings) -> str:
     """TOML: the settings of the run, with what was left to undrift filled in."""
-    chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device")}
+    chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device", "threads")}
     if given.engine == "auto" and chosen["engine"] == "lanes":
         chosen["engine"] = "auto"  # which goes on where lanes fail
     if run.ranks.group is not None and str(given.device) in ("auto", "cuda"):
         chosen["device"] = run.device.type  # each process finds its own
-    settings = {**vars(given), **chosen, "method": run.method, "threads": torch.get_num_threads()}
+    settings = {**vars(given), **chosen, "method": run.method}
     settings["loss"] = name_of(run.loss) or run.loss
     ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())
     settings["metrics"] = list(run.metrics) if ours else run.metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from undrift.errors import require
 from undrift.losses import reserved
@@ -11,6 +11,11 @@ from undrift.training.rounds import Round
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree
+
+
+def number(value: Any) -> TypeGuard[float]:
+    """Whether a column's value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def history_row(state: State, done: Round) -> dict[str, Any]:

@@ -79,9 +79,7 @@ class Settings:
     compile: bool | None = field(default=None, metadata=role("switch", resume="digits", compared=False))
     data_on: str = field(default="auto", metadata=role("text", resume="free", compared=False))
     deterministic: bool = field(default=False, metadata=role("switch", resume="digits"))
-    threads: int | None = field(
-        default=None, metadata=role("threads", resume="digits", compared=False, argument=False)
-    )  # torch's, which callers of `ud.train` set themselves
+    threads: int | None = field(default=None, metadata=role("threads", resume="digits", compared=False))
     evaluate_every: int = field(default=1, metadata=role("count", compared=False))
     personalize_every: int | None = field(default=None, metadata=role("count", compared=False))
     drift: bool | str = field(default=False, metadata=role("drift", resume="digits", compared=False))
@@ -92,6 +90,7 @@ class Settings:
     resume: bool = field(default=False, metadata=OF_THE_CALL)
     track: str | Sequence[str] | None = field(default=None, metadata=role("texts", resume="free", compared=False))
     on_round: Callable[[dict[str, Any]], None] | None = field(default=None, metadata=OF_THE_CALL)
+    progress: bool = field(default=False, metadata=OF_THE_CALL)
     notes: dict[str, Any] | None = field(default=None, metadata=OF_THE_CALL)
     on_nonfinite: str = field(default="stop", metadata=role("text", resume="free"))
     stop_when: Callable[[Sequence[dict[str, Any]]], Any] | str | None = field(

@@ -59,7 +59,12 @@ def curves(runs: list[Run], metrics: list[str]) -> dict[str, Any]:
         "schedules": {key: _curve(values[:, coarse]) for key, values in others.items()},
     }
     if np.isfinite(span["mean"]).any():
-        steps = {k: rounded(_mean(values)[coarse]) for k, values in span.items()}
+        ends = {
+            "fewest": _mean(span["fewest"], np.fmin),
+            "mean": _mean(span["mean"]),
+            "most": _mean(span["most"], np.fmax),
+        }
+        steps = {k: rounded(values[coarse]) for k, values in ends.items()}
         low_high = {"low": steps["fewest"], "high": steps["most"]} if steps["fewest"] != steps["most"] else {}
         found["schedules"]["local_steps"] = {"mean": steps["mean"], **low_high}
     return found
@@ -86,7 +91,10 @@ def _finite(values: Numbers) -> Numbers:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _mean(values: Numbers) -> Numbers:
+def _mean(values: Numbers, of: np.ufunc | None = None) -> Numbers:
+    """The mean over runs, or what `of` makes of them."""
+    if of is not None:
+        return of.reduce(_finite(values), 0)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of an empty slice: no run has a value in that round
         return np.nanmean(_finite(values), 0) if len(values) else values

@@ -21,6 +21,8 @@ from undrift.tools.display import number
 from undrift.tools.report import summary
 from undrift.tools.report.curves import AXES, POINTS, SHORT, SOURCES, curves
 from undrift.tools.report.downsample import even, rounded
+from undrift.tools.report.names import named
+from undrift.tools.report.records import longest_updates, records
 from undrift.training.result import finished
 from undrift.training.track import BY_CLIENT
 
@@ -31,6 +33,8 @@ COLUMNS = 100
 CLIENTS = 200
 LINES = 60
 """The most lines in one chart, for example one per layer: more could not be told apart."""
+MAPS = {"layer_agreement": 200}
+"""Columns by layer that are drawn as a map, with the most layers of each."""
 SHOWN_OTHERWISE = {*BY_CLIENT, "local_steps", "class_accuracy"}
 
 
@@ -64,7 +68,7 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
     runs = [run for run in runs if run.folder in shown]
     if not runs:
         raise UndriftError(problems[0])
-    grouped = groups(runs) if labels is None else labelled(runs, labels)
+    grouped = named(groups(runs)) if labels is None else labelled(runs, labels)
     metrics = sorted({name for run in runs for name in measured(run)}, key=lambda name: (name == "loss", name))
     payload: dict[str, Any] = {
         "version": __version__,
@@ -82,9 +86,9 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
         members = range(len(payload["runs"]), len(payload["runs"]) + len(own))
         payload["groups"].append(
             {"name": name, "runs": list(members), "cells": summary.cells(own, metrics), **curves(own, metrics)}
-            | {"settings": summary.differing(own[0], payload["shared"])}
+            | {"figures": summary.figures(own, metrics), "settings": summary.differing(own[0], payload["shared"])}
         )
-        payload["runs"] += [shown[run.folder] for run in own]
+        payload["runs"] += [shown[run.folder] | {"records": records(run, metrics)} for run in own]
     payload["downsampled"] = max(len(run.rows) for run in runs) > POINTS
     return payload
 
@@ -139,7 +143,18 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         if partition not in partitions:
             partitions.append(partition)
         found["partition"] = partitions.index(partition)
+    if norms := longest_updates(run, names_of(clients, partitions, found.get("partition"))):
+        found["norms"] = norms
     return found
+
+
+def names_of(clients: dict[str, list[Any]] | None, partitions: list[Any], own: int | None) -> dict[str, str]:
+    """Clients' names by id, as far as the history or the partition has them."""
+    partition = partitions[own] if own is not None else {}
+    found = dict(zip(partition.get("listed", ()), partition.get("names", ()), strict=False))
+    if clients and "name" in clients:
+        found |= dict(zip(clients["client"], clients["name"], strict=False))
+    return {str(client): str(name) for client, name in found.items()}
 
 
 def _no_number(name: str) -> None:
@@ -177,7 +192,7 @@ def layers(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     for row in run.rows:
         for key, value in row.items():
             by_name = dict(enumerate(value)) if isinstance(value, list) else value
-            if key in SHOWN_OTHERWISE or not isinstance(by_name, dict) or not 0 < len(by_name) <= LINES:
+            if key in SHOWN_OTHERWISE or not isinstance(by_name, dict) or not 0 < len(by_name) <= MAPS.get(key, LINES):
                 continue
             if all(map(number, by_name.values())):
                 named.setdefault(key, [str(name) for name in by_name])

@@ -1,7 +1,6 @@
-"use strict";
 // The page's state: the data, and the reader's choices, which new data of a live run do not change.
 let payload = JSON.parse(document.getElementById("data").textContent);
-const chosen = { axis: "round", source: "test", run: 0, hidden: new Set(), log: new Map(), look: null };
+const chosen = { axis: "round", source: "test", run: 0, hidden: new Set(), log: new Map(), look: null, target: new Map() };
 
 const AXES = {
   round: { label: "round", title: "round", format: ",d" },
@@ -68,8 +67,9 @@ function line(x, curve, name, i, shade = colour(i)) {
   const at = curve.mean.map((y, k) => k).filter((k) => curve.mean[k] !== null && x[k] !== null);
   const pick = (values) => at.map((k) => values[k]);
   const xs = pick(x), found = [], clearly = shown().length <= 10; // more bands than that hide one another
-  const low = clearly && (curve.low || (curve.std && curve.mean.map((y, k) => y - curve.std[k])));
-  const high = curve.high || (curve.std && curve.mean.map((y, k) => y + curve.std[k]));
+  const { floor = -Infinity, ceiling = Infinity } = curve; // what no value of a metric can be below or above
+  const low = clearly && (curve.low || (curve.std && curve.mean.map((y, k) => Math.max(floor, y - curve.std[k]))));
+  const high = curve.high || (curve.std && curve.mean.map((y, k) => Math.min(ceiling, y + curve.std[k])));
   if (low) {
     const edge = { x: xs, mode: "lines", line: { width: 0, shape: curve.shape }, hoverinfo: "skip", type: "scatter" };
     if (curve.low) edge.line = { width: 1, dash: "dot", color: clear(shade, 0.7) };
@@ -116,7 +116,7 @@ function declared() {
   const lines = (where, key, y, more = {}) => () => ({
     traces: alike(where, key).flatMap(({ x, curve, names, i, all }) =>
       line(x, { ...curve, ...more }, names.length > 1 ? `${all ? "all" : names.length} alike` : names[0], i, all ? ink("soft") : colour(i))),
-    layout: layout(over(), axis(y, chosen.log.get(key) ? { type: "log", exponentformat: "power" } : more.shape ? { rangemode: "tozero", minallowed: 0, nticks: 6, tickformat: ",d", dtick: most("decays") <= 6 ? 1 : undefined } : {})),
+    layout: layout(over(), axis(y, chosen.log.get(key) ? { type: "log", exponentformat: "power" } : more.shape ? { rangemode: "tozero", minallowed: 0, nticks: 6, tickformat: ",d", dtick: most("decays") <= 6 ? 1 : undefined } : { range: more.range || constant(where, key) })),
   });
   const any = (where, key) => payload.groups.some((group) => group[where][key]);
 
@@ -124,7 +124,7 @@ function declared() {
     const key = `${chosen.source}.${metric}`, several = payload.groups.some((g) => g.runs.length > 1);
     if (any("curves", key)) {
       if (metric === "loss" && !chosen.log.has(key)) chosen.log.set(key, steep(key));
-      add("learning", `metric ${metric}`, capital(word(metric)), lines("curves", key, word(metric)),
+      add("learning", `metric ${metric}`, capital(word(metric)), lines("curves", key, word(metric), bounds(metric)),
         { note: `on ${SOURCES[chosen.source]}${several ? "; mean ± standard deviation over seeds" : ""}`, log: metric === "loss" && key });
     }
   }
@@ -140,13 +140,14 @@ function declared() {
   }
   for (const [key, more] of [["lr", {}], ["local_steps", {}]]) {
     if (any("schedules", key)) add("schedules", key, capital(word(key)), lines("schedules", key, word(key), more),
-      { note: key === "local_steps" ? "mean of the round’s clients, and from fewest to most" : "before any part’s own factor" });
+      { note: key === "local_steps" ? `mean of the round’s clients${payload.groups.some((g) => g.runs.length > 1) ? " and of the seeds" : ""}, and from the fewest to the most of any` : "before any part’s own factor" });
   }
   const layer = (section, key, y, name) => {
     const run = holder((r) => r.layers[key]), { lines } = payload.runs[run].layers[key];
     add(section, key, capital(word(key)), () => layered(run, key, y, name), { note: whose(run), keys: lines.map((own, k) => [name(own), tint(k, lines.length)]) });
   };
-  const keys = [...new Set(payload.runs.flatMap((run) => Object.keys(run.layers)))];
+  const keys = [...new Set(payload.runs.flatMap((run) => Object.keys(run.layers)))].filter((key) => key !== "layer_agreement");
+  drift(add, lines, any, whose);
   if (keys.includes("rates")) layer("schedules", "rates", "learning rate", (k) => `step ${+k + 1}`);
   if (any("schedules", "diagnostic")) add("decay", "diagnostic", "Diagnostic S", lines("schedules", "diagnostic", "S = Σ ⟨update, previous update⟩"), { note: "below 0 after the window counts a decay" });
   if (any("schedules", "decays")) add("decay", "decays", "Decays so far, d", lines("schedules", "decays", "decays", { shape: "hv" }));
@@ -154,7 +155,7 @@ function declared() {
     layer("parts", key, word(key).split(" ")[0], (k) => (key === "ratio" || key === "temperature" ? `layer ${k}` : k));
   }
   const others = new Set(payload.groups.flatMap((group) => Object.keys(group.schedules)));
-  for (const key of others) if (!["lr", "local_steps", "diagnostic", "decays"].includes(key)) add("parts", `other ${key}`, capital(word(key)), lines("schedules", key, word(key)));
+  for (const key of others) if (!["lr", "local_steps", "diagnostic", "decays", ...Object.keys(DRIFT)].includes(key)) add("parts", `other ${key}`, capital(word(key)), lines("schedules", key, word(key)));
   const owner = holder((r) => r.partition !== undefined);
   if (owner >= 0) {
     const { counts } = payload.partitions[payload.runs[owner].partition];
@@ -166,6 +167,7 @@ const SECTIONS = {
   learning: ["Learning", null],
   classes: ["Classes", "Accuracy on the test set’s samples of each class."],
   clients: ["Clients", "The global model on each client’s own held-out data."],
+  drift: ["Drift", "How far clients move, and whether they move the same way. Agreement is the length of the mean update divided by the updates’ mean length: 1 if all are the same, near 0 if they cancel out."],
   schedules: ["Schedules", "Learning rates and local steps as they were."],
   decay: ["Decay by diagnostic", "Pflug’s diagnostic sums the inner products of successive rounds’ updates; when it turns negative, training has become stationary."],
   parts: ["What the method measured", null],
@@ -183,6 +185,18 @@ function alike(where, key) {
   return [...found.values()].map((one) => ({ ...one, all: one.names.length > 1 && one.names.length === present.length }));
 }
 const most = (key) => Math.max(0, ...payload.groups.flatMap((group) => group.schedules[key]?.mean || []));
+// The range of an axis whose values are all the same, which Plotly would put between v − 1 and v + 1.
+function constant(where, key) {
+  const all = shown().flatMap(({ group }) => { const c = group[where][key]; return c ? [...(c.low || c.mean), ...(c.high || c.mean)] : []; }).filter((y) => y !== null);
+  const first = all[0], varies = shown().some(({ group }) => group[where][key]?.std);
+  return all.length && !varies && all.every((y) => y === first) ? (first ? [Math.min(0, 2 * first), Math.max(0, 2 * first)] : [0, 1]) : undefined;
+}
+// Where a band of a standard deviation must end: metrics that are never negative, and fractions.
+function bounds(metric) {
+  const all = payload.groups.flatMap((group) => group.curves[`${chosen.source}.${metric}`]?.mean || []).filter((y) => y !== null);
+  const fraction = /accuracy|recall|precision|f1|auroc/.test(metric) && all.every((y) => y <= 1);
+  return { floor: all.every((y) => y >= 0) ? 0 : undefined, ceiling: fraction ? 1 : undefined };
+}
 // A loss that spans orders of magnitude, for example of a diverging run, starts on a logarithmic axis.
 function steep(key) {
   const all = payload.groups.flatMap((group) => (group.curves[key] ? group.curves[key].mean : [])).filter((y) => y !== null && y > 0);
@@ -243,7 +257,8 @@ function sortedClients() {
 function eachClient(run) {
   const { who, values, metric, of } = payload.runs[run].clients, i = groupOf(run);
   const trace = { type: "bar", x: who.map(plain), y: values, marker: { color: colour(i) }, hovertemplate: `client %{x}<br>${word(metric)} %{y:.4~g}<extra></extra>` };
-  const title = who.length < of ? `${who.length} of ${of} clients, worst first` : "client";
+  const partition = payload.partitions[payload.runs[run].partition], all = partition ? partition.clients - partition.empty : of;
+  const title = who.length < of ? `${who.length} of ${of} clients, worst first` : of < all ? `client (without held-out data: ${all - of} of ${all})` : "client";
   return { traces: [trace], layout: layout(axis(title, { type: "category", automargin: true, nticks: innerWidth < 640 ? 10 : 20, showticklabels: who.length <= 60 }), axis(word(metric)), { hovermode: "closest", bargap: 0.15 }) };
 }
 const tint = (k, count) => (count <= 8 ? colour(k) : `hsl(${205 + (150 * k) / (count - 1)} 65% ${look() === "dark" ? 40 + (40 * k) / count : 25 + (40 * k) / count}%)`);
@@ -258,7 +273,7 @@ function held(run) {
   const who = listed.map((c, k) => plain(names ? `${names[k]} (${c})` : c)), x = [...who.keys()];
   const title = listed.length < clients ? `${listed.length} of ${clients.toLocaleString("en")} clients, in even steps from largest to smallest` : "client";
   const ticks = x.filter((k) => k % Math.ceil(x.length / (innerWidth < 640 ? 10 : 30)) === 0);
-  const below = { ...axis(title), tickvals: listed.length < clients ? [] : ticks, ticktext: ticks.map((k) => plain(listed[k])), range: [-0.5, x.length - 0.5], showgrid: false };
+  const below = { ...axis(title), tickvals: listed.length < clients ? [] : ticks, ticktext: ticks.map((k) => plain(names ? cut(String(names[k]), 12) : listed[k])), automargin: true, range: [-0.5, x.length - 0.5], showgrid: false };
   const bars = { type: "bar", x, y: sizes, customdata: who, marker: { color: ink("soft") }, yaxis: counts ? "y2" : "y", hovertemplate: "client %{customdata}<br>%{y:,} samples<extra></extra>" };
   const more = { hovermode: "closest", bargap: 0.2, uirevision: "data" };
   if (!counts) return { traces: [bars], layout: layout(below, axis("samples"), more) };
@@ -286,19 +301,8 @@ function header() {
   byId("progress").hidden = !open.length;
   byId("progress").firstElementChild.style.width = `${(100 * done) / Math.max(planned, 1)}%`;
 }
-function summary() {
-  const columns = [...new Set(payload.groups.flatMap((group) => Object.keys(group.cells)))], one = payload.groups.length === 1;
-  if (one) {
-    const cells = Object.entries(payload.groups[0].cells).filter(([name, value]) => name !== "state" && !(name === "runs" && value === "1"));
-    byId("summary").replaceChildren(el("div", { class: "tiles" }, ...cells.map(([name, value]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name)))));
-    return;
-  }
-  const rows = payload.groups.map((group, i) => el("tr", {}, el("td", {}, swatch(i), group.name), ...columns.map((name) => el("td", { "data-label": name }, group.cells[name] ?? "–"))));
-  byId("summary").replaceChildren(el("div", { class: "card scroll stacked" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map((name) => el("th", {}, name)))), el("tbody", {}, ...rows))));
-}
 function controls() {
-  const press = (axis) => el("button", { type: "button", "data-axis": axis, "aria-pressed": String(axis === chosen.axis), onclick: () => { chosen.axis = axis; controls(); draw(); } }, AXES[axis].label);
+  const press = (axis) => el("button", { type: "button", "data-axis": axis, "aria-pressed": String(axis === chosen.axis), onclick: () => { chosen.axis = axis; controls(); summary(); draw(); } }, AXES[axis].label);
   const pick = (id, text, options, value, on) => el("label", {}, text, (() => {
     const made = el("select", { id, onchange: (event) => on(event.target.value) }, ...options.map(([key, name]) => el("option", { value: key }, cut(name, 60))));
     made.value = value;
@@ -308,7 +312,7 @@ function controls() {
   if (sources.length && !sources.includes(chosen.source)) chosen.source = sources[0];
   const parts = [];
   if (payload.groups.some((group) => group.evaluated.round.length || group.every.round.length)) parts.push(el("div", { class: "axis" }, "over", el("span", { class: "segments", role: "group", "aria-label": "What curves are drawn over" }, ...Object.keys(AXES).map(press))));
-  if (sources.length > 1) parts.push(pick("source", "measured on", sources.map((s) => [s, SOURCES[s]]), chosen.source, (value) => { chosen.source = value; draw(); }));
+  if (sources.length > 1) parts.push(pick("source", "measured on", sources.map((s) => [s, SOURCES[s]]), chosen.source, (value) => { chosen.source = value; summary(); draw(); }));
   if (payload.runs.length > 1) parts.push(pick("run", "details of", payload.runs.map((_, r) => [r, label(r)]), chosen.run, (value) => { chosen.run = +value; draw(); settings(); }));
   byId("choices").replaceChildren(...parts);
   byId("legend").replaceChildren(...(payload.groups.length < 2 ? [] : payload.groups.map((group, i) => el("button", {

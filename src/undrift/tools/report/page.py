@@ -12,6 +12,9 @@ from typing import Any
 from undrift.errors import UndriftError
 from undrift.files import write_text
 
+SCRIPTS = ("table.js", "drift.js", "page.js")
+FILES = ("page.html", "page.css", *SCRIPTS)
+
 
 def write(file: Path, payload: dict[str, Any]) -> None:
     try:
@@ -26,7 +29,8 @@ def page(payload: dict[str, Any], live: bool = False) -> str:
     from plotly.offline import get_plotlyjs
 
     here = files("undrift.tools.report")
-    parts = {name: here.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    texts = {name: here.joinpath(name).read_text(encoding="utf-8") for name in FILES}
+    parts = {"html": texts["page.html"], "css": texts["page.css"], "js": "".join(texts[name] for name in SCRIPTS)}
     return Template(parts.pop("html")).substitute(
         parts,
         title=html.escape(f"{payload['title']} – undrift"),

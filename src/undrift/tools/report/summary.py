@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from undrift.tools.compare import IGNORED_KEYS, Run, brief, spread
+from undrift.tools.compare import IGNORED_KEYS, Run, brief, lower_is_better, spread
 from undrift.tools.display import left_out, marks, number
+from undrift.tools.report.curves import SOURCES
 from undrift.training.result import finished
 
 
@@ -19,16 +20,35 @@ def cells(runs: list[Run], metrics: list[str]) -> dict[str, str]:
     found: dict[str, str] = {"runs": str(len(runs)), "state": state(runs)}
     for name in metrics:
         key = next((k for k in (name, f"validation_{name}") if any(k in row for run in runs for row in run.rows)), name)
-        label = key.replace("_", " ")
-        found[f"last {label}"] = spread([last(run, key) for run in runs])
-        if name != "loss":
-            found[f"best {label}"] = spread([run.best(key) for run in runs])
+        found |= columns(runs, key, key.replace("_", " "), name)
     ends = [run.rows[-1] for run in runs if run.rows]
     if ends:
         found["rounds"] = counted([row["round"] for row in ends])
         found["SGD steps"] = counted([row["total_steps"] for row in ends])
-        found["sent"] = size(float(np.mean([row["total_bytes"] for row in ends])))
+        found["sent, down + up"] = size(float(np.mean([row["total_bytes"] for row in ends])))
         found["time"] = duration(float(np.mean([sum(row["seconds"] for row in run.rows) for run in runs if run.rows])))
+    return found
+
+
+def figures(runs: list[Run], metrics: list[str]) -> dict[str, dict[str, str]]:
+    """The cells with metrics, by the data that these were measured on."""
+    found: dict[str, dict[str, str]] = {}
+    for source, form in SOURCES.items():
+        for name in metrics:
+            key = form.format(name)
+            if any(key in row for run in runs for row in run.rows):
+                best = not source.endswith("_std")  # neither more nor less of a deviation is best
+                found.setdefault(source, {}).update(columns(runs, key, name.replace("_", " "), name, best))
+    return found
+
+
+def columns(runs: list[Run], key: str, label: str, metric: str, best: bool = True) -> dict[str, str]:
+    """The last value of a column of the history, and the best of all rounds."""
+    found = {f"last {label}": spread([last(run, key) for run in runs])}
+    if best and metric != "loss":
+        values = [[row[key] for row in run.rows if number(row.get(key)) and math.isfinite(row[key])] for run in runs]
+        pick = min if lower_is_better(metric) else max
+        found[f"best {label}"] = spread([float(pick(own)) if own else math.nan for own in values])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: `track="tensorboard"`, `track="mlflow"`, or a list of both.
+"""Experiment trackers: `track="tensorboard"`, `track="mlflow"`, `track="wandb"`, or a list of them.
 
 A tracker receives the settings once, then each round's scalars, then how the run ended. It works in a separate thread,
 since rounds take milliseconds and a server's response may take seconds. If it fails during a run, it causes a warning,
@@ -19,8 +19,8 @@ from undrift.errors import UndriftError, quoted, unknown
 
 log = logging.getLogger("undrift")
 
-KNOWN = ("mlflow", "tensorboard")
-BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out")
+KNOWN = ("mlflow", "tensorboard", "wandb")
+BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out", "client_norms")
 """Columns with one entry per client, which are in `metrics.jsonl` but too many to draw."""
 
 Scalars = dict[str, float]
@@ -69,7 +69,7 @@ def find(track: str | Sequence[str] | None) -> dict[str, type[Tracker]]:
     """The trackers of these names. Raises `UndriftError` if one is unknown or not installed."""
     names = [track] if isinstance(track, str) else track or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise UndriftError(f"track must be {' or '.join(map(repr, KNOWN))}, or a list of them, not {quoted(track)}.")
+        raise UndriftError(f"track must be {', '.join(map(repr, KNOWN))}, or a list of them, not {quoted(track)}.")
     found: dict[str, type[Tracker]] = {}
     for name in names:
         if name not in KNOWN:

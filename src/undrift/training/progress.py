@@ -1,0 +1,191 @@
+"""The progress of a run: a line that is updated on a terminal and in a notebook, log lines anywhere else.
+
+It is given rows as they settle, which may be one round late, and never makes a round wait for the device. Plain text is
+all it needs; where Rich is installed, it keeps warnings and the line apart on a terminal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TextIO
+
+from undrift.training.rows import number
+
+SHARE = 0.05
+"""The share of the rounds between two log lines."""
+SECONDS = 30.0
+"""The most seconds between two log lines, as far as rounds end that often."""
+REDRAW = {"terminal": 0.1, "notebook": 0.5}
+"""Seconds between two updates of a line; a notebook keeps all of them in its file."""
+BAR = 20
+"""The width of the bar."""
+
+
+class Screen(Protocol):
+    """Where progress is shown. `show` replaces the line that was shown before, `close` leaves the last one there."""
+
+    def show(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Progress:
+    """Reports the progress of one run to its user.
+
+    Args:
+        rounds: How many rounds the run has.
+        done: How many of them were trained before, by a run that is resumed.
+        about: One line about the run, shown first.
+        metrics: The names of its metrics, the leading one first.
+        stream: Where to write, by default the standard output.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        rounds: int,
+        done: int,
+        about: str,
+        metrics: Sequence[str],
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rounds, self.done, self.about, self.clock = rounds, done, about, clock
+        self.names = [f"{prefix}{name}" for prefix in ("", "validation_", "client_") for name in metrics]
+        self.losses = ["loss", "validation_loss", "client_loss"]
+        self.stream = stream or sys.stdout
+        self.kind = kind_of(self.stream)
+        self.screen: Screen | None = None
+        self.figures: list[str] = []
+        self.samples = 0
+        self.latest = done
+        self.last: int | None = None
+        """The round of the latest line."""
+
+    def __enter__(self) -> Progress:
+        self.began = self.shown = self.clock()
+        print(self.about, file=self.stream, flush=True)
+        if self.kind == "terminal":
+            self.screen = RichLine(self.stream) if importlib.util.find_spec("rich") else PlainLine(self.stream)
+        elif self.kind == "notebook":
+            self.screen = PlainLine(self.stream)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.last not in (None, self.latest):  # a run that ends early
+            self._show(self.latest, self.clock())
+        if self.screen:
+            self.screen.close()
+
+    def row(self, row: dict[str, Any]) -> None:
+        """A round is over; shown if a line is due."""
+        self.figures = self._figures(row) or self.figures
+        self.samples += row["samples"]
+        now, self.latest = self.clock(), row["round"]
+        if self._due(self.latest, now):
+            self._show(self.latest, now)
+
+    def _show(self, t: int, now: float) -> None:
+        self.shown, self.last = now, t
+        if self.screen:
+            self.screen.show(self.line(t, now, width_of(self.stream)))
+        else:
+            print(self.log_line(t, now), file=self.stream, flush=True)
+
+    def _due(self, t: int, now: float) -> bool:
+        if self.last is None or t >= self.rounds:
+            return True
+        if self.screen:
+            return now - self.shown >= REDRAW[self.kind]
+        return t - self.last >= SHARE * self.rounds or now - self.shown >= SECONDS
+
+    def _figures(self, row: dict[str, Any]) -> list[str]:
+        """The leading metric and the loss, as far as the row has them."""
+        found = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
+        return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in found if name]
+
+    def _left(self, t: int, now: float) -> str:
+        trained = t - self.done
+        if t >= self.rounds:
+            return f"{duration(now - self.began)} in all"
+        return f"{duration((now - self.began) / trained * (self.rounds - t))} left" if trained > 0 else ""
+
+    def log_line(self, t: int, now: float) -> str:
+        """For a file: the round, the leading metric, the loss, and the time left."""
+        return ", ".join(part for part in (f"round {t}/{self.rounds}", *self.figures, self._left(t, now)) if part)
+
+    def line(self, t: int, now: float, width: int) -> str:
+        """For a terminal: of what fits into `width` columns, the round and the time left come first."""
+        full = int(BAR * t / self.rounds)
+        speed = self.samples / max(now - self.began, 1e-9)
+        count = f"round {t:>{len(str(self.rounds))}}/{self.rounds}"
+        parts = {"count": count, "bar": "━" * full + "─" * (BAR - full)}
+        parts |= dict(zip(("metric", "loss"), self.figures, strict=False))
+        parts |= {"speed": f"{speed:,.0f} samples/s", "left": self._left(t, now)}
+        for name in ("speed", "bar", "loss", "metric", "left"):
+            text = "  ".join(part for part in parts.values() if part)
+            if len(text) < width:
+                return text
+            parts.pop(name, None)
+        return count[: width - 1]
+
+
+class PlainLine:
+    """A line that carriage returns overwrite, on a terminal without Rich and in notebooks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.length = stream, 0
+
+    def show(self, text: str) -> None:
+        self.stream.write("\r" + text.ljust(self.length))
+        self.stream.flush()
+        self.length = len(text)
+
+    def close(self) -> None:
+        if self.length:
+            self.stream.write("\n")
+            self.stream.flush()
+
+
+class RichLine:
+    """The same with Rich, which prints warnings and whatever else comes meanwhile above the line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.stream, self.console = stream, Console(file=stream, highlight=False)
+        self.live = Live(console=self.console, auto_refresh=False)
+        self.live.start()
+
+    def show(self, text: str) -> None:
+        from rich.text import Text
+
+        self.console.width = width_of(self.stream)
+        self.live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+def kind_of(stream: TextIO) -> str:
+    """Whether a stream is a "terminal", a "notebook"'s, or a "file"."""
+    if stream.isatty():
+        return "terminal"
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return "notebook" if stream is sys.stdout and hasattr(shell, "kernel") else "file"
+
+
+def width_of(stream: TextIO) -> int:
+    return shutil.get_terminal_size((100, 24)).columns if stream.isatty() else 100
+
+
+def duration(seconds: float) -> str:
+    """`1:05`, `2:03:04`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

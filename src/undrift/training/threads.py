@@ -1,0 +1,71 @@
+"""How many of torch's CPU threads a run has: by a rule on the model and its batches, never by timing.
+
+One local step of a small model is thousands of operations of some microseconds. Splitting such an operation over
+threads gains little on an idle machine; on a busy one every operation waits until the operating system has scheduled
+all of them, which costs multiples. So a run gets one thread, unless a step is large enough.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from undrift.engine.choose import CPU_CONVOLUTION_FLOPS, Choice
+from undrift.functional.arguments import batch_size
+from undrift.functional.copying import deep_copy
+from undrift.functional.draws import Trial
+from undrift.functional.model import Model
+from undrift.tree import tree_leaves, tree_map
+
+STEP_FLOPS = 1e8
+"""Work of all lanes' forward passes in one step from which sharing operations pays (`python -m benchmarks.threads`).
+Where `choose` trains large convolutions one client at a time, its own limit holds: there threads train a client each
+and rarely wait for one another."""
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.device, width: int) -> tuple[int, str]:
+    """The number of threads for a run, and why.
+
+    Args:
+        asked: What the user asked for.
+        model: The model as it is trained.
+        choice: The engine, and its number of lanes.
+        device: Where the run is trained.
+        width: The largest batch.
+    """
+    present = torch.get_num_threads()
+    if asked is not None:
+        return asked, "asked for"
+    for name in VARIABLES:
+        if name in os.environ:
+            return present, f"set by {name}"
+    if not is_default(present):
+        return present, "set by torch.set_num_threads"
+    if device.type != "cpu":
+        return present, "torch's default"
+    limit = min(STEP_FLOPS, CPU_CONVOLUTION_FLOPS) if (choice.engine, choice.lanes) == ("lanes", 1) else STEP_FLOPS
+    if forward_flops(model, width) * choice.lanes < limit:
+        return 1, "a local step is too small to gain from more"
+    return present, "torch's default: a local step is large enough"
+
+
+def is_default(number: int) -> bool:
+    """Whether torch may have chosen this number by itself: that of logical or of physical cores."""
+    logical = {len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, os.cpu_count() or 1}
+    return number in logical | {count // 2 for count in logical}
+
+
+def forward_flops(model: Model, width: int) -> float:
+    """Operations of a forward pass of one batch, counted on the samples that the model was examined with."""
+    twin = copy.copy(model)  # a forward pass may change buffers, and may draw
+    frozen = {id(p): p for name, p in model.module.named_parameters() if name not in model.start}
+    twin.module = deep_copy(model.module, frozen)
+    x = tree_map(torch.clone, model.sample)
+    draws = Trial(tree_leaves(x)[0].device).draws()
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), draws:
+        twin(twin.trial(), x)
+    return float(counter.get_total_flops()) * width / batch_size(x)
