@@ -87,8 +87,8 @@ def load(
         columns: The columns to learn from, in your own tables of numbers; by default all but label and client.
         drop: The columns that are not to be learned from, instead.
         missing: What to do about empty cells and NaN in your own tables. By default they are refused; `"drop"` leaves
-            out rows with one, `"mean"` puts in the column's mean over the training split, with rows that are held out of
-            it later.
+            out rows with one, `"mean"` puts in the column's mean over the training split, before any of its rows
+            are held out.
         resize: The size of images in your own files and tables: one number, or height and width. By default all must
             have one size.
         normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,21 @@ from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import tree_bytes, tree_map
 
+log = logging.getLogger("undrift")
+NO_TEST = (
+    "The data have no test set, so the history will have no loss and no metrics; hold one out, as with "
+    "ud.load(…, test_fraction=0.2)"
+)
 BATCH = 1000
 BATCH_BYTES = 2**25
 """The most that the samples of a batch may take; of large ones there are fewer in it."""
+
+
+def warn_without_test(run: Run, clients: int) -> None:
+    """Warn if a run will have no figures: without held-out data, here, on nodes, or of so many clients' own."""
+    elsewhere = type(run) is not Run
+    if not (run.test or run.validation or clients or elsewhere):
+        log.warning(NO_TEST)
 
 
 def evaluate(run: Run, state: State) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,12 +27,12 @@ from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
 from undrift.training.early import COLUMN, Rule, as_rule
-from undrift.training.evaluate import evaluate
+from undrift.training.evaluate import evaluate, warn_without_test
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
 from undrift.training.personal import Personal, has_own_models, own_model
 from undrift.training.processes import agree, opened
-from undrift.training.progress import Progress
+from undrift.training.progress import shown
 from undrift.training.provenance import session
 from undrift.training.record import record
 from undrift.training.result import Folder, Result
@@ -45,13 +44,6 @@ from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.track import Trackers
 from undrift.tree import tree_finite
-
-log = logging.getLogger("undrift")
-
-NO_TEST = (
-    "The data have no test set, so the history will have no loss and no metrics; hold one out, as with "
-    "ud.load(…, test_fraction=0.2)"
-)
 
 
 def train(
@@ -241,15 +233,6 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
             return loop.train()
 
 
-def shown(run: Run, done: int) -> Progress:
-    """The display of a run's progress."""
-    clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
-    again = f", resumed after round {done:,}" if done else ""
-    many = f", in {run.ranks.size} processes" if run.ranks.several else ""
-    about = f"{run.rounds:,} rounds, {clients}, {run.choices['engine']} engine on {run.choices['device']}{many}{again}"
-    return Progress(run.rounds, done, about, list(run.metrics))
-
-
 @dataclass
 class Loop:
     """A run under way: one round after another, each with its row of the history."""
@@ -265,8 +248,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.personal, self.clock = Personal(self.run), Clock(self.run.device, not self.run.ranks.several)
-        if type(self.run) is Run and not (self.run.test or self.run.validation or len(self.personal.clients)):
-            log.warning(NO_TEST)
+        warn_without_test(self.run, len(self.personal.clients))
         self.over = False
         self.stopped: str | None = None
         self.early: str | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TextIO
 
 from undrift.training.rows import number
+from undrift.training.run import Run
 
 SHARE = 0.05
 """The share of the rounds between two log lines."""
@@ -170,6 +171,15 @@ class RichLine:
 
     def close(self) -> None:
         self.live.stop()
+
+
+def shown(run: Run, done: int) -> Progress:
+    """The display of a run's progress."""
+    clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
+    again = f", resumed after round {done:,}" if done else ""
+    many = f", in {run.ranks.size} processes" if run.ranks.several else ""
+    about = f"{run.rounds:,} rounds, {clients}, {run.choices['engine']} engine on {run.choices['device']}{many}{again}"
+    return Progress(run.rounds, done, about, list(run.metrics))
 
 
 def kind_of(stream: TextIO) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from undrift.tools.compare import Run, lower_is_better
+from undrift.losses import lower_is_better
+from undrift.tools.compare import Run
 from undrift.tools.display import number
 from undrift.tools.report.curves import AXES, SOURCES
 from undrift.tools.report.downsample import rounded

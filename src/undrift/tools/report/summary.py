@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from undrift.tools.compare import IGNORED_KEYS, Run, brief, lower_is_better, spread
+from undrift.losses import lower_is_better
+from undrift.tools.compare import IGNORED_KEYS, Run, brief, spread
 from undrift.tools.display import left_out, marks, number
 from undrift.tools.report.curves import SOURCES
 from undrift.training.result import finished
