@@ -55,7 +55,7 @@ def test_clients_that_agree_and_clients_that_do_not_move():
     still = ud.train(Point(), quadratics([(1.0, 0.0)] * 3), rounds=1, local=ud.Local(steps=2, lr=0.1), drift="layers")
     names = ("update_norm", "update_norm_max", "mean_update_norm", "server_step", "agreement", "cosine")
     assert [still.history[0][name] for name in names] == [0.0] * 6
-    assert still.history[0]["layer_agreement"] == {"w": 0.0}
+    assert still.history[0]["layer_agreement"] == {}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Gathered(ud.Part):
     def aggregate(self, updates, state, server):
         self.seen.append((updates, server.client_weights, server.cohort))
         weights = server.client_weights / server.client_weights.sum()
-        return ud.tree_map(lambda u: torch.tensordot(weights, u, 1), updates), state
+        return ud.tree_map(lambda u: torch.tensordot(weights.to(u.dtype), u, 1), updates), state
 
 
 def by_hand(updates, weights, cohort) -> dict:
@@ -189,7 +189,8 @@ def test_figures_change_nothing_else(engine, method, options):
     assert same_bits(off.params, on.params)
     for before, after in zip(off.history, on.history, strict=True):
         assert {**before, "seconds": 0} == {name: after[name] for name in before} | {"seconds": 0}
-        assert {"client_norms", *COLUMNS} >= after.keys() - before.keys() >= {"agreement", "train_loss"}
+        added = {"agreement", "train_loss"} if before["steps"] else {"server_step"}  # nobody trains
+        assert {"client_norms", *COLUMNS} >= after.keys() - before.keys() >= added
         assert np.isfinite([after[name] for name in COLUMNS if isinstance(after.get(name), float)]).all()
 
 
@@ -207,6 +208,36 @@ def test_clients_that_do_not_count_are_left_out():
             assert row[name] == pytest.approx(wanted[name], rel=1e-9), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision(dtype):
+    def train(dtype):
+        data = make_clients(SIZES, dtype)
+        return ud.train(net(dtype), data, Gathered([]), rounds=2, local=CONSTANT, drift="layers").history[-1]
+
+    found, wanted = train(dtype), train(torch.float32)
+    for name in ("cosine", "cosine_min", "agreement", "update_norm", "train_loss"):
+        assert found[name] == pytest.approx(wanted[name], rel=0.1), name
+
+
+def test_a_round_in_which_nobody_counts_has_no_figures():
+    faults = ud.Faults(dropout=lambda t: 1.0 if t == 1 else 0.0)
+    rows = ud.train(net(), make_clients(SIZES), rounds=3, local=LOCAL, drift=True, faults=faults).history
+    assert rows[1].keys() & {*COLUMNS, "client_norms"} == {"server_step"} and rows[1]["server_step"] == 0
+    assert "agreement" in rows[0] and "agreement" in rows[2]
+
+
+@pytest.mark.parametrize("options", [{"faults": ud.Faults(dropout=0.5)}, {"max_norm_ratio": 1.0}])
+def test_clients_that_are_left_out_are_not_named(options):
+    seen: list = []
+    data = make_clients(SIZES)
+    run = ud.train(net(), data, ud.FedAvg() + Gathered(seen), rounds=4, local=LOCAL, drift=True, **options)
+    assert any(row.get("dropped") or row.get("left_out") for row in run.history)
+    for row in run.history:
+        gone = {str(c) for c in (*row.get("dropped", ()), *row.get("left_out", ()))}
+        assert not gone & (row["client_norms"].keys() | row["client_cosines"].keys())
+        assert row["cosine_min"] == min(row["client_cosines"].values())
+
+
 def test_a_personal_head_does_not_drift():
     """What stays with its client is not part of an update."""
 
@@ -215,7 +246,7 @@ def test_a_personal_head_does_not_drift():
         personal: tuple[str, ...] = ("3.*",)
 
     row = ud.train(net(), make_clients(SIZES), Head(), rounds=2, local=LOCAL, drift="layers").history[-1]
-    assert row["layer_agreement"]["3.weight"] == 0 and 0 < row["layer_agreement"]["0.weight"] < 1
+    assert row["layer_agreement"].keys() == {"0.weight", "0.bias"} and 0 < row["layer_agreement"]["0.weight"] < 1
 
 
 def test_scaffold_makes_clients_agree():

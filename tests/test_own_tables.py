@@ -391,6 +391,45 @@ def test_forged_arrays_are_refused():
             ud.load("pfl", ud.ByKey())
 
 
+def test_a_small_pickle_does_not_become_large():
+    """Tuples doubled by the memo: as text, or hashed as a key, forty of them would take terabytes."""
+    doubled = b"K\x01" + 40 * b"q\x01h\x01\x86"
+    bombs = [
+        b"\x80\x02cnumpy\ndtype\n" + doubled + b"\x85R.",
+        b"\x80\x04" + doubled + b"\x8c\x01a\x93.",
+        b"\x80\x02}" + doubled + b"K\x01s.",
+    ]
+    for content in bombs:
+        forged(content)
+        with pytest.raises(refused, match="cannot be read") as found:
+            ud.load("pfl", ud.ByKey())
+        assert len(str(found.value)) < 1000
+
+
+def test_leaf_users_who_only_test():
+    """LEAF's split by user: nobody who tests has trained."""
+    for split, users in (("train", "ab"), ("test", "cd")):
+        os.makedirs(f"split/{split}")
+        own = {user: {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]} for user in users}
+        content = {"users": list(users), "num_samples": [2, 2], "user_data": own}
+        with open(f"split/{split}/all.json", "w") as file:
+            json.dump(content, file)
+    data = ud.load("split", ud.ByKey())
+    assert data.client_test is None and len(data.test_rows.index) == 4
+    run = ud.train("logistic", data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+    assert "accuracy" in run.history[-1] and "client_accuracy" not in run.history[-1]
+
+
+def test_images_with_a_json_file_beside_them_are_images():
+    for split, label in (("train", "a"), ("train", "b"), ("test", "a"), ("test", "b")):
+        os.makedirs(f"pictures/{split}/{label}")
+        for i in range(3):
+            Image.fromarray(np.full((4, 4), 40 * i, np.uint8)).save(f"pictures/{split}/{label}/{i}.png")
+    with open("pictures/train/info.json", "w") as file:
+        json.dump({"made": "by hand"}, file)
+    assert ud.load("pictures", ud.IID(), clients=2).sizes.sum() == 6
+
+
 # ---- partitions -------------------------------------------------------------------------------------------------
 
 

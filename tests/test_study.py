@@ -20,11 +20,12 @@ from tests.experiments import changed, toml, undrift
 from undrift.errors import UndriftError
 from undrift.tools import board
 from undrift.tools.cli import app
+from undrift.tools.compare import Run
 from undrift.tools.config import read
 from undrift.tools.report import figures
 from undrift.tools.study import results
 from undrift.tools.study.file import read_study
-from undrift.tools.study.run import Outcome, prepare, run_study
+from undrift.tools.study.run import Outcome, new_point, prepare, run_study, validation
 from undrift.tools.study.search import Grid, Suggested
 
 STUDY = """
@@ -93,6 +94,22 @@ def test_lists_of_partitions_are_values_and_lists_of_methods_are_choices(here):
     text = SMALL.replace('IID = "IID()"', "IID = { local.steps = [1, 2, 3, 4] }")
     cell = understood(text).cells[0]
     assert cell.settings["local"]["steps"] == [1, 2, 3, 4] and cell.choices == {"local.lr": [0.001, 0.2]}
+
+
+def test_labels_in_other_scripts_have_folders_of_their_own(here):
+    study = understood(
+        SMALL.split("[study.partitions]")[0] + '[study.methods]\n"甲" = "FedAvg()"\n"乙" = "FedNova()"\n'
+    )
+    names = [new_point(cell, {"local.lr": 0.1}, 0, "f").name for cell in study.cells]
+    assert len(set(names)) == 2 and all(name.isascii() for name in names)
+
+
+def test_a_metric_without_validation_data_is_named(here):
+    row = {"round": 1, "accuracy": 0.5, "validation_accuracy": 0.5, "client_accuracy": 0.4}
+    run = Run(Path("r"), {}, [row])
+    assert validation(run, "accuracy", 1) == ("validation_accuracy", 0.5)
+    with pytest.raises(UndriftError, match="'client_accuracy', which is not measured on validation data"):
+        validation(run, "client_accuracy", 1)
 
 
 def test_without_partitions_and_with_labels_that_are_methods(here):
@@ -215,8 +232,6 @@ class Made:
         self.value, self.asked = value, []
 
     def __call__(self, points, folder, ended):
-        from undrift.tools.compare import Run
-
         found = {}
         for point in points:
             self.asked.append(point.name)
@@ -295,6 +310,8 @@ def test_compare_takes_what_a_pattern_names(here):
     assert "skipped: runs/s/seed=1 (not finished); runs/empty (not a run)" in said and "mine" in said
     labelled = undrift("compare", "mine=runs/s/seed=0*", "--markdown", "t.md")
     assert "| mine | 1 |" in Path("t.md").read_text() and "mine" in labelled
+    with pytest.raises(UndriftError, match="is given twice, under different labels"):
+        undrift("compare", "one=runs/s/seed=0", "other=runs/s/seed=0")
     with pytest.raises(UndriftError, match="is not finished; first: undrift resume"):
         undrift("compare", "runs/s/seed=1")
     with pytest.raises(UndriftError, match=r"runs/empty is no run"):

@@ -98,6 +98,7 @@ def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
 
 def recall_at_5(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """True labels among the five highest outputs, as a share of all true labels; summed over samples first."""
+    target = target.clamp(min=0)  # labels of -100 are none
     top = output.topk(min(5, output.shape[-1]), -1).indices
     return target.gather(-1, top).sum(-1), target.sum(-1)
 
@@ -166,7 +167,7 @@ def lower_is_better(name: str, metric: Any = None) -> bool:
     own = getattr(metric, "higher_is_better", None)
     if isinstance(own, bool):
         return not own
-    return name.removesuffix("_worst").endswith(LOWER)
+    return name.removesuffix("_worst").removesuffix("_first").endswith(LOWER)
 
 
 def get_loss(loss: str | Loss | None) -> Loss:

@@ -166,6 +166,8 @@ def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset 
     if source.test is None or source.test_keys is None:
         return None
     mine = source.test_keys >= 0
+    if not mine.any():  # other clients', none of whom trains
+        return None
     rows = source.test.index.numpy()[mine]
     return FederatedDataset.from_owners(source.test.store, rows, source.test_keys[mine], clients, **common)
 

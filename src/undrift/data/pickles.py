@@ -80,17 +80,19 @@ class Machine:
         return found
 
     def named(self, module: Any, name: Any) -> Name:
-        found = KNOWN.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
+        words = isinstance(module, str) and isinstance(name, str)  # anything else may be huge as text
+        found = KNOWN.get((module, name)) if words else None
         if found is None:
-            raise ValueError(f"it names {module}.{name}, which is no part of an array of numbers")
+            what = f"{module}.{name}" if words else "something"
+            raise ValueError(f"it names {what}, which is no part of an array of numbers")
         return found
 
     def reduced(self, function: Any, arguments: Any) -> Any:
         """What stands for the result of a call."""
         if function is ARRAY:
             return Kept()
-        if function is KIND and isinstance(arguments, tuple) and arguments:
-            return Kind(str(arguments[0]))
+        if function is KIND and isinstance(arguments, tuple) and arguments and isinstance(arguments[0], str):
+            return Kind(arguments[0])
         raise ValueError("it calls something that makes no array of numbers")
 
     def built(self, made: Any, state: Any) -> Any:
@@ -116,7 +118,9 @@ class Machine:
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Keys and values, which take turns."""
+    """Keys and values, which take turns. Other keys than words and numbers may take forever to hash."""
+    if not all(isinstance(key, str | int) for key in values[::2]):
+        raise ValueError("it has a dict whose keys are neither words nor numbers")
     return zip(values[::2], values[1::2], strict=True)
 
 

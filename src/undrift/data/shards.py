@@ -33,8 +33,11 @@ RE_SAVE = (
 
 
 def known(folder: Path) -> bool:
-    """Whether this is such a folder: one with JSON or npz files in `train`."""
-    return kind(folder) == "folder" and kind(folder / "train") == "folder" and bool(_files(folder, "train"))
+    """Whether this is such a folder: one with JSON or npz files in `train`, and no folders, as images have."""
+    train = folder / "train"
+    if kind(folder) != "folder" or kind(train) != "folder":
+        return False
+    return bool(_files(folder, "train")) and not any(kind(path) == "folder" for path in train.iterdir())
 
 
 def _files(folder: Path, split: str) -> list[Path]:

@@ -161,7 +161,7 @@ class Table:
 
     def _fractions(self, column: Any, place: Place, split: str, rows: np.ndarray) -> np.ndarray:
         y = numbers(column, self.label, place, split)
-        _refuse(~np.isfinite(y), column, self.label, place, split, rows)
+        _refuse(~np.isfinite(y), column, self.label, place, split, rows, label=True)
         return y
 
     def _numbers(self, column: Any, name: str, place: Place, split: str, begin: int) -> np.ndarray:
@@ -200,7 +200,9 @@ def numbers(column: Any, name: str, place: Place, split: str) -> np.ndarray:
         ) from error
 
 
-def _refuse(wrong: np.ndarray, column: Any, name: str, place: Place, split: str, rows: np.ndarray) -> None:
+def _refuse(
+    wrong: np.ndarray, column: Any, name: str, place: Place, split: str, rows: np.ndarray, label: bool = False
+) -> None:
     """Raise for the first value that is not a finite number."""
     if not wrong.any():
         return
@@ -208,7 +210,8 @@ def _refuse(wrong: np.ndarray, column: Any, name: str, place: Place, split: str,
     given = column[row].as_py()
     empty = given is None or given != given
     large = f" (it is {given!r}, too large for 32 bits)" if not empty and abs(given) < np.inf else ""
-    hint = ', or pass missing="drop" or missing="mean"' if empty else ""
+    ways = ['missing="drop"'] if label else ['missing="drop"', 'missing="mean"']
+    hint = f", or pass {' or '.join(ways)}" if empty else ""
     raise UndriftError(
         f"Row {rows[row]} of the {split} split of {place.name} has no finite {quoted(name)}{large}; clean or drop that "
         f"row{hint}."

@@ -72,6 +72,8 @@ def settings(experiment: Experiment, data: FederatedDataset) -> Settings:
     given = arguments(experiment, data)
     engine = "plain" if given["engine"] == "auto" else given["engine"]
     asked = {"engine": engine, "participation": 1.0, "compile": False, "drift": False}
+    # The rule would count a forward pass's operations, which imports torch's compiler.
+    asked["threads"] = given["threads"] or torch.get_num_threads()
     asked |= {"lanes": 1 if asked["engine"] == "lanes" else None, "checkpoint_every": None, "track": None}
     return Settings(**(given | asked | {"stop_when": None, "notes": None, "personalize_every": None}))
 

@@ -113,8 +113,8 @@ class Drifting(Program):
 
 
 def flat(tree: dict[str, Tensor]) -> Tensor:
-    """All values of a tree as one vector."""
-    return torch.cat([t.flatten() for t in tree.values()])
+    """All values of a tree as one vector, in at least float32: squares of half-precision updates would overflow."""
+    return torch.cat([t.flatten().to(torch.promote_types(t.dtype, torch.float32)) for t in tree.values()])
 
 
 def observed(program: Program, drift: bool | str, cohort: int) -> Program:
@@ -156,15 +156,18 @@ def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, a
     losses, lengths, norms, directions = program.split(sums)
     mean, whole = flat(outcome.update), torch.where(outcome.weight > 0, outcome.weight, 1)
     length, step = torch.linalg.vector_norm(mean), torch.linalg.vector_norm(flat(after) - flat(before))
-    own = [torch.linalg.vector_norm(t) for t in outcome.update.values()] if program.layers else []
+    own = [torch.linalg.vector_norm(t.to(mean.dtype)) for t in outcome.update.values()] if program.layers else []
     numbers = [
         torch.cat([losses, lengths]) / whole,
         torch.stack([length, step, ratio(mean @ directions, length * whole)]),
         ratio(torch.stack([length, *own]) * whole, lengths),
+        outcome.weight[None],
     ]
     found = {"numbers": torch.cat(numbers), "norms": norms}
+    if outcome.finite is not None:
+        found["counting"] = outcome.finite
     if outcome.updates:
-        rows = torch.cat([t.flatten(1) for t in outcome.updates.values()], 1)
+        rows = torch.cat([t.flatten(1) for t in outcome.updates.values()], 1).to(mean.dtype)
         found["cosines"] = ratio(rows @ mean, torch.linalg.vector_norm(rows, dim=1) * length)
     return found
 
@@ -174,23 +177,38 @@ def ratio(top: Tensor, bottom: Tensor) -> Tensor:
     return torch.where(bottom > 0, top / torch.where(bottom > 0, bottom, 1), 0)
 
 
-def columns(found: dict[str, Tensor], clients: np.ndarray, names: list[str], by_layer: bool) -> dict[str, Any]:
-    """The figures as columns of the history. Waits for the device."""
-    values, norms = found["numbers"].tolist(), found["norms"].tolist()
+def columns(
+    found: dict[str, Tensor], clients: np.ndarray, excused: np.ndarray, names: list[str], by_layer: bool
+) -> dict[str, Any]:
+    """The figures as columns of the history. Waits for the device.
+
+    Args:
+        found: What `figures` returned.
+        clients: The cohort.
+        excused: By place in it: whether the client is known not to count.
+        names: The parameters.
+        by_layer: Whether there are figures for each of them.
+    """
     layers = len(names) if by_layer else 0
-    first, last, lengths, (mean, step, cosine, agreement, *own) = values[0], values[1], values[2], values[3 + layers :]
+    *values, weight = found["numbers"].tolist()
+    lengths, (mean, step, cosine, agreement, *own) = values[2 : 3 + layers], values[3 + layers :]
+    if not weight:  # nobody counts
+        return {"server_step": step}
     row: dict[str, Any] = {
-        "train_loss_first": first, "train_loss": last, "update_norm": lengths, "mean_update_norm": mean,
+        "train_loss_first": values[0], "train_loss": values[1], "update_norm": lengths[0], "mean_update_norm": mean,
         "server_step": step, "cosine": cosine, "agreement": agreement,
     }  # fmt: skip
-    if 0 < len(clients) <= len(norms):  # a part's plan may have more clients than there are places
-        by_client = dict(zip(clients.tolist(), norms, strict=False))
+    if by_layer:  # those that do not move, such as personal ones, neither agree nor disagree
+        row["layer_agreement"] = {name: x for name, x, far in zip(names, own, lengths[1:], strict=True) if far}
+    counting = ~excused & (found["counting"].cpu().numpy() if "counting" in found else True)
+    norms, cosines = found["norms"].tolist(), found["cosines"].tolist() if "cosines" in found else []
+    if len(clients) <= len(norms):  # a part's plan may have more clients than there are places
+        by_client = {c: x for c, x, counts in zip(clients.tolist(), norms, counting, strict=False) if counts}
         longest = sorted(by_client, key=lambda client: -by_client[client])[:LONGEST]
         row |= {"update_norm_max": by_client[longest[0]], "client_norms": {str(c): by_client[c] for c in longest}}
-    if by_layer:
-        row["layer_agreement"] = dict(zip(names, own, strict=True))
-    cosines = found["cosines"].tolist() if "cosines" in found else []
-    if len(cosines) == len(clients) > 0:
-        row["cosine_min"] = min(cosines)
-        row["client_cosines"] = {str(c): x for c, x in zip(clients.tolist(), cosines, strict=True)}
+    if len(cosines) == len(clients):
+        row["client_cosines"] = {
+            str(c): x for c, x, counts in zip(clients.tolist(), cosines, counting, strict=True) if counts
+        }
+        row["cosine_min"] = min(row["client_cosines"].values())
     return row

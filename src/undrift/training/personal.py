@@ -50,7 +50,7 @@ class Personal:
         self.rows = run.device_data.place(Rows(own.store, own.index[:0], own.take))
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
         self.indices = [span.to(self.rows.index.device) for span in spans]
-        sizes = torch.tensor([len(own) for own in self.indices])
+        sizes = torch.tensor([len(own) for own in self.indices], dtype=torch.int64)
         self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
     def shared(self, state: State, last: bool) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def late_figures(
     """The columns of a round that must be read from the device. Raises `NonFiniteError`."""
     settled, own = watch.settle(row), done.method.history(states)
     if done.drift:
-        names = list(run.model.start)
-        settled |= drift.columns(done.drift, done.answers.clients, names, by_layer=run.drift == drift.LAYERS)
+        answers, by_layer = done.answers, run.drift == drift.LAYERS
+        settled |= drift.columns(done.drift, answers.clients, answers.excused, list(run.model.start), by_layer)
     for name in own:
         require(
             name not in row | settled and not reserved(name),

@@ -50,6 +50,8 @@ def understand(arguments: Sequence[str]) -> Given:
             elif not finished(folder) and not stopped(folder):
                 given.skipped[str(folder)] = "not finished"
             else:
+                if given.folders.get(folder, label) != label:
+                    raise UndriftError(f"{folder} is given twice, under different labels; give it once.")
                 given.folders[folder] = label
     if given.skipped and not given.folders and not given.files:
         name, why = next(iter(given.skipped.items()))
@@ -103,7 +105,9 @@ def grouped(runs: Sequence[Run], labels: Mapping[Path, str | None]) -> dict[str,
                 f"The runs labelled {label!r} differ in more than their seeds: {names}. Label them apart."
             )
     for name, own in groups([run for run in runs if not labels.get(run.folder)]).items():
-        found.setdefault(name, []).extend(own)
+        if name in found:
+            raise UndriftError(f"The label {name!r} is also the name of runs without a label; choose another.")
+        found[name] = own
     return found
 
 

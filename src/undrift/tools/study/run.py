@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,10 +76,17 @@ def prepare(study: Study, where: str) -> None:
 
 def new_point(cell: Cell, values: Values, seed: int, where: str) -> Point:
     """A run of a cell, named after its labels, what was chosen for it, and its seed."""
-    labels = [word(label) for label in (cell.partition, cell.method) if label]
+    labels = [distinct(label) for label in (cell.partition, cell.method) if label]
     choices = {key: value for key, value in values.items() if key not in cell.fixed} | {"seed": seed}
     name = ",".join([*labels, *(f"{key}={word(value)}" for key, value in choices.items())])
     return Point(name, cell.chosen(values, seed, where))
+
+
+def distinct(label: str) -> str:
+    """A label in a folder's name; with a digest, where letters that folders' names do not have are lost."""
+    plain = word(label)
+    lost = not re.fullmatch(r"[\x20-\x7e]*", label)
+    return f"{plain}-{hashlib.sha256(label.encode()).hexdigest()[:6]}" if lost else plain
 
 
 def run_study(outcomes: list[Outcome], study: Study, out: Path, where: str, run: Runner) -> None:
@@ -140,6 +149,11 @@ def validation(run: Run, metric: str | None, last: int) -> Figure:
         return "", math.nan
     name = chosen_metric([run], metric)
     held = name if name.startswith("validation_") else f"validation_{name}"
+    if not any(held in row for row in run.rows):
+        raise UndriftError(
+            f"The study's metric is {name!r}, which is not measured on validation data, so no setting can be chosen by "
+            "it; choose another, such as accuracy or loss."
+        )
     return held, run.last(held, last)
 
 

@@ -20,7 +20,7 @@ from undrift.errors import UndriftError, quoted, unknown
 log = logging.getLogger("undrift")
 
 KNOWN = ("mlflow", "tensorboard", "wandb")
-BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out", "client_norms")
+BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out", "client_norms", "client_cosines")
 """Columns with one entry per client, which are in `metrics.jsonl` but too many to draw."""
 
 Scalars = dict[str, float]
