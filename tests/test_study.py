@@ -97,9 +97,8 @@ def test_lists_of_partitions_are_values_and_lists_of_methods_are_choices(here):
 
 
 def test_labels_in_other_scripts_have_folders_of_their_own(here):
-    study = understood(
-        SMALL.split("[study.partitions]")[0] + '[study.methods]\n"甲" = "FedAvg()"\n"乙" = "FedNova()"\n'
-    )
+    text = SMALL.split("[study.partitions]")[0].replace('"FedAvg"', '"甲"')
+    study = understood(f'{text}[study.methods]\n"甲" = "FedAvg()"\n"乙" = "FedNova()"\n')
     names = [new_point(cell, {"local.lr": 0.1}, 0, "f").name for cell in study.cells]
     assert len(set(names)) == 2 and all(name.isascii() for name in names)
 
