@@ -208,6 +208,26 @@ def test_clients_that_do_not_count_are_left_out():
             assert row[name] == pytest.approx(wanted[name], rel=1e-9), name
 
 
+@pytest.mark.parametrize("engine", ["plain", "lanes"])
+def test_losses_of_clients_that_do_not_count_are_left_out(engine):
+    data, local = make_clients(SIZES), ud.Local(steps=1, batch_size=None, lr=0.1)
+    options = {"faults": ud.Faults(nan=0.5), "on_nonfinite": "skip", "engine": engine, "drift": True}
+    row = ud.train(net(), data, rounds=1, local=local, **options).history[0]
+    left = [c for c in row["clients"] if c not in row["skipped"]]
+    assert 0 < len(left) < len(row["clients"])
+    losses = [float(torch.nn.functional.cross_entropy(net()(data[c][0]), data[c][1]).detach()) for c in left]
+    assert row["train_loss"] == pytest.approx(np.average(losses, weights=data.sizes[left]), rel=1e-12)
+
+
+def test_clients_that_fill_up_a_cohort_have_no_losses():
+    rows = [
+        ud.train(net(), make_clients(SIZES), Some(), rounds=4, local=LOCAL, drift=True, **options).history
+        for options in ({"engine": "plain"}, {"engine": "lanes", "lanes": 6})
+    ]
+    for plain, lanes in zip(*rows, strict=True):
+        assert lanes.get("train_loss") == pytest.approx(plain.get("train_loss"), rel=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_precision(dtype):
     def train(dtype):
