@@ -76,8 +76,10 @@ class Drifting(Program):
 
     def initial(self, given: Tree) -> Tree:
         state = super().initial(given)
+        if not self.cohort:
+            return state
         zero = torch.zeros_like(given["weight"])
-        return state | {"loss_first": zero, "loss": zero.clone()} if self.cohort else state
+        return state | {"loss_first": zero, "loss": zero.clone()}
 
     def step(self, state: Tree, given: Tree, batches: Any, k: Tensor, differentiate: Differentiate) -> Tree:
         if not self.cohort:
