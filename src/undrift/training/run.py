@@ -209,7 +209,9 @@ class Run:
         )  # fmt: skip
         inputs = replace(inputs, plan=plan, mine=mine, all_counts=counts)
         check_round(self.model, inputs.counts)
-        return self.conditions.with_factors(with_places(inputs) if self.drift else inputs)
+        if self.drift or not self.conditions.ordinary:
+            inputs = with_places(inputs)
+        return self.conditions.with_factors(inputs)
 
     def everyone(self, t: int, state: State) -> RoundInputs:
         """All clients that have data, for measurements without training."""

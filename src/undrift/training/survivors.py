@@ -20,7 +20,7 @@ from undrift.engine.client import Program, Sent
 from undrift.errors import require, whole
 from undrift.method.context import Plan
 from undrift.method.faults import Faults, unharmed
-from undrift.training.drift import Drifting, with_places
+from undrift.training.drift import Drifting
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 Array = np.ndarray
@@ -76,7 +76,7 @@ class Conditions:
         return replace(plan, steps=fates.steps, fates=fates)
 
     def with_factors(self, inputs: RoundInputs) -> RoundInputs:
-        """The inputs with what `Unreliable` reads."""
+        """The inputs with what `Unreliable` reads beside clients' places."""
         if self.ordinary:
             return inputs
         fates = inputs.plan.fates or unharmed(inputs.plan.steps)
@@ -140,7 +140,6 @@ def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
     missing = len(like) - inputs.cohort  # clients that fill up the cohort, which are harmless
     factor = np.concatenate([factor[inputs.places], np.ones(missing)])
     own = {"factor": to_device(torch.as_tensor(factor, dtype=like.dtype), like.device)}
-    inputs = with_places(inputs)
     return replace(inputs, clients=inputs.clients | own)
 
 
