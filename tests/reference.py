@@ -205,5 +205,6 @@ def server_training(problem, data, w, setting, seed, t) -> Tensor:
     for epoch in range(setting["epochs"]):
         key = Key(words, torch.tensor(REFINE), part_stream(ud.ServerTraining(lr=0)) + (1 << 15) + epoch)
         for rows in torch.argsort(bits(key, len(x)), stable=True).split(setting["batch_size"]):
-            w = w - setting["lr"] * (problem.gradient(w, x[rows], y[rows]) + setting["weight_decay"] * w)
+            g = problem.gradient(w, x[rows], y[rows]) + setting["weight_decay"] * w
+            w = w - setting["lr"] * g * min(1.0, setting.get("clip_norm", torch.inf) / float(g.norm() + 1e-6))
     return w

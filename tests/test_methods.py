@@ -253,6 +253,7 @@ def test_contradictions_are_refused_by_name(make, sentence):
         (ud.Scaffold(), ud.Local(steps=1, lr=0.1, momentum=0.9), "Scaffold and client momentum contradict"),
         (ud.FedCL(weight=1), LOCAL, "FedCL needs proxy data at the server"),
         (ud.ServerTraining(lr=1), LOCAL, "ServerTraining needs data at the server"),
+        (ud.ServerTraining(lr=1, clip_norm=0), LOCAL, r"ServerTraining\(clip_norm\) is 0; it must be in \(0, inf\]"),
         (ud.FedDyn(alpha=0), LOCAL, r"FedDyn\(alpha\) is 0; it must be in \(0, inf\)"),
         (ud.FedRS(alpha=2), LOCAL, r"FedRS\(alpha\) is 2; it must be in \[0, 1\]"),
         (ud.FedLC(tau=-1), LOCAL, r"FedLC\(tau\) is -1"),

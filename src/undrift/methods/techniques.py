@@ -5,7 +5,7 @@ Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from undrift.errors import UndriftError
 from undrift.method.context import Client, Server
+from undrift.method.local import ADDED
+from undrift.method.optimizers import clip_by_norm
 from undrift.method.part import Part
 from undrift.random import Key, bits, normal
 from undrift.schedule import Number
@@ -100,12 +102,17 @@ class ServerTraining(Part):
         epochs: How many epochs per round.
         batch_size: The batch size; None for all data at once.
         weight_decay: The weight decay.
+        clip_norm: The largest norm of the gradient with the weight decay, over all parameters together, as in `Local`;
+            None for no limit.
     """
 
     lr: Number
     epochs: int = 1
     batch_size: int | None = 64
     weight_decay: Number = 0.0
+    clip_norm: Number | None = field(default=None, metadata=ADDED)
+
+    ranges: ClassVar[dict[str, str]] = {"clip_norm": "(0, inf]"}
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -135,6 +142,8 @@ class ServerTraining(Part):
 
                 with server.model.seeding(key):
                     g = server.model.gradient(loss, params)
-                params = tree_map(lambda w, g: w - self.lr * (g + self.weight_decay * w), params, g)
+                g = tree_map(lambda w, g: g + self.weight_decay * w, params, g)
+                g = g if self.clip_norm is None else clip_by_norm(g, self.clip_norm)
+                params = tree_map(lambda w, g: w - self.lr * g, params, g)
         server.model.track(statistics)
         return params, state
