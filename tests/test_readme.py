@@ -98,6 +98,22 @@ def test_the_speeds_beside_other_systems_are_those_of_the_results():
     assert f"| methods included | {len(ud.METHODS)} |" in text
 
 
+def test_the_home_pages_own_method_learns_and_is_short():
+    first, second = (block.code for block in blocks(DOCS / "index.md") if block.language == "python")
+    names: dict = {"__name__": "index"}
+    assert float(python(first, names)) > 0.85
+    python(second, names)
+    assert names["result"].history[-1]["accuracy"] > 0.3
+    own = re.search(r"@dataclass.*?(?=\n\n\nresult)", second, re.DOTALL).group()
+    assert len(own.splitlines()) <= 10
+
+
+def test_the_home_page_names_every_method_and_model():
+    page = (DOCS / "index.md").read_text(encoding="utf-8")
+    for name in (*ud.METHODS, *models.MODELS):
+        assert f"`{name}`" in page, name
+
+
 def test_the_example_in_the_page_on_runs_is_an_experiment():
     (code,) = (block.code for block in blocks(DOCS / "runs.md") if block.language == "toml")
     assert config.checked(tomllib.loads(code), "docs/runs.md").local.lr == "decay(0.1, 0.99)"
