@@ -5,8 +5,8 @@
     python -m benchmarks.troubles --write docs/troubles.md          write the page's tables from the results
 
 `benchmarks/troubles.toml` describes the study. Every method tries six settings on a tuning seed and keeps the one with
-the best validation accuracy. It is then run with three other seeds, which are reported. An accuracy is the mean over the
-last five rounds of a run.
+the best validation accuracy. It is then run with three other seeds, which are reported. An accuracy is the mean over
+the last five rounds of a run.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def tables(found: dict[str, Any]) -> str:
         lines.append(f"| {KINDS[name][0]} | {_spread(fedavg)} | {tries} | {gives} |")
     lines += [
         "",
-        "All methods: test accuracy, mean ± standard deviation over three seeds. **Bold** marks the best of a column, ▲",
-        "a method that beat FedAvg in all three seeds, and ▼ one that lost to it in all three.",
+        "All methods: test accuracy, mean ± standard deviation over three seeds. **Bold** marks the best of a column,",
+        "▲ a method that beat FedAvg in all three seeds, and ▼ one that lost to it in all three.",
         "",
     ]
     lines += [f"| | {titles} |", "|---|" + "---:|" * len(KINDS)]
