@@ -1,4 +1,4 @@
-"""The picture of docs/drift.md: how far clients agree, and what that does to accuracy, with FedAvg and SCAFFOLD.
+"""The picture of docs/drift.md: agreement of the clients' updates and test accuracy, with FedAvg and SCAFFOLD.
 
 python docs/drift_picture.py [--out docs/images/drift.svg]
 """
@@ -21,7 +21,7 @@ OUT = Path(__file__).parent / "images" / "drift.svg"
 METHODS = {"FedAvg": (ud.FedAvg(), "#8a8f98"), "SCAFFOLD": (ud.Scaffold(), "#e0701a")}
 COLUMNS = {"agreement": "agreement of the clients' updates", "accuracy": "test accuracy"}
 INK = "#7d838c"
-"""Grey enough for a light page and a dark one; the background is the page's."""
+"""A grey that reads on light and dark pages; the background is transparent."""
 ROUNDS, SEEDS = 40, 3
 
 

@@ -1,8 +1,8 @@
-"""The README's picture: what four methods make of digits that twenty clients hold very unevenly.
+"""The README's picture: test accuracy of four methods on label-skewed digits, 20 clients.
 
     python docs/picture.py [--out docs/images/undrift.svg]
 
-Each with the settings that validation data chose for it (benchmarks/results/troubles.json, "skewed labels").
+Every method has the settings chosen for it on validation data (benchmarks/results/troubles.json, "skewed labels").
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import undrift as ud
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {"FedAvg": "#8a8f98", "Scaffold": "#e0701a", "FedDyn": "#1b9e77", "ServerAdam": "#3d85c6"}
+SPELLING = {"Scaffold": "SCAFFOLD", "ServerAdam": "FedAdam"}
+"""Names as papers write them, where the class has another."""
 INK = "#7d838c"
-"""Grey enough for a light page and a dark one; the background is the page's."""
+"""A grey that reads on light and dark pages; the background is transparent."""
 ROUNDS, SEEDS = 40, 3
 
 
@@ -50,13 +52,15 @@ def draw(found: dict[str, np.ndarray], out: Path) -> None:
         ends[name] = mean[-5:].mean()
     place = 200.0
     for name, height in sorted(ends.items(), key=lambda item: -item[1]):
-        place = min(height, place - 6.5)  # labels of lines that end close together stand apart
-        text = f"{name}  {height:.0f}%"
+        place = min(height, place - 6.5)  # keep the labels of lines that end close together apart
+        text = f"{SPELLING.get(name, name)}  {height:.0f}%"
         axes.annotate(
             text, (last + last / 40, place), color=COLOURS[name], va="center", annotation_clip=False, weight="bold"
         )
     axes.set(xlim=(1, last), ylim=(0, 100), xlabel="round", ylabel="test accuracy, %")
-    axes.set_title("20 clients, digits dealt out by Dirichlet(0.05), 8 clients a round", fontsize=11, loc="left")
+    axes.set_title(
+        "Label skew: digits over 20 clients by Dirichlet(0.05), 8 clients per round", fontsize=11, loc="left"
+    )
     axes.grid(color=INK, alpha=0.2, linewidth=0.6)
     axes.tick_params(colors=INK)
     axes.spines[:].set_color(INK)
