@@ -11,9 +11,11 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import undrift as ud
 from tests.pages import DOCS
+from undrift.tools.cli import app
 from undrift.tools.plugins import import_plugins
 
 LOCAL = ud.Local(epochs=1, batch_size=32, lr=0.1)
@@ -27,6 +29,7 @@ class Mine(ud.Part):
         {body}
 """
 GRADIENT = "gradient(self, g, params, client)"
+FROZEN = "@dataclass(frozen=True)"
 
 
 def digits(seed=0, **options):
@@ -62,10 +65,35 @@ def twice(second, **options):
     train(second, out="runs/first", **options)
 
 
-def mine(hook, body, decorator="@dataclass(frozen=True)", **options):
+def mine(hook, body, decorator=FROZEN, **options):
     Path("mine.py").write_text(PART.format(hook=hook, body=body, decorator=decorator), encoding="utf-8")
     import_plugins(["mine"])
     train("Mine()", **options)
+
+
+EXPERIMENT = """rounds = 1
+model = "mlp"
+data = { name = "digits", clients = 4 }
+local = { epochs = 1, batch_size = 32, %s = 0.1 }
+"""
+
+
+def command(*words, key="lr"):
+    """What `undrift` says is wrong; `EXPERIMENT` is experiment.toml, and fedcm.py has a method FedCM."""
+    Path("experiment.toml").write_text(EXPERIMENT % key, encoding="utf-8")
+    if not Path("fedcm.py").exists():
+        Path("fedcm.py").write_text(
+            PART.format(hook=GRADIENT, body="return g", decorator=FROZEN).replace("Mine", "FedCM")
+        )
+    return f"error: {CliRunner().invoke(app, words).exception}"  # as `main` prints it
+
+
+def resumed(*words):
+    command("run", "experiment.toml", "--out", "runs/first", "--import", "fedcm", "--set", "method=FedCM()")
+    sys.modules.pop("fedcm")
+    file = Path("fedcm.py")
+    file.write_text(file.read_text(encoding="utf-8").replace("return g", "return params"), encoding="utf-8")
+    return command("resume", "runs/first", "--rounds", "2", *words)
 
 
 SAID = {
@@ -87,6 +115,10 @@ SAID = {
     "SCAFFOLD or FedNova with Adam": lambda: train(
         "Scaffold()", local=ud.Local(epochs=1, batch_size=32, lr=0.001, optimizer=ud.Adam())
     ),
+    "There is no method called …": lambda: command("run", "experiment.toml", "--set", "method=FedNew(0.1)"),
+    "A folder asks to import a module": resumed,
+    "The code has changed since the run was started": lambda: resumed("--trust"),
+    "A key is missing": lambda: command("run", "experiment.toml", key="learning_rate"),
     "It is not a hook": lambda: mine("gradients(self, g, params, client)", "return g"),
     "Put @dataclass above it": lambda: mine(GRADIENT, "return g", decorator=""),
     "Data-dependent control flow": lambda: mine(
@@ -125,10 +157,11 @@ def test_a_message_on_the_page_is_what_is_said(heading, tmp_path, monkeypatch, c
     except ud.UndriftError as error:
         said = str(error)
     else:
-        said = result.stopped or caplog.messages[-1]
+        said = result if isinstance(result, str) else result.stopped or caplog.messages[-1]
     assert plain(said.replace(f"{tmp_path}/", "")) == plain(messages()[heading])
 
 
 def plain(message: str) -> str:
-    """On one line; which client is the first with NaN depends on rounding."""
-    return re.sub(r"client \d+", "client #", " ".join(message.split()))
+    """On one line. Which client is the first with NaN depends on rounding, the nearest method on what tests define."""
+    message = re.sub(r"client \d+", "client #", " ".join(message.split()))
+    return re.sub(r"mean 'Fed\w+'", "mean 'Fed…'", message)
