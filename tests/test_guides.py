@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
 import pytest
 
+import undrift as ud
 from tests.pages import DOCS, ROOT
 
 PERFORMANCE = (DOCS / "performance.md").read_text(encoding="utf-8")
@@ -95,3 +97,11 @@ def test_files_that_contributors_are_sent_to_are_there():
 def test_what_contributors_are_to_change_is_in_that_file(name, path):
     file = next(folder / path for folder in (ROOT, ROOT / "src/undrift") if (folder / path).exists())
     assert re.search(rf"^(?:def |class )?{name}\b", file.read_text(encoding="utf-8"), re.M), (name, path)
+
+
+@pytest.mark.parametrize("given", [ud.Client, ud.Server, ud.Totals, ud.Batch, ud.Plan], ids=lambda kind: kind.__name__)
+def test_the_page_on_hooks_has_every_field_of_what_hooks_are_given(given):
+    text = (DOCS / "hooks.md").read_text(encoding="utf-8").partition("## What hooks are given")[2]
+    text = text.partition("\n## ")[0]
+    missing = {field.name for field in dataclasses.fields(given) if not re.search(rf"`{field.name}[`(]", text)}
+    assert not missing - {"gradients_of", "having_data", "find_features", "fates"}  # which are not for hooks
