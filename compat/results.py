@@ -96,8 +96,8 @@ def table(results: dict[str, Any]) -> str:
         f"({', '.join(f'{name} {version}' for name, version in used.items())}.)",
     ]
     for group, title in GROUPS.items():
-        lines += ["", f"## {title}", "", "| model | engine | reason, note | lanes vs plain | vs PyTorch |"]
-        lines += ["|---|---|---|---:|---:|"]
+        lines += ["", f"## {title}", "", "| model | engine | lanes vs plain | vs PyTorch | reason, note |"]
+        lines += ["|---|---|---:|---:|---|"]
         lines += [row(case) for case in cases if case["group"] == group]
     return "\n".join(lines)
 
@@ -109,13 +109,13 @@ def summary(cases: list[dict[str, Any]]) -> str:
 
 
 def row(case: dict[str, Any]) -> str:
-    engine = case["outcome"] + (f" × {case['lanes']}" if case["outcome"] == "lanes" else "")
+    engine = case["outcome"] + (f"\u00a0×\u00a0{case['lanes']}" if case["outcome"] == "lanes" else "")
     why = case["why"] if case["outcome"] in ("plain", "refused", "torch") else "; ".join(case["problems"])
     why = " ".join(filter(None, (why, case["note"])))
     hand = figure(case["hand"])
     if case["drawn"] is not None and case["repeats"]:
         hand = "draws; repeats"
-    cells = (case["name"], engine, why, figure(case["lanes_plain"]), hand)
+    cells = (case["name"], engine, figure(case["lanes_plain"]), hand, why)
     return f"| {' | '.join(map(escaped, cells))} |"
 
 
