@@ -18,7 +18,7 @@ GROUPS = {
     "language": "Language and speech",
     "sequences": "Sequences, graphs and tables",
     "dense": "Dense outputs, several outputs, generative models",
-    "odd": "Odd modules",
+    "odd": "Unusual modules",
     "data": "Losses, labels and data",
 }
 BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 6e-3}

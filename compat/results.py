@@ -19,14 +19,14 @@ from undrift.tools.info import source
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "compat" / "results.json"
-PAGE = ROOT / "docs" / "how-to" / "own-model.md"
+PAGE = ROOT / "docs" / "how-to" / "compatibility.md"
 BEGIN, END = "<!-- compat table -->", "<!-- /compat table -->"
 PACKAGES = (
     "torch", "torchvision", "timm", "transformers", "peft", "monai", "segmentation-models-pytorch", "torch-geometric",
     "x-transformers", "pytorch-tabnet", "rtdl", "tabm",
 )  # fmt: skip
 OUTCOMES = {
-    "lanes": "train as lanes",
+    "lanes": "train in lanes",
     "plain": "train on the plain engine",
     "refused": "are refused",
     "torch": "are refused by PyTorch too",
@@ -92,12 +92,12 @@ def table(results: dict[str, Any]) -> str:
     cases, used = results["cases"], results["versions"]
     compared = [case["hand"] for case in cases if case["hand"] is not None]
     lines = [
-        f"{summary(cases)} {len(compared)} were compared with a loop in plain PyTorch. "
+        f"{summary(cases)} {len(compared)} were compared with a FedAvg loop in PyTorch. "
         f"({', '.join(f'{name} {version}' for name, version in used.items())}.)",
     ]
     for group, title in GROUPS.items():
-        lines += ["", f"### {title}", "", "| module | engine | why | lanes vs plain | vs plain PyTorch |"]
-        lines += ["|---|---|---|---:|---:|"]
+        lines += ["", f"## {title}", "", "| model | engine | lanes vs plain | vs PyTorch | reason, note |"]
+        lines += ["|---|---|---:|---:|---|"]
         lines += [row(case) for case in cases if case["group"] == group]
     return "\n".join(lines)
 
@@ -109,14 +109,13 @@ def summary(cases: list[dict[str, Any]]) -> str:
 
 
 def row(case: dict[str, Any]) -> str:
-    trained = case["outcome"] in ("lanes", "plain")
-    engine = case["outcome"] + (f" × {case['lanes']}" if case["outcome"] == "lanes" else "")
-    why = case["why"] if trained or case["outcome"] in ("refused", "torch") else "; ".join(case["problems"])
-    why += f" {case['note']}" if case["note"] else ""
+    engine = case["outcome"] + (f"\u00a0×\u00a0{case['lanes']}" if case["outcome"] == "lanes" else "")
+    why = case["why"] if case["outcome"] in ("plain", "refused", "torch") else "; ".join(case["problems"])
+    why = " ".join(filter(None, (why, case["note"])))
     hand = figure(case["hand"])
     if case["drawn"] is not None and case["repeats"]:
         hand = "draws; repeats"
-    cells = (case["name"], engine, why, figure(case["lanes_plain"]), hand)
+    cells = (case["name"], engine, figure(case["lanes_plain"]), hand, why)
     return f"| {' | '.join(map(escaped, cells))} |"
 
 

@@ -262,4 +262,6 @@ def test_the_results_have_no_paths_of_the_machine_that_made_them():
 def test_a_cases_entry_has_what_the_table_shows():
     entry = results.entry(PLAIN, trial.Finding("lanes", "busy", 3, 1.23e-9, float("inf"), seconds=1.0))
     assert entry["lanes_plain"] == 1.2e-9 and entry["hand"] == "inf" and json.dumps(entry, allow_nan=False)
-    assert results.row(entry) == "| small | lanes × 3 | busy | 1e-09 | inf |"
+    assert results.row(entry) == "| small | lanes\u00a0×\u00a03 | 1e-09 | inf |  |"
+    entry["outcome"] = "plain"
+    assert results.row(entry) == "| small | plain | 1e-09 | inf | busy |"
