@@ -72,8 +72,8 @@ class Entry:
 
     @property
     def link(self) -> str:
-        """`Zhu and Ye, 2021`, linked to the paper where its address is known."""
-        return f"[{self.short}]({self.fields['url']})" if "url" in self.fields else self.short
+        """`Zhu and Ye, 2021`, linked to the paper, or to the page of references where its address is not known."""
+        return f"[{self.short}]({self.fields.get('url', 'references.md')})"
 
     def bibtex(self) -> str:
         """The entry as BibTeX, without fields of our own."""

@@ -1,6 +1,7 @@
-"""Four techniques for non-IID clients: sign agreement, projection, gradient noise and server training.
+"""Techniques for non-IID clients: sign agreement, projection with gradient noise, and server training.
 
-Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020).
+Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The fourth
+technique of the paper, momentum on the server, is `ServerSGD`.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ class GradientNoise(Part):
     """Add Gaussian noise to the gradient of every local step. `std=0` is FedAvg.
 
     Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The gradient
-    becomes `g + z` with `z ~ N(0, σ²)`, drawn from the client's key. This noise is for optimization and gives no
-    privacy guarantee.
+    becomes `g + z` with `z ~ N(0, σ²)`, drawn from the client's key. In the paper, the noise is a regularizer that is
+    combined with `Projection`. It gives no privacy guarantee.
 
     Example:
         >>> import undrift as ud
-        >>> method = ud.GradientNoise(std=1e-4)
+        >>> method = ud.Projection(radius=3.0) + ud.GradientNoise(std=1e-4)
 
     Args:
         std: The standard deviation σ.

@@ -42,10 +42,10 @@ OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Call functions that each train a run, such that runs of the same shape train as one program.
+    """Train several runs side by side, such that runs of the same shape train as one vectorized program.
 
-    Seeds may differ, and numbers: rates, steps, the numbers of every part, participation, and the partition of the same
-    samples. Where the model, the method or the batch size differ, runs take turns.
+    Runs may differ in their seeds, in numbers (learning rates, steps, the numbers of every part, participation), and in
+    the partition of the same samples. Runs that differ in the model, the method or the batch size take turns.
 
     Example:
         >>> import undrift as ud
@@ -57,7 +57,7 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         [2, 2]
 
     Args:
-        tasks: Functions without arguments. Each is called in a thread of its own; one of them runs at a time.
+        tasks: Functions without arguments, each of which calls `ud.train`. Each runs in its own thread, one at a time.
 
     Returns:
         What each function returned, or the exception that it raised.
