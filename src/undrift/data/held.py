@@ -47,7 +47,7 @@ class Memory:
 
 
 def is_frame(data: Any) -> bool:
-    """Whether this is a pandas `DataFrame`."""
+    """Return whether this is a pandas `DataFrame`."""
     return type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "iloc") and hasattr(data, "columns")
 
 
@@ -64,7 +64,7 @@ def is_table(data: Any) -> bool:
 
 
 def place_of(data: Any, test: Any) -> Held:
-    """The place of such data, and of a test set of the same kind."""
+    """Return the place of such data, and of a test set of the same kind."""
     splits = {"train": data} | ({"test": test} if test is not None else {})
     if any(type(given) is not type(data) for given in splits.values()):
         raise UndriftError(f"The test set must be a {type(data).__name__}, like the data to train on.")

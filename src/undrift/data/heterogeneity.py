@@ -18,7 +18,7 @@ BATCH = 500
 
 
 def class_counts(data: FederatedDataset) -> np.ndarray:
-    """Samples per client and class, as clients × classes. A sample with several labels counts once for each."""
+    """Return samples per client and class, as clients × classes. A sample with several labels counts once for each."""
     if data.labels is not None:
         return data.label_counts().numpy()
     if not data.task.classes:
@@ -33,7 +33,7 @@ def class_counts(data: FederatedDataset) -> np.ndarray:
 
 
 def label_distance(counts: np.ndarray) -> float:
-    """The mean over clients, weighted by size, of the total variation distance `½ Σ_c |p_c − q_c|`.
+    """Return the mean over clients, weighted by size, of the total variation distance `½ Σ_c |p_c − q_c|`.
 
     p is a client's label distribution, q that of all data. 0 means that all clients have the same distribution;
     values near 1 that no two clients share a class.
@@ -45,7 +45,7 @@ def label_distance(counts: np.ndarray) -> float:
 
 
 def by_chance(counts: np.ndarray) -> np.ndarray:
-    """The same samples dealt out at random to clients of the same sizes."""
+    """Return the same samples dealt out at random to clients of the same sizes."""
     rng, left, sizes = host_generator(0, "heterogeneity"), counts.sum(0), counts.sum(1)
     if len(counts) > ONE_BY_ONE:
         labels = rng.permutation(np.repeat(np.arange(len(left)), left))

@@ -53,7 +53,7 @@ def picture(data: bytes, mode: str | None = None) -> np.ndarray:
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """An image of another height and width, by bilinear interpolation that averages where it shrinks."""
+    """Return an image of another height and width, by bilinear interpolation that averages where it shrinks."""
     from PIL import Image
 
     if pixels.shape[1:] == size:
@@ -62,7 +62,7 @@ def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def one_size(shape: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """What to do about images of these two shapes."""
+    """Return what to do about images of these two shapes."""
     if shape[0] != other[0]:
         return "bring all images to one number of channels"
     return "bring all images to one size, such as resize=32, or resize=[height, width]"
@@ -127,7 +127,7 @@ class Images:
         write.notes |= {"classes": names, "clients": list(map(str, codes))}
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
-        """The classes' names, and a function that reads a split in batches."""
+        """Return the classes' names, and a function that reads a split in batches."""
         labels = Labels(place, self.label)
         columns = [self.image, self.label, *([self.client] if self.client else [])]
 
@@ -157,7 +157,7 @@ class Images:
         )
 
     def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> Iterator[np.ndarray]:
-        """These images, all of the first one's size, as one array, or several if they are large."""
+        """Yield these images, all of the first one's size, as one array, or several if they are large."""
         shape = tuple(write.shapes["train_x"][1][1:]) if "train_x" in write.shapes else None
         found: list[np.ndarray] = []
         for i, cell in enumerate(cells):
@@ -198,7 +198,7 @@ class ImageFolder(Images):
         return names, read
 
     def from_file(self, file: Path) -> np.ndarray:
-        """One image."""
+        """Return one image."""
         return self.decoded(_bytes(file, None, str(file)), str(file))
 
     def labels(self, place: Place) -> tuple[list[str], Callable[[str], np.ndarray]]:
@@ -242,7 +242,7 @@ def moments(x: np.ndarray) -> Any:
 
 
 def statistics(found: np.ndarray) -> dict[str, np.ndarray]:
-    """The mean and the standard deviation per channel, from the sum of all moments."""
+    """Return the mean and the standard deviation per channel, from the sum of all moments."""
     total, squares, pixels = found
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8))
@@ -250,7 +250,7 @@ def statistics(found: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _bytes(cell: Any, place: Place | None, where: str) -> bytes:
-    """The encoded image: from the cell itself, or from a file in the table's folder."""
+    """Return the encoded image: from the cell itself, or from a file in the table's folder."""
     try:
         if isinstance(cell, Path):
             return read_bytes(cell)

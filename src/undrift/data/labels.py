@@ -16,7 +16,7 @@ FEW = 1000
 
 
 def sparse(used: int, outputs: int) -> bool:
-    """Whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
+    """Return whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
     return outputs > FEW and used * 10 < outputs
 
 
@@ -43,7 +43,7 @@ class Labels:
                 )
 
     def read(self, column: Any, split: str, rows: np.ndarray | range) -> np.ndarray:
-        """One batch of the column; `rows` are the numbers of its rows in the split."""
+        """Return one batch of the column; `rows` are the numbers of its rows in the split."""
         if column.null_count:
             row = np.flatnonzero(column.is_null().to_numpy())[0]
             raise UndriftError(f"{self._row(split, rows[int(row)])} has no {self.column}; drop that row.")

@@ -83,7 +83,7 @@ class Reader(ABC):
         """A sample, for messages."""
 
     def column(self, name: str) -> Tensor:
-        """What to put into a store; it stands in for a tensor."""
+        """Return what to put into a store; it stands in for a tensor."""
         return cast(Tensor, Lazy(self, name))
 
     def read(self, rows: Tensor) -> Store:
@@ -114,18 +114,18 @@ class Reader(ABC):
             raise UndriftError(f"{self.called(int(rows[i]))} has {kind} in its {name}; clean or drop that sample.")
 
     def executor(self, make: Callable[[], Executor]) -> Executor:
-        """The threads or processes that read, made at first use."""
+        """Return the threads or processes that read, made at first use."""
         if self._executor is None:
             self._executor = make()
         return self._executor
 
     def chunks(self, limit: int = CHUNK_BYTES) -> list[np.ndarray]:
-        """All samples in order, a few at a time."""
+        """Return all samples in order, a few at a time."""
         each = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.shapes.values())
         size = max(1, limit // max(1, each))
         return [np.arange(begin, min(begin + size, self.count)) for begin in range(0, self.count, size)]
 
 
 def digest_of(*parts: Any) -> str:
-    """A digest of values that JSON can hold."""
+    """Return a digest of values that JSON can hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

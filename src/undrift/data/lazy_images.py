@@ -69,7 +69,7 @@ class Images(Reader):
 
 
 def folder(place: Place, recipe: ImageFolder, threads: int | None) -> Source:
-    """The images of a folder with one subfolder per class, which tell the labels without reading any."""
+    """Return the images of a folder with one subfolder per class, which tell the labels without reading any."""
     names, classes = recipe.labels(place)
 
     def store(split: str) -> Store:

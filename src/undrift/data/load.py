@@ -154,7 +154,7 @@ def load(
 
 
 def _renumbered(source: Source, known: np.ndarray) -> np.ndarray | None:
-    """The clients of test samples, by the new numbers of those clients that have these keys."""
+    """Return the clients of test samples, by the new numbers of those clients that have these keys."""
     if source.test_keys is None:
         return None
     place = np.searchsorted(known, source.test_keys).clip(max=len(known) - 1)
@@ -162,7 +162,7 @@ def _renumbered(source: Source, known: np.ndarray) -> np.ndarray | None:
 
 
 def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset | None:
-    """Each client's own test data, where the data come with them."""
+    """Return each client's own test data, where the data come with them."""
     if source.test is None or source.test_keys is None:
         return None
     mine = source.test_keys >= 0
@@ -173,7 +173,7 @@ def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset 
 
 
 def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
-    """The arguments as an experiment file can hold them, or None if one of them is a Python object."""
+    """Return the arguments as an experiment file can hold them, or None if one of them is a Python object."""
     ours = type(partition).__module__ == "undrift.data.partition"
     ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
     if not ours or not isinstance(asked["name"], str | Path):
@@ -189,7 +189,7 @@ def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[s
 def _owners(
     source: Source, samples: np.ndarray, partition: Partition, clients: int | None, seed: int
 ) -> tuple[np.ndarray, int]:
-    """The owner of each of these training samples, and the number of clients."""
+    """Return the owner of each of these training samples, and the number of clients."""
     if isinstance(partition, ByKey) and source.keys is not None:
         assert source.clients
         return source.keys[samples], len(source.clients)  # includes clients whose data are all held out
@@ -300,7 +300,7 @@ def _hold_out(
 def _split(
     source: Source, samples: np.ndarray, fraction: float, rng: np.random.Generator, owner: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which of these samples a fraction takes (per owner, if given), and which remain: two masks."""
+    """Return which of these samples a fraction takes (per owner, if given), and which remain: two masks."""
     if source.spans is not None:
         return tails(source.spans[samples], fraction, source.gap)
     labels = source.labels[samples]

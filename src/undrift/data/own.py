@@ -104,7 +104,7 @@ def given(data: Any, test: Any = None, wanted: Wanted = Wanted()) -> Source:  # 
 
 
 def _in_memory(data: Any, test: Any, wanted: Wanted) -> Source:
-    """A table in memory, which stays there: nothing is written to the cache."""
+    """Return a table in memory, which stays there: nothing is written to the cache."""
     if wanted.lazy:
         raise UndriftError(NOT_LAZY.format("a data frame, which is in memory,"))
     place, write = held.place_of(data, test), held.Memory()
@@ -196,6 +196,6 @@ def _images(root: Path) -> Place:
 
 
 def _in_classes(folder: Path) -> list[Path]:
-    """The images in the subfolders, each of which is a class; hidden ones are skipped."""
+    """Return the images in the subfolders, each of which is a class; hidden ones are skipped."""
     classes = [each for each in folders_in(folder) if not each.name.startswith(".")]
     return sorted(file for each in classes for file in files_below(each, ENDINGS))

@@ -14,7 +14,7 @@ MOST_BYTES = 1 << 28
 
 
 def as_path(given: str | Path) -> Path:
-    """The path with `~` replaced by the home folder."""
+    """Return the path with `~` replaced by the home folder."""
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -22,7 +22,7 @@ def as_path(given: str | Path) -> Path:
 
 
 def kind(path: Path) -> str | None:
-    """What is there: a "file", a "folder", something "other" (a pipe, a device), or None for nothing."""
+    """Return what is there: a "file", a "folder", something "other" (a pipe, a device), or None for nothing."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
@@ -38,7 +38,7 @@ def unreadable(path: str | Path, error: OSError) -> UndriftError:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders directly inside, in order of their names."""
+    """Return the folders directly inside, in order of their names."""
     try:
         return sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError as error:
@@ -46,7 +46,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
-    """All files with one of these endings, at any depth, in order of their paths."""
+    """Return all files with one of these endings, at any depth, in order of their paths."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename or folder, error) from error

@@ -13,7 +13,7 @@ PIECE = 1 << 20
 
 
 def size_counts(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different sizes of clients, ascending, and how many clients have each."""
+    """Return the different sizes of clients, ascending, and how many clients have each."""
     begins = range(0, max(1, len(offsets) - 1), PIECE)
     found = [np.unique(np.diff(offsets[begin : begin + PIECE + 1]), return_counts=True) for begin in begins]
     sizes, place = np.unique(np.concatenate([values for values, _ in found]), return_inverse=True)
@@ -23,7 +23,7 @@ def size_counts(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def firsts(labels: Tensor, index: Tensor) -> np.ndarray:
-    """Where each of the labels at `index` occurs first there, in the order of the labels."""
+    """Return where each of the labels at `index` occurs first there, in the order of the labels."""
     values, places = [], []
     for begin in range(0, max(1, len(index)), PIECE):
         found, first = np.unique(labels[index[begin : begin + PIECE]].numpy(), return_index=True)
@@ -43,7 +43,7 @@ def extremes(labels: Tensor, index: Tensor, but: int | None) -> tuple[int, int] 
 
 
 def median(sizes: np.ndarray, counts: np.ndarray) -> float:
-    """The median of so many clients of each size: the mean of the two in the middle, if their number is even."""
+    """Return the median of so many clients of each size: the mean of the two in the middle, if their number is even."""
     last = np.cumsum(counts)
     middle = np.array([(last[-1] - 1) // 2, last[-1] // 2])
     return float(sizes[np.searchsorted(last, middle, side="right")].mean())

@@ -15,7 +15,7 @@ FEW = 16
 
 
 def by_class(labels: Array, rng: np.random.Generator) -> list[Array]:
-    """The indices of each class's samples, shuffled."""
+    """Return the indices of each class's samples, shuffled."""
     classes, counts = np.unique(labels, return_counts=True)
     if len(classes) <= FEW:
         own = [np.flatnonzero(labels == c) for c in classes]
@@ -42,7 +42,7 @@ def lexsort(*keys: Array) -> Array:
 
 
 def numbered(keys: Array) -> tuple[Array, Array]:
-    """The different keys, ascending, and of each key the place among them; without sorting if they are dense."""
+    """Return the different keys, ascending, and of each key the place among them; without sorting if they are dense."""
     dense = keys.dtype.kind in "iu" and len(keys) > 0 and keys.min() >= 0 and keys.max() < 8 * len(keys)
     if not dense:
         known, place = np.unique(keys, return_inverse=True)
@@ -73,7 +73,7 @@ def shares(n: int, proportions: Array) -> Array:
 
 
 def bounded(concentration: float) -> float:
-    """The concentration, clipped to where numpy's draws neither overflow nor underflow.
+    """Return the concentration, clipped to where numpy's draws neither overflow nor underflow.
 
     Beyond these bounds, all shares are equal, or one is 1, up to rounding.
     """

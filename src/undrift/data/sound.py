@@ -13,7 +13,7 @@ BANDS, FRAMES, WINDOW, RANGE = 40, 64, 512, 80.0
 
 
 def spectrogram(data: bytes) -> np.ndarray:
-    """The first second of a WAV file, as uint8: 255 is its loudest value, 0 is 80 dB or more below that."""
+    """Return the first second of a WAV file, as uint8: 255 is its loudest value, 0 is 80 dB or more below that."""
     with wave.open(io.BytesIO(data)) as file:
         rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
         if not 1000 <= rate <= 384_000:  # one second is read, so the rate bounds the memory

@@ -37,5 +37,5 @@ class Source:
     """How far apart windows must be not to overlap."""
 
     def in_store(self, positions: np.ndarray) -> np.ndarray:
-        """The store's indices of the training samples at these positions."""
+        """Return the store's indices of the training samples at these positions."""
         return positions if self.indices is None else self.indices[positions]

@@ -36,12 +36,12 @@ WAIT, DEADLINE = 300.0, 3600.0
 
 
 def wrapped(data: bytes) -> RecordDict:
-    """Bytes as Flower carries them, in pieces if there are many."""
+    """Return bytes as Flower carries them, in pieces if there are many."""
     return RecordDict({RECORD: ArrayRecord({ENTRY: Array("uint8", (len(data),), FORMAT, data)})})
 
 
 def unwrapped(content: RecordDict) -> bytes:
-    """The bytes in a message."""
+    """Return the bytes in a message."""
     record: Any = content.get(RECORD)
     array = record.get(ENTRY) if isinstance(record, ArrayRecord) else None
     return bytes(array.data) if array is not None and array.stype == FORMAT else b""
@@ -60,7 +60,7 @@ class GridLink:
         return {_key(node): node.node_id for node in self.grid.get_nodes()}
 
     def found(self, count: int, wait: float) -> list[str]:
-        """The keys of the nodes that are there, once there are enough of them."""
+        """Return the keys of the nodes that are there, once there are enough of them."""
         end = time.monotonic() + wait
         while len(there := self.online()) < count:
             if time.monotonic() > end:
@@ -95,7 +95,7 @@ def _reason(reply: Message) -> str:
 
 
 def server_app(experiment: str | Path, **given: Any) -> ServerApp:
-    """The `ServerApp` for an experiment file; `given` takes the place of values in the app's config."""
+    """Return the `ServerApp` for an experiment file; `given` takes the place of values in the app's config."""
     app = ServerApp()
 
     @app.main()
@@ -139,7 +139,7 @@ def standing(out: Path) -> Iterator[None]:
 
 
 def client_app(experiment: str | Path, **given: Any) -> ClientApp:
-    """The `ClientApp` for an experiment file; `given` is for what a node's config does not say."""
+    """Return the `ClientApp` for an experiment file; `given` is for what a node's config does not say."""
     app = ClientApp()
 
     def answer(kind: str, message: Message, context: Context) -> Message:

@@ -76,7 +76,7 @@ class FlowerEngine:
 
     # ---- what is sent ----------------------------------------------------------------------------------------
     def requests(self, inputs: RoundInputs, **notes: Any) -> dict[str, bytes]:
-        """One request per node that has clients of the cohort."""
+        """Return one request per node that has clients of the cohort."""
         plan, without = inputs.plan, self.program.without_personal
         sent: dict[str, Tree] = {name: without(inputs.shared[name], drop=True) for name in ("start", "tracked")}
         sent |= {"received": inputs.shared["received"]} if "received" in inputs.shared else {}
@@ -155,7 +155,7 @@ class FlowerEngine:
     def _outcome(
         self, inputs: RoundInputs, owners: dict[str, np.ndarray], accepted: dict[str, Any], others: Any, skip: bool
     ) -> Outcome:
-        """The sums of all replies, added in the order of the nodes' first clients."""
+        """Return the sums of all replies, added in the order of the nodes' first clients."""
         plan, sums = inputs.plan, Sums(self.program, inputs)
         lost, after = np.zeros(len(plan.clients), bool), torch.tensor(plan.round + 1)
         whose: dict[str, list[int]] = {"missing": [], "refused": []}
@@ -213,7 +213,7 @@ class FlowerEngine:
 
     # ---- the form of replies ---------------------------------------------------------------------------------
     def _form(self, inputs: RoundInputs) -> Tree:
-        """What a client sends, found by training one on made-up samples for one step."""
+        """Return what a client sends, found by training one on made-up samples for one step."""
         if self.form is None:
             found = self._alone(inputs, cohort=1)
             self.form = tree_map(Tensor.cpu, {"total": found.total, "updates": found.updates})
@@ -237,12 +237,12 @@ class FlowerEngine:
 
 
 def has_versions(kept: list[Tree]) -> bool:
-    """Whether the clients of a round's inputs have states, which at the server are versions."""
+    """Return whether the clients of a round's inputs have states, which at the server are versions."""
     return any(isinstance(tree, Tensor) for tree in kept)
 
 
 def most_bytes(form: Tree, clients: int) -> int:
-    """The most that a reply of this form may take: its tensors, their names, and some notes."""
+    """Return the most that a reply of this form may take: its tensors, their names, and some notes."""
     return tree_bytes(form) + 256 * len(tree_leaves(form)) + 64 * clients + SLACK
 
 

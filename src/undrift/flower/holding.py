@@ -37,7 +37,7 @@ class Holding:
         return report(own) | {"ids": self.clients if self.shared else None, "total": len(self.data)}
 
     def among(self, ids: list[int], total: int, common: Report) -> FederatedDataset:
-        """The data under the ids that the server has given the node's clients."""
+        """Return the data under the ids that the server has given the node's clients."""
         if len(ids) != len(self.clients) or (self.shared and ids != self.clients):
             raise UndriftError(
                 f"The server takes this node for one of {len(ids)} clients, but it has {len(self.clients)}. Its data "
@@ -47,7 +47,7 @@ class Holding:
 
 
 def holding(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
-    """The data that a node's config speaks of."""
+    """Return the data that a node's config speaks of."""
     if strange := config.keys() - KNOWN:
         raise UndriftError(f"The node's config has {quoted(min(strange))}; it may have {', '.join(sorted(KNOWN))}.")
     if "data" in config:
@@ -82,7 +82,7 @@ def _own(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
 
 
 def state_folder(config: Mapping[str, Any]) -> Path:
-    """Where what the node's clients keep lies: where its config says, or next to its data."""
+    """Return where what the node's clients keep lies: where its config says, or next to its data."""
     if "state" in config:
         return Path(str(config["state"])).expanduser()
     if "data" in config:

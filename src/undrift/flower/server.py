@@ -75,7 +75,7 @@ class ServerRun(Run):
 
 
 def met(link: Link, keys: list[str]) -> Federation:
-    """A new federation of the nodes with these keys, which report about their data."""
+    """Return a new federation of the nodes with these keys, which report about their data."""
     reports: dict[str, tuple[str, Report]] = {}
     for key, reply in link.ask("hello", dict.fromkeys(keys, encode((), {}))).items():
         if not isinstance(reply, bytes):
@@ -124,7 +124,7 @@ def serve(
 
 
 def settings(experiment: Experiment, federation: Federation, folder: Path) -> Settings:
-    """The experiment's settings for the server, which saves every round and goes on where it stopped.
+    """Return the experiment's settings for the server, which saves every round and goes on where it stopped.
 
     Figures of client drift are left out: nodes would have to send more than the method needs.
     """
@@ -135,7 +135,7 @@ def settings(experiment: Experiment, federation: Federation, folder: Path) -> Se
 
 
 def served(run: Run, federation: Federation, link: Link, replies: int) -> ServerRun:
-    """The run with the nodes for an engine."""
+    """Return the run with the nodes for an engine."""
     whole = [name for name, measure in run.measures.items() if not isinstance(measure, Metric)]
     require(
         not whole,
@@ -150,7 +150,7 @@ def served(run: Run, federation: Federation, link: Link, replies: int) -> Server
 
 
 def described(row: dict[str, Any], rounds: int) -> str:
-    """A round in a line."""
+    """Return a round as one line of text."""
     shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
     left = [f"{how} {row[how]}" for how in ("missing", "refused") if row.get(how)]
     return "  ".join([f"round {row['round']} of {rounds}", *shown, *left])

@@ -54,7 +54,7 @@ def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tre
 
 
 def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    """The same with ordinary autograd, for models that `vmap` does not support."""
+    """Compute the same with ordinary autograd, for models that `vmap` does not support."""
     total = tree_zeros(params)
     for x, y, real in zip(split(batch.x, 1), batch.y.split(1), batch.mask, strict=True):
 

@@ -129,7 +129,7 @@ def _check_size(name: str, make: Callable[[], nn.Module]) -> None:
 
 
 def _memory() -> int:
-    """The machine's memory in bytes, or 0 if unknown."""
+    """Return the machine's memory in bytes, or 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

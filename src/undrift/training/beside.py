@@ -165,7 +165,7 @@ class Stage:
             self.complete.notify_all()
 
     def _formed(self) -> dict[int, Group]:
-        """The groups of runs that train as one, by run."""
+        """Return the groups of runs that train as one, by run."""
         alike: dict[str, list[int]] = {}
         for i, (run, shape, _) in sorted(self.runs.items()):
             if shape and i not in self.ended and isinstance(run.engine, Fallback):
@@ -200,7 +200,7 @@ class Group:
         return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
 
     def train(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> Outcome:
-        """The outcome of a run's round, once the others have come to theirs."""
+        """Return the outcome of a run's round, once the others have come to theirs."""
         self.waiting[i] = inputs, visit, skip
         self.proceed()
         while i not in self.answers:

@@ -163,7 +163,7 @@ def switched(choices: dict[str, Any], t: int, why: str) -> None:
 
 
 def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
-    """What one client does, with the method and the local work as one chain of parts."""
+    """Return what one client does, with the method and the local work as one chain of parts."""
     personal = method.personal([*model.start, *model.tracked])
     rates, decays = group_factors(local.groups, list(model.start)) if local.groups else ({}, {})
     return Program(
@@ -187,7 +187,7 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
-    """The user's module, or a new one of the name that was given."""
+    """Return the user's module, or a new one of the name that was given."""
     if isinstance(model, str):
         name, options = parse_model(model)
         x = data.take(data.store, data.index[:1])[0]
@@ -223,7 +223,7 @@ def check_data(
 
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
-    """The engine that was asked for, or that suits the model, the data and the device."""
+    """Return the engine that was asked for, or that suits the model, the data and the device."""
     local, sizes = given.local, data.data.size_counts[0]
     width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
     # Passes without training are padded too.

@@ -221,7 +221,7 @@ class Checkpoints:
         self.held = {number: slots for number, slots in self.held.items() if number in last}
 
     def recorded(self) -> dict[str, Any] | None:
-        """The record of the run in the newest checkpoint that can be read."""
+        """Return the record of the run in the newest checkpoint that can be read."""
         for number in self._found():
             assert self.folder
             try:
@@ -240,7 +240,7 @@ class Checkpoints:
         return _listed(self.folder) if self.folder and self.folder.is_dir() else []
 
     def restore(self) -> State | None:
-        """Where the newest checkpoint that is whole stands; None if there is no checkpoint at all."""
+        """Return where the newest checkpoint that is whole stands; None if there is no checkpoint at all."""
         found = self._found()
         for number in found:
             assert self.folder
@@ -260,7 +260,7 @@ class Checkpoints:
         return None
 
     def read(self, number: int) -> tuple[State, Series]:
-        """A checkpoint, with every file checked. Raises if anything is wrong with it."""
+        """Return a checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
         whole = unseal(self.folder / f"round-{number}.json")
         for name, sha256 in whole["files"].items():
@@ -283,7 +283,7 @@ class Checkpoints:
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])
 
     def _clients(self, whole: dict[str, Any], number: int) -> ClientStates:
-        """What clients keep, in memory or in files as this run has it, wherever the checkpoint has it."""
+        """Return what clients keep, in memory or in files as this run has it, wherever the checkpoint has it."""
         assert self.folder
         clients, files = self.run.no_states(), self.run.files
         for name, own in whole["clients"].items():
@@ -315,7 +315,7 @@ class Checkpoints:
         files.settle()
 
     def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
-        """The slots that a checkpoint names, if any. Raises if its table of them is damaged."""
+        """Return the slots that a checkpoint names, if any. Raises if its table of them is damaged."""
         assert self.folder
         if "slots" not in whole:
             return {}
@@ -327,13 +327,13 @@ class Checkpoints:
 
 
 def _listed(folder: Path) -> list[int]:
-    """The rounds that have a checkpoint, newest first."""
+    """Return the rounds that have a checkpoint, newest first."""
     found = [(OURS.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
     return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
 
 
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
-    """The states of these clients in a file, by part and client; a KeyError if one of them is not in it."""
+    """Return the states of these clients in a file, by part and client; a KeyError if one of them is not in it."""
     with safe_open(file, framework="pt") as opened:
         tensors = own_memory({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])

@@ -50,7 +50,7 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
 
 
 def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
-    """What `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
+    """Return what `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
 
     Of several processes, each takes some of the batches. One that has none looks at a sample all the same, for the form
     of the sums.
@@ -64,7 +64,7 @@ def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
 
 @torch.no_grad()
 def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Tensor]:
-    """What the samples at these indices add up to; with accuracy also right answers and samples by class."""
+    """Return what the samples at these indices add up to; with accuracy also right answers and samples by class."""
     model, tally = run.model.at(state.tracked), Tally(run.measures)
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
     classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)
@@ -78,7 +78,7 @@ def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Te
 
 
 def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    """The columns that sums stand for."""
+    """Return the columns that sums stand for."""
     row = {name: valued(metric, found["sums"][name]) for name, metric in run.measures.items()}
     return row | (class_accuracy(found["by_class"]) if "by_class" in found else {})
 

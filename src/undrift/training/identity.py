@@ -41,7 +41,7 @@ ELSEWHERE = ("participation", "data")
 
 
 def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, str]:
-    """What must be the same for a run to be the same run: every setting that decides its result.
+    """Return what must be the same for a run to be the same run: every setting that decides its result.
 
     `before` is the number of rounds that the run was started with, if it is compared with one that has another.
     """
@@ -100,7 +100,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True) -> list[str]:
-    """The functions and classes whose code is not what it was when the run in the folder `where` was started.
+    """Return the functions and classes whose code is not what it was when the run in the folder `where` was started.
 
     `by_tree` is whether code is known by its syntax tree; earlier versions of undrift recorded compiled code. Raises
     `UndriftError` if the run has another identity in anything else but its number of rounds.
@@ -122,7 +122,7 @@ def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bo
 
 
 def _changed_code(before: str, now: str) -> list[str]:
-    """The names of code that two descriptions differ in; none if they also differ in something else."""
+    """Return the names of code that two descriptions differ in; none if they also differ in something else."""
     if CODE.sub(r"\1", before) != CODE.sub(r"\1", now):
         return []
     pairs = zip(CODE.findall(before), CODE.findall(now), strict=True)
@@ -161,7 +161,7 @@ def plainly(x: Any) -> str:
 
 
 def deeply(x: Any) -> str:
-    """A description of `x` with the attributes of modules and of objects that do not describe themselves.
+    """Return a description of `x` with the attributes of modules and of objects that do not describe themselves.
 
     But for the values of weights: two modules that differ in nothing else have the same.
     """
@@ -169,7 +169,7 @@ def deeply(x: Any) -> str:
 
 
 def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = frozenset(), deep: bool = False) -> str:
-    """A complete description of `x`, the same in every process.
+    """Return a complete description of `x`, the same in every process.
 
     `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be. `deep`: see
     `deeply`.
@@ -230,7 +230,7 @@ def _value(name: Any, x: Any, inner: Any, rounds: frozenset[int]) -> str:
 
 
 def _code(x: types.FunctionType | type, inner: Any) -> str:
-    """A function or class of the user's: its name, a digest of its code, and the values that it uses."""
+    """Return a function or class of the user's: its name, a digest of its code, and the values that it uses."""
     code, values = code_of(x)
     return f"{x.__qualname__} (code {code})" + (f" with {inner(values)}" if values else "")
 

@@ -50,7 +50,7 @@ class AroundLabels:
 
 
 def with_labels(data: FederatedDataset) -> FederatedDataset:
-    """The data with labels as arguments, in all splits."""
+    """Return the data with labels as arguments, in all splits."""
 
     def labelled(rows: Rows | None) -> Rows | None:
         return rows and replace(rows, take=WithLabels(rows.take))

@@ -70,7 +70,7 @@ class Listeners:
             self.on_round(row)
 
     def due(self, state: State) -> bool:
-        """Whether a checkpoint is due; by the first process's clock, where the time decides."""
+        """Return whether a checkpoint is due; by the first process's clock, where the time decides."""
         checkpoints = self.checkpoints
         if checkpoints.seconds is None:
             return checkpoints.due(state)

@@ -86,7 +86,7 @@ class Watch:
         self.attempts[-1] = replace(latest, finite=latest.finite & finite)
 
     def settle(self, row: Row) -> Row:
-        """The oldest round is done, and `row` is its history.
+        """Note that the oldest round is done, and that `row` is its history.
 
         Returns more columns for it: `skipped`, `survivors`, `round_skipped`. Raises `NonFiniteError`; then call `undo`.
         """
@@ -99,7 +99,7 @@ class Watch:
         return (self._skipped(attempt.answers, row) if self.skip else {}) | survived(attempt.answers, row)
 
     def _skipped(self, answers: Answers, row: Row) -> Row:
-        """Who was left out for NaN or an infinity."""
+        """Return who was left out for NaN or an infinity."""
         if answers.outcome.finite is None:  # an empty cohort
             return {"skipped": []}
         skipped = answers.clients[~(answers.outcome.finite.cpu().numpy() | answers.excused)].tolist()
@@ -122,7 +122,7 @@ class Watch:
         return before, why
 
     def _reason(self, before: State) -> str:
-        """Who is to blame, found by going through the round once more, and what to try."""
+        """Return who is to blame, found by going through the round once more, and what to try."""
         inputs, _, _ = inputs_of(self.run, self.run.bound(before.round), before)
         finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None
@@ -141,13 +141,13 @@ class Watch:
 
 
 def bad_loss(row: Row) -> str | None:
-    """Which loss on held-out data is not finite, if one is not."""
+    """Return which loss on held-out data is not finite, if one is not."""
     bad = [f"the {loss} is {row[name]}" for name, loss in LOSSES.items() if not math.isfinite(row.get(name, 0.0))]
     return f"{bad[0]}, although all weights are finite" if bad else None
 
 
 def at_the_end(row: Row, finite: bool, finishes: bool) -> str | None:
-    """What is wrong with the end of a run, whose last row this is, if its weights or a loss are not finite."""
+    """Return what is wrong with the end of a run, whose last row this is, if its weights or a loss are not finite."""
     bad = bad_loss(row) if finite else "the weights are not finite"
     if not bad:
         return None

@@ -54,7 +54,7 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
 
 
 def telling(data: DeviceData) -> np.ndarray:
-    """Samples to try: of every class one, as far as that goes, and others from all over the data."""
+    """Return samples to try: of every class one, as far as that goes, and others from all over the data."""
     everywhere = data.index[np.linspace(0, len(data.index) - 1, SAMPLES).astype(np.int64)]
     labels, of_classes = data.data.labels, data.index[:0]
     if labels is not None:
@@ -63,7 +63,7 @@ def telling(data: DeviceData) -> np.ndarray:
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two losses differ by no more than rounding explains; what is not finite says nothing."""
+    """Return whether two losses differ by no more than rounding explains; what is not finite says nothing."""
     size = other.abs().amax()
     allowed = min(1000 * torch.finfo(dtype).eps, 0.05)
     return not bool((one - other).abs().amax() > allowed * size)
@@ -92,7 +92,7 @@ def take_is_foreign(data: DeviceData) -> bool:
 
 
 def reason(model: Model, loss: Loss, data: DeviceData, padded: bool) -> str | None:
-    """Why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
+    """Return why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
     if take_is_foreign(data):
         return "the data's own `take` reads more than the tensors that it is given"
     coupled = isinstance(loss, PerSample) and loss.couples(data.data.store["y"])

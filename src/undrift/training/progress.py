@@ -105,7 +105,7 @@ class Progress:
         return t - self.last >= SHARE * self.rounds or now - self.shown >= SECONDS
 
     def _figures(self, row: dict[str, Any]) -> list[str]:
-        """The leading metric and the loss, as far as the row has them."""
+        """Return the leading metric and the loss, as far as the row has them."""
         found = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
         return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in found if name]
 
@@ -174,7 +174,7 @@ class RichLine:
 
 
 def shown(run: Run, done: int) -> Progress:
-    """The display of a run's progress."""
+    """Return the display of a run's progress."""
     clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
     again = f", resumed after round {done:,}" if done else ""
     many = f", in {run.ranks.size} processes" if run.ranks.several else ""
@@ -183,7 +183,7 @@ def shown(run: Run, done: int) -> Progress:
 
 
 def kind_of(stream: TextIO) -> str:
-    """Whether a stream is a "terminal", a "notebook"'s, or a "file"."""
+    """Return whether a stream is a "terminal", a "notebook"'s, or a "file"."""
     if stream.isatty():
         return "terminal"
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

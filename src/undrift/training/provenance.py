@@ -37,7 +37,7 @@ def _own_filters() -> bool:
 
 
 def _git(*arguments: str) -> str | None:
-    """What a git command prints; None if it fails."""
+    """Return what a git command prints; None if it fails."""
     command = ["git", "-c", "core.fsmonitor=false", *arguments]  # which could be any command of the repository's
     env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # it only reads
     try:

@@ -27,12 +27,12 @@ OF_PYTHON = "of Python, so this file alone does not repeat the run"
 
 
 def repeats(config: str) -> bool:
-    """Whether a run can be repeated from its `config.toml` alone."""
+    """Return whether a run can be repeated from its `config.toml` alone."""
     return OF_PYTHON not in config
 
 
 def same_settings(one: str, other: str) -> bool:
-    """Whether two files differ in nothing but what they say above their settings, as earlier versions did."""
+    """Return whether two files differ in nothing but what they say above their settings, as earlier versions did."""
     heads = ("# A run of undrift", "# undrift ")
     texts = [[line for line in text.splitlines() if not line.startswith(heads)] for text in (one, other)]
     return texts[0] == texts[1]
@@ -81,7 +81,7 @@ def line(name: str, value: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """A TOML value. Schedules, methods and optimizers are strings that `undrift run` parses."""
+    """Return a TOML value. Schedules, methods and optimizers are strings that `undrift run` parses."""
     if isinstance(value, bool | str | int):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):

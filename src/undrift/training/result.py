@@ -177,7 +177,7 @@ def recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def intact(folder: Path, known: dict[str, Any]) -> bool:
-    """Whether the results of a finished run match the checksums in `run.json`; warns if they do not."""
+    """Return whether the results of a finished run match the checksums in `run.json`; warns if they do not."""
     try:
         for name in RESULTS:
             verify(folder / name, known.get("results", {}).get(name, "unknown"))
@@ -260,7 +260,7 @@ class Folder:
         return bool(self.path and finished(self.path))
 
     def recorded(self) -> dict[str, Any] | None:
-        """The contents of `run.json`; None if it cannot be read."""
+        """Return the contents of `run.json`; None if it cannot be read."""
         assert self.path
         return recorded(self.path)
 

@@ -41,7 +41,7 @@ def resumed_by_all(
 
 
 def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int | None) -> Result | State | None:
-    """What another process has found in the run's folder: a result, or the checkpoint of a round."""
+    """Return what another process has found in the run's folder: a result, or the checkpoint of a round."""
     if where is None:
         return None
     try:
@@ -152,7 +152,7 @@ def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
 
 
 def rows_of(folder: Folder) -> int:
-    """How many rounds the history has, as far as it can be read."""
+    """Return how many rounds the history has, as far as it can be read."""
     try:
         return len(folder.rows())
     except UnicodeDecodeError:  # damaged; the checkpoints have a copy
@@ -160,7 +160,7 @@ def rows_of(folder: Folder) -> int:
 
 
 def finished(run: Run, folder: Folder) -> Result:
-    """The result of a finished run, as its folder has it."""
+    """Return the result of a finished run, as its folder has it."""
     folder.load(run.model.module)
     weights = dict(run.model.module.named_parameters())
     params = {name: weights[name].detach().clone() for name in run.model.start}
@@ -175,7 +175,7 @@ def unknown_own_model(client: int) -> dict[str, Tensor]:
 
 
 def stops(rule: Rule | None, state: State) -> str | None:
-    """Why the rule ends a run that stands here, if it does."""
+    """Return why the rule ends a run that stands here, if it does."""
     if rule is None or not state.history:
         return None
     check_column(rule, state.history)

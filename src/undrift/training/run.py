@@ -83,20 +83,20 @@ class Run:
         return self.device_data.device
 
     def start(self) -> State:
-        """The state before the first round."""
+        """Return the state before the first round."""
         parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
         return State(self.model.start, parts, self.model.tracked, self.no_states())
 
     def no_states(self) -> ClientStates:
-        """What clients keep before the first round."""
+        """Return what clients keep before the first round."""
         return ClientStates.none(self.composed, self.device, self.population, self.files)
 
     def held_out(self, state: State, last: bool) -> dict[str, Any] | None:
-        """The history's columns on held-out data, where these lie elsewhere; None if they are here."""
+        """Return the history's columns on held-out data, where these lie elsewhere; None if they are here."""
         return None
 
     def bound(self, t: int) -> Method:
-        """The method with the numbers of round `t`."""
+        """Return the method with the numbers of round `t`."""
         return self.composed.bind(on_device(self.composed.numbers(t), self.device))
 
     def plan(self, t: int) -> Plan:
@@ -109,7 +109,7 @@ class Run:
         return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
 
     def checked(self, plan: Plan, t: int) -> Plan:
-        """The plan after the parts' own hooks, refused where no engine could carry it out."""
+        """Return the plan after the parts' own hooks, refused where no engine could carry it out."""
         clients, steps = np.asarray(plan.clients), np.asarray(plan.steps)
         require(plan.round == t, "A part's plan must not change the round.")
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
@@ -143,7 +143,7 @@ class Run:
         return self.local.step_counts(t, clients, self.data.sizes_of(clients), self.composed.batches)
 
     def weights(self, clients: np.ndarray) -> Tensor:
-        """The clients' weights in the mean, before normalisation, on the device."""
+        """Return the clients' weights in the mean, before normalisation, on the device."""
         weights = mean_weights(self.composed, self.data.sizes_of(clients))
         return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
@@ -158,18 +158,18 @@ class Run:
         return bool(self.composed.overriding("plan")) or self.ranks.several
 
     def share(self, plan: Plan) -> np.ndarray | None:
-        """The places in the cohort of the clients that this process trains; None for all."""
+        """Return the places in the cohort of the clients that this process trains; None for all."""
         if not self.ranks.several:
             return None
         return shares(plan.clients, plan.steps, self.ranks.size, self.engine.width, self.keeps)[self.ranks.rank]
 
     def counts(self, plan: Plan) -> np.ndarray:
-        """The sizes of the cohort's batches, client after client."""
+        """Return the sizes of the cohort's batches, client after client."""
         sizes = self.data.sizes_of(plan.clients)
         return slices(sizes, plan.steps * self.composed.batches, self.local.per_epoch(sizes), self.local.batch_size)[3]
 
     def filled(self, plan: Plan) -> Plan:
-        """The plan filled up to the engine's width, where cohorts may be smaller: see `RoundInputs`.
+        """Return the plan filled up to the engine's width, where cohorts may be smaller: see `RoundInputs`.
 
         The client that fills it up takes as many steps as the longest, so that all lanes end together if they would
         with a full cohort.
@@ -184,7 +184,7 @@ class Run:
     def inputs(
         self, plan: Plan, state: State, received: list[Tree] | None = None, clients: ClientStates | None = None
     ) -> RoundInputs:
-        """The plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
+        """Return the plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
         mine = self.share(plan)
         here = plan if mine is None else replace(plan, clients=plan.clients[mine], steps=plan.steps[mine])
         filled = self.filled(here)
@@ -214,13 +214,13 @@ class Run:
         return self.conditions.with_factors(inputs)
 
     def everyone(self, t: int, state: State) -> RoundInputs:
-        """All clients that have data, for measurements without training."""
+        """Return all clients that have data, for measurements without training."""
         nobody_trains = np.zeros(self.population, np.int64)
         plan = replace(self.plan(t), clients=self.data.nonempty, steps=nobody_trains)
         return self.inputs(plan, state, None, state.clients if self.engine.program.personal else None)
 
     def server(self, t: int, state: State) -> Server:
-        """The server in round `t`, with the model as it stands."""
+        """Return the server in round `t`, with the model as it stands."""
         words = to_device(torch.tensor(derive(self.seed, "server", t)), self.device)
         return Server(
             model=self.model.at(state.tracked),

@@ -56,7 +56,7 @@ def check_round(model: Model, counts: np.ndarray) -> None:
 
 
 def _most_batches(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
-    """The most batches that these clients take in any round."""
+    """Return the most batches that these clients take in any round."""
     if local.per_client or not callable(local.steps if local.steps is not None else local.epochs):
         return local.step_counts(0, clients, sizes, per_step) * per_step
     if local.steps is not None:

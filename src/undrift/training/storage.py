@@ -21,7 +21,7 @@ LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def with_files(run: Run, out: Any) -> Run:
-    """The run, with files for what clients keep if the clients of all rounds might keep too much for memory.
+    """Return the run, with files for what clients keep if the clients of all rounds might keep too much for memory.
 
     That is known before the first round: by how much a newcomer's state takes, and how many clients can take part.
     """

@@ -57,26 +57,26 @@ class Conditions:
             require(least <= cohort, f"min_clients is {least}, but only {cohort} clients are sampled in a round.")
 
     def least(self, cohort: int) -> int:
-        """How many clients of a cohort must count for its round to count."""
+        """Return how many clients of a cohort must count for its round to count."""
         if isinstance(self.min_clients, float):
             return max(1, math.ceil(self.min_clients * cohort - 1e-9))
         return int(self.min_clients or 1)
 
     def program(self, program: Program, cohort: int) -> Program:
-        """The program of a client that may fail."""
+        """Return the program of a client that may fail."""
         if self.ordinary:
             return program
         return Unreliable.of(program, norms=0 if self.max_norm_ratio is None else cohort)
 
     def with_fates(self, plan: Plan, seed: int) -> Plan:
-        """The plan with its clients' fates."""
+        """Return the plan with its clients' fates."""
         if self.ordinary:
             return plan
         fates = self.faults.draw(seed, plan.round, plan.clients, plan.steps) if self.faults else unharmed(plan.steps)
         return replace(plan, steps=fates.steps, fates=fates)
 
     def with_factors(self, inputs: RoundInputs) -> RoundInputs:
-        """The inputs with what `Unreliable` reads beside clients' places."""
+        """Return the inputs with what `Unreliable` reads beside clients' places."""
         if self.ordinary:
             return inputs
         fates = inputs.plan.fates or unharmed(inputs.plan.steps)
@@ -125,7 +125,7 @@ def lost_of(outcome: Outcome, plan: Plan) -> Array:
 
 
 def _of_those(answered: Array, plan: Plan, counts: Array, inputs: RoundInputs) -> tuple[Plan, int]:
-    """The plan of those that answered, and on how many samples they trained."""
+    """Return the plan of those that answered, and on how many samples they trained."""
     work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
     return work, int(counts[np.repeat(answered, plan.steps * inputs.batches.per_step)].sum())
 
@@ -168,7 +168,7 @@ class Unreliable(Drifting):
 
 
 def norm(tree: Tree) -> Tensor:
-    """The Euclidean norm of all of the tree, whose squares may overflow where the norm does not."""
+    """Return the Euclidean norm of all of the tree, whose squares may overflow where the norm does not."""
     leaves = [t for t in tree_leaves(tree) if t.numel()]
     largest = torch.stack([t.abs().amax() for t in leaves]).amax()
     scale = torch.where(largest > 0, largest, 1)
@@ -176,7 +176,7 @@ def norm(tree: Tree) -> Tensor:
 
 
 def outliers(norms: Array, counting: Array, ratio: float) -> Array:
-    """Who of the clients that count has an update longer than `ratio` times their median.
+    """Return who of the clients that count has an update longer than `ratio` times their median.
 
     The median of an even number is the mean of the two in the middle. Where it is 0, nobody is an outlier.
     """

@@ -28,7 +28,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.device, width: int) -> tuple[int, str]:
-    """The number of threads for a run, and why.
+    """Return the number of threads for a run, and why.
 
     Args:
         asked: What the user asked for.
@@ -54,7 +54,7 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
 
 
 def is_default(number: int) -> bool:
-    """Whether torch may have chosen this number by itself: that of logical or of physical cores."""
+    """Return whether torch may have chosen this number by itself: that of logical or of physical cores."""
     logical = {len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, os.cpu_count() or 1}
     return number in logical | {count // 2 for count in logical}
 

@@ -14,7 +14,7 @@ from undrift.tree import Tree
 
 
 def pack(tree: Tree, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON, its tensors put aside by name."""
+    """Return the tree as JSON, its tensors put aside by name."""
     if isinstance(tree, dict):
         return {"dict": [[key, pack(branch, f"{name}.{key}", tensors)] for key, branch in tree.items()]}
     if isinstance(tree, list | tuple):

@@ -50,7 +50,7 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
 
 
 def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
-    """The first sample of a split, twice, with its target."""
+    """Return the first sample of a split, twice, with its target."""
     x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, rows.index[:1].repeat(2)))
     return x, target
 
@@ -58,7 +58,7 @@ def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
 def check_split(
     model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Any]
 ) -> Model:
-    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels.
+    """Check in one forward pass that model, loss and metrics take these samples, outputs and labels.
 
     Returns the model with what these samples show of it.
     """
@@ -111,7 +111,7 @@ def check_split(
 
 
 def _tried(function: Any, output: Any, target: Tensor) -> Any:
-    """What the loss or a metric returns; None of metrics that have no value per sample."""
+    """Return what the loss or a metric returns; None of metrics that have no value per sample."""
     if isinstance(function, Metric):
         function.value(function.sums(output, target))
     elif streams(function):
@@ -136,7 +136,7 @@ def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) 
 
 
 def _way_out(value: Any) -> str:
-    """How to get one value per sample from this."""
+    """Return how to get one value per sample from this."""
     if isinstance(value, Tensor) and value.dim() == 0:
         return ' A function of torch\'s gives one with reduction="none".'
     if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
@@ -168,7 +168,7 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
 
 
 def _hint(model: Model, rows: Rows, x: Samples) -> str:
-    """What may be behind a model's refusal of samples: their types, or that it is a copy."""
+    """Return what may be behind a model's refusal of samples: their types, or that it is a copy."""
     if not isinstance(x, Tensor):
         return f" (They are {kind(x)}.)"
     if not x.is_floating_point():
@@ -200,7 +200,7 @@ def refuse_rounding(model: Model, whose: str, x: Samples, rows: Rows) -> None:
 
 
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> Model:
-    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees.
+    """Check in one backward pass, in evaluation mode, that the loss depends on the parameters differentiably.
 
     Returns the model that knows of draws in the backward pass, which have no key.
     """
@@ -262,7 +262,7 @@ def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device
 
 
 def _batch_kind(x: Any) -> str:
-    """The shape and type of a batch, by input where there are several."""
+    """Return the shape and type of a batch, by input where there are several."""
     if isinstance(x, Tensor):
         return f"{tuple(x.shape)} {x.dtype}"
     if isinstance(x, dict):

@@ -59,7 +59,7 @@ class Tracker:
         self.run.finish(exit_code=EXIT[status])
 
     def _found(self) -> dict[str, Any]:
-        """What the folder has of an earlier session; nothing if there was none."""
+        """Return what the folder has of an earlier session; nothing if there was none."""
         file = self.folder / STATE if self.folder else None
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file and file.exists() else {}
 
