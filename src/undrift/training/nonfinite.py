@@ -33,7 +33,7 @@ Row = dict[str, Any]
 SKIP = "skip"
 LOSSES = {"loss": "test loss", "validation_loss": "validation loss", "client_loss": "loss on clients' own test data"}
 NAMED = 5
-"""How many clients a message names."""
+"""The number of clients that a message names."""
 
 
 class NonFiniteError(Exception):
@@ -64,10 +64,10 @@ class Watch:
         self.run, self.skip = run, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []
-        """Rounds not known to be finite yet, oldest first."""
+        """Rounds that are not yet known to be finite, oldest first."""
 
     def add(self, before: State, answers: Answers) -> None:
-        """A round's clients have trained, or will have once the device gets there."""
+        """Add a round whose clients have trained, or will have trained once the device gets there."""
         outcome = answers.outcome
         finite = tree_finite((outcome.update, outcome.sums, outcome.statistics, in_memory(outcome.kept)))
         if not finite_in_files(outcome.kept):
@@ -75,7 +75,7 @@ class Watch:
         if outcome.finite is not None and not self.skip:
             excused = to_device(torch.from_numpy(answers.excused), outcome.finite.device)
             finite = finite & (outcome.finite | excused).all()
-        if self.run.keeps:  # what clients keep lies in one process
+        if self.run.keeps:  # what clients keep is in one process
             finite = self.run.ranks.every(finite)
         self.attempts.append(Attempt(before, answers, finite))
 
@@ -160,7 +160,7 @@ LEAVE_OUT = 'Or leave such clients out, with on_nonfinite="skip".'
 
 
 def survived(answers: Answers, row: Row) -> Row:
-    """How many clients count, and whether they suffice for their round to count, in a run with faults or rules."""
+    """Return how many clients count, and whether they suffice for the round, in a run with faults or rules."""
     if answers.survivors is None:
         return {}
     if row.get("left_out"):
@@ -185,7 +185,7 @@ def check(on_nonfinite: Any) -> None:
 
 
 def check_start(params: Params) -> None:
-    """Refuse a model that is not finite to begin with."""
+    """Reject a model whose initial weights are not finite."""
     bad = [name for name, w in params.items() if not bool(w.isfinite().all())]
     if bad:
         raise UndriftError(f"The model's parameter {bad[0]!r} has values that are not finite before training starts.")

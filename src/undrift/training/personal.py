@@ -33,7 +33,7 @@ from undrift.training.state import State
 from undrift.tree import Tree, tree_map
 
 MOST = 1000
-"""The most clients to evaluate; of more, this many are drawn from the seed, the same ones in every round."""
+"""The largest number of clients to evaluate. Of more, this many are drawn, the same ones in every round."""
 
 
 class Personal:
@@ -56,13 +56,13 @@ class Personal:
     def shared(self, state: State, last: bool) -> dict[str, Any]:
         """Evaluate the global model on every client's own data; in the last round also per client.
 
-        Where parts have personal parameters or an `own` hook, each client's own model in its place.
+        If parts have personal parameters or an `own` hook, each client's own model takes its place.
         """
         if not len(self.clients):
             return {}
         if has_own_models(self.run):
             found = self._owned(state)
-        elif one_number(self.run.loss):  # for a whole batch, so each client's must be its own
+        elif one_number(self.run.loss):  # for a whole batch, so each client needs its own batches
             found = self._one_by_one(state)
         else:
             found = self._at_once(state)
@@ -91,7 +91,7 @@ class Personal:
         return valued(self.run.measures, ranks.sum(ranks.together(work)))
 
     def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
-        """Numerators and denominators by client: of its own model if it has one, else of the global one."""
+        """Return numerators and denominators by client: of its own model if it has one, else of the global one."""
         shared, found = {**state.params, **state.tracked}, []
         for client, indices in zip(self.clients.tolist(), self.indices, strict=True):
             whose = torch.zeros(len(indices), dtype=torch.int64)
@@ -218,7 +218,7 @@ def own_model(run: Run, state: State, client: int) -> Params:
 def summary(
     prefix: str, found: dict[str, Tensor], measures: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Mean, standard deviation and mean of the worst 10% over clients, of those for which a metric is defined."""
+    """Return mean, standard deviation and mean of the worst 10% over the clients with a value."""
     row: dict[str, float] = {}
     for name, by_client in found.items():
         values = by_client[~by_client.isnan()].sort(descending=lower_is_better(name, measures.get(name))).values

@@ -38,12 +38,12 @@ from undrift.tree import Tree, to_device, tree_clone, tree_to
 
 @dataclass(frozen=True)
 class Run:
-    """A method, a model and data, checked and on their device, and the engine that trains them."""
+    """A method, a model and data, checked and on their device, with the engine that trains them."""
 
     method: Method
-    """As the user wrote it."""
+    """The method as the user wrote it."""
     composed: Method
-    """With the parts that stand for local work, which the engine runs."""
+    """The method that the engine runs, with the parts for local training."""
     model: Model
     data: FederatedDataset
     device_data: DeviceData
@@ -61,11 +61,11 @@ class Run:
     choices: dict[str, Any]
     """The settings that were chosen automatically, and why: `result.choices`."""
     drift: bool | str = False
-    """Whether the history has figures of client drift, or of each layer too: see `drift.py`."""
+    """Whether the history has figures of client drift, and of each layer: see `drift.py`."""
     ranks: Ranks = ALONE
     """The processes that train it together."""
     files: SlotFiles | None = None
-    """For what clients keep, where that may be too much for memory."""
+    """The files for what clients keep, if that may be too much for memory."""
 
     @property
     def measures(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def population(self) -> int:
-        """How many clients have data."""
+        """The number of clients with data."""
         return self.data.population
 
     @property
@@ -100,7 +100,7 @@ class Run:
         return self.composed.bind(on_device(self.composed.numbers(t), self.device))
 
     def plan(self, t: int) -> Plan:
-        """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
+        """Return the plan of round `t` before any part changes it: the cohort, drawn from (seed, round), and its steps."""
         drawn = choose(derive(self.seed, "cohort", t), self.population, self.cohort_size)
         clients = self.data.holders(drawn)
         rates: dict[str, Any] = {
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def fills(self) -> bool:
-        """Whether cohorts may be too small for the engine: where a part chooses them, or processes share them."""
+        """Whether cohorts may be smaller than the engine's width: if a part chooses them, or processes share them."""
         return bool(self.composed.overriding("plan")) or self.ranks.several
 
     def share(self, plan: Plan) -> np.ndarray | None:

@@ -1,7 +1,7 @@
 """Batches of one sample, on which batch norm cannot train.
 
-Torch refuses them, but in lanes such a batch is padded and would train on a variance of nothing. Batches follow from
-the clients' sizes and step counts, so they are looked at before anything is trained.
+Torch rejects them, but in lanes such a batch is padded, and its variance would be meaningless. Batches follow from the
+clients' sizes and step counts, so they are checked before training.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: in
 
 
 def check_round(model: Model, counts: np.ndarray) -> None:
-    """The same for one round, whose step counts parts may have changed, by the sizes of its batches."""
+    """Check the same for one round, whose step counts parts may have changed, by the sizes of its batches."""
     if (counts == 1).any() and model.refuses_single:
         raise UndriftError(SINGLE)
 

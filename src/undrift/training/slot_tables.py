@@ -1,4 +1,4 @@
-"""Which slots of a run's files have what clients keep, as a checkpoint stores it: client, file, slot and checksum."""
+"""Which slots of a run's files hold what clients keep, as a checkpoint stores it: client, file, slot, checksum."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Conditions:
-    """The faults that clients are given, and which answers the server accepts: see `ud.train`."""
+    """The simulated faults of clients, and which replies the server accepts: see `ud.train`."""
 
     faults: Faults | None = None
     max_norm_ratio: float | None = None
@@ -83,7 +83,7 @@ class Conditions:
         return _with_factor(inputs, fates.factor)
 
     def collect(self, engine: Engine, inputs: RoundInputs, skip: bool) -> Answers:
-        """Train the round's cohort, and leave out what must not count."""
+        """Train the round's cohort, and leave out the clients that must not count."""
         plan = inputs.plan
         counts = inputs.counts
         if self.ordinary:
