@@ -47,7 +47,7 @@ class CropFlip:
             raise UndriftError(f"CropFlip(padding) must be a whole number from 0, not {quoted(self.padding)}.")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
-        # A shift by the whole size would leave nothing.
+        # A shift by the full size would leave an empty image.
         if not isinstance(x, Tensor) or x.dim() != 4 or self.padding >= min(x.shape[2:]):
             raise UndriftError(
                 f"CropFlip needs images of channels × height × width that are larger than its padding of "

@@ -39,7 +39,7 @@ DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64", "float3
 Notes = dict[str, Any]
 
 _mapped_files: dict[int, StorageWeakRef] = {}
-"""Memory that is a file's, by its address in torch."""
+"""Memory-mapped files, by their address in torch."""
 
 
 def is_mapped(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Data that are already split over clients: a pair (x, y) each, by name or by number, and perhaps a test pair each."""
+"""Data that are already split into clients: one pair (x, y) per client, by name or number, and perhaps test pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from undrift.data.samples import Samples, Store, as_pair, stored
 from undrift.errors import UndriftError, listed
 
 NOTHING: tuple[Samples, Tensor] = (None, torch.empty(0))
-"""The pair of a client that has none."""
+"""The pair of a client without data."""
 
 
 class Joined(NamedTuple):

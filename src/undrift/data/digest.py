@@ -49,7 +49,7 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def of_tensor(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's values, computed once for each tensor; of data that are read lazily, their identity."""
+    """Return the SHA-256 of a tensor's values, computed once per tensor; for lazily read data, their identity."""
     if not isinstance(tensor, Tensor):
         return str(tensor.identity)
     version = None if tensor.is_inference() else tensor._version

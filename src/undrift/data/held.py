@@ -31,7 +31,7 @@ class Held(Place):
 
 
 class Memory:
-    """What a recipe writes to, in the place of a file of the cache."""
+    """What a recipe writes to, in place of a file in the cache."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[np.ndarray]] = {}
@@ -52,7 +52,7 @@ def is_frame(data: Any) -> bool:
 
 
 def is_table(data: Any) -> bool:
-    """Whether this is a Hugging Face `Dataset` of single values, with pictures or without, rather than of tokens."""
+    """Return whether this is a Hugging Face `Dataset` of single values, with or without images, and not of tokens."""
     features = getattr(data, "features", None)
     if not hasattr(data, "column_names") or not hasattr(data, "with_format") or not isinstance(features, Mapping):
         return False

@@ -24,7 +24,7 @@ from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-"""Pillow reads others too, such as PostScript, for which it would run an external program."""
+"""The formats to read. Pillow supports others, such as PostScript, for which it would run an external program."""
 MOST_PIXELS = 4096 * 4096
 """The limit per image, checked before decoding: a file of a few kilobytes may decode to gigabytes."""
 MOST_BYTES = 1 << 28
@@ -88,7 +88,7 @@ class Images:
     config: str | None = None
     decoder: Callable[[bytes], np.ndarray] = picture
     resize: tuple[int, int] | None = field(default=None, metadata={"added": True})
-    """The height and width that all images are brought to."""
+    """The height and width to which all images are resized."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
         from PIL import Image
@@ -223,7 +223,7 @@ class ImageFolder(Images):
 
 
 def standardised(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Images minus the training set's mean, divided by its standard deviation, per channel."""
+    """Return images minus the training set's mean, divided by its standard deviation, per channel."""
     return _standardised(gather(store, indices), store)
 
 
@@ -236,7 +236,7 @@ in_halves(standardised, gather, _standardised)
 
 
 def moments(x: np.ndarray) -> Any:
-    """Per channel: the sum of the pixels, scaled to [0, 1], the sum of their squares, and their number."""
+    """Return, per channel, the sum of the pixels, scaled to [0, 1], the sum of their squares, and their number."""
     scaled = x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1) / 255.0
     return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
 

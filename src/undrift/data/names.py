@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Numbered(Sequence[str]):
-    """The names of clients that are known by numbers. Each is made when it is asked for, as there may be millions."""
+    """The names of clients that have numbers. Each is created on demand, as there may be millions."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self.numbers = numbers

@@ -61,7 +61,7 @@ def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """A regular file's contents. Nothing else is opened: reading a pipe may block forever, and a device never end."""
+    """Return the contents of a regular file. Nothing else is opened: a pipe may block, a device may never end."""
     if kind(file) not in ("file", None):
         raise ValueError(f"{file} is not a regular file")
     # Non-blocking, in case the file has been replaced by a pipe since.
@@ -71,4 +71,4 @@ def read_bytes(file: Path) -> bytes:
             raise ValueError(f"{file} is not a regular file")
         if status.st_size > MOST_BYTES:
             raise ValueError(f"{file} has {status.st_size:,} bytes; the limit is {MOST_BYTES:,}")
-        return stream.read(status.st_size)  # not MOST_BYTES, for which memory would be set aside first
+        return stream.read(status.st_size)  # not MOST_BYTES, since that much memory would be allocated first

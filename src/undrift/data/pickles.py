@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 KINDS = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"}
 """The types of numbers that arrays may have, as numpy writes them, but for the byte order."""
 MOST_BYTES = 1 << 34
-"""The most bytes that an array may unpack to: a file of a few kilobytes may claim any number."""
+"""The largest size of an unpacked array, since a file of a few kilobytes may claim any size."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ KNOWN = {
     ("numpy", "ndarray"): TYPE,
     ("numpy", "dtype"): KIND,
 }
-"""The names that numpy's pickles of arrays have. Nothing is looked up by them."""
+"""The names in numpy's pickles of arrays. They are compared, but never imported."""
 MARK = Name("mark")
 
 
 @dataclass
 class Machine:
-    """The state of the machine that a pickle is a program for: a stack, and values to come back to."""
+    """The state of the machine that executes a pickle: a stack, and memorized values."""
 
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Machine:
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Keys and values, which take turns. Other keys than words and numbers may take forever to hash."""
+    """Return alternating keys and values. Only strings and numbers may be keys, since others may take forever to hash."""
     if not all(isinstance(key, str | int) for key in values[::2]):
         raise ValueError("it has a dict whose keys are neither words nor numbers")
     return zip(values[::2], values[1::2], strict=True)

@@ -1,6 +1,6 @@
-"""Facts about the clients or samples of a very large data set, found piece by piece.
+"""Facts about the clients or samples of a very large data set, computed piece by piece.
 
-With 15 million clients an array of one number per client takes 120 MB; what only looks at all of them makes none.
+With 15 million clients, an array of one number per client takes 120 MB, so none is created here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def firsts(labels: Tensor, index: Tensor) -> np.ndarray:
 
 
 def extremes(labels: Tensor, index: Tensor, but: int | None) -> tuple[int, int] | None:
-    """The least and the largest of the labels at `index`, without those that are `but`; None if there are no others."""
+    """Return the smallest and largest of the labels at `index`, except `but`; None if there are no others."""
     found: list[int] = []
     for part in index.split(PIECE):
         some = labels[part] if but is None else labels[part][labels[part] != but]

@@ -27,7 +27,7 @@ Pick = Callable[[Tensor, Tensor], Tensor]
 """A function of a tensor and indices, which may have any shape: the tensor's entries there, along its first axis."""
 
 INPUT = "x/"
-"""What the store's name of one of several inputs begins with."""
+"""The prefix of the store's names of several inputs."""
 
 
 def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
@@ -62,11 +62,10 @@ def finish(rows: Store, store: Store) -> tuple[Samples, Tensor]:
 
 
 def in_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store, Store], Any]) -> None:
-    """Say that `take` is `finish(gather(store, indices), store)`.
+    """Declare that `take` is `finish(gather(store, indices), store)`.
 
-    Then, where the store stays in the host's memory, the host only gathers, and everything that computes runs on the
-    device, as it would with the store there: the results are the same to the bit. A class of `take` has the two as
-    methods.
+    If the store stays in host memory, the host then only gathers, and all computation runs on the device, as it would
+    with the store there: the results are the same, bit by bit. A class of `take` has both as methods.
     """
     vars(take).update(gather=gather, finish=finish)
 
@@ -140,7 +139,7 @@ def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
 
 
 def _samples(x: Any, copy: bool) -> Samples:
-    """x as tensors: a mapping, or a tuple of arrays, has one entry per input; anything else is a single array."""
+    """Return x as tensors: one entry per input for a mapping or a tuple of arrays; otherwise a single array."""
     if isinstance(x, Mapping):
         if not x or not all(isinstance(name, str) and name and not name.isdigit() for name in x):
             raise ValueError(f"the inputs in a dict need names that are words, not {quoted(list(x))}")

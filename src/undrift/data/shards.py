@@ -80,7 +80,7 @@ def _numeric(y: Any) -> bool:
 
 
 def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
-    """Labels that are words as classes in alphabetical order."""
+    """Return string labels as classes, in alphabetical order."""
     codes = {name: i for i, name in enumerate(names)}
     if strange := {str(label) for label in y} - codes.keys():
         raise UndriftError(

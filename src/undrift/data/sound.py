@@ -32,7 +32,7 @@ def spectrogram(data: bytes) -> np.ndarray:
 
 
 def mel_bands(rate: int) -> Tensor:
-    """Triangular filters with equidistant corners in mel, `2595·log₁₀(1 + f/700)`, as bands × frequencies."""
+    """Return triangular filters with equidistant corners in mel, `2595·log₁₀(1 + f/700)`, as bands × frequencies."""
     top = 2595 * np.log10(1 + rate / 2 / 700)
     corners = torch.from_numpy(700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1))
     frequency = torch.linspace(0, rate / 2, WINDOW // 2 + 1, dtype=torch.float64)

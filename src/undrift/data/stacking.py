@@ -112,9 +112,9 @@ def _tensors(xs: Any, ys: Sequence[Any]) -> tuple[Samples, Tensor]:
 
 
 def _padded(inputs: dict[str, list[Tensor]], targets: list[Tensor]) -> tuple[Samples, Tensor]:
-    """Tokens, and what is aligned with them, padded with 0 to the longest sample; labels of tokens with -100.
+    """Return tokens, and what is aligned with them, padded with 0 to the longest sample; labels of tokens with -100.
 
-    Without a mask in the data, one is made: attention must not see the padding.
+    If the data have no mask, one is created, since attention must not see the padding.
     """
     tokens = inputs[TOKENS]
     lengths = [len(t) if t.dim() == 1 else None for t in tokens]
@@ -142,7 +142,7 @@ def _stack(values: list[Tensor]) -> Tensor:
 
 
 def _is_picture(x: Any) -> bool:
-    """Whether this is one of Pillow's, whose mode is a string such as "RGB"; tensors have a method of that name."""
+    """Return whether this is a Pillow image, whose mode is a string such as "RGB"; tensors have a method `mode`."""
     return isinstance(getattr(x, "mode", None), str)
 
 

@@ -141,7 +141,7 @@ class Table:
         return ~np.any([column.is_null(nan_is_null=True).to_numpy() for column in wanted], 0)
 
     def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
-        """Whether float labels are numbers to predict, and a warning if they are all whole, so that we must guess."""
+        """Return whether float labels are numbers to predict, and a warning if all are integers, so that we guess."""
         seen: set[float] = set()
         for table in (table for split in splits for table in place.batches(split, [self.label])):
             y = table[self.label].to_numpy()

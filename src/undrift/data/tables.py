@@ -73,7 +73,7 @@ class Place:
         return self._open(split)[0]
 
     def beside(self, named: Any) -> Path:
-        """The file that a cell names. It must be in the table's folder: data must not choose which files are read."""
+        """Return the file that a cell names. It must be in the table's folder, so that data cannot read arbitrary files."""
         if not isinstance(named, str) or not named:
             raise ValueError("it has neither an image's bytes nor the path of one")
         if self.kind == "hub":  # `datasets` writes absolute paths of files in its cache

@@ -12,7 +12,7 @@ PATIENCE = 2.0
 
 
 def session(versions: dict[str, str], choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the time, the versions, the commit of the working directory, the number of processes, and the runs beside it.
+    """Return the time, the versions, the commit of the working directory, and which processes and runs train as one.
 
     `commit` is None if there is no commit or no git. `dirty` says whether tracked files differ from it. It is None if
     git takes too long, or would run commands that the repository itself names as filters.

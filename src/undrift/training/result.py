@@ -316,7 +316,7 @@ class Folder:
             from safetensors.torch import save_model
 
             self.sync()
-            for p in model.parameters():  # cuDNN keeps those of a recurrent layer in one buffer, which safetensors rejects
+            for p in model.parameters():  # cuDNN keeps a recurrent layer's in one buffer, which safetensors refuse
                 if p.untyped_storage().nbytes() > p.numel() * p.element_size():
                     p.data = p.data.clone()
             with replacing(self.path / "model.safetensors") as partial:

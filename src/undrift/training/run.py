@@ -100,7 +100,7 @@ class Run:
         return self.composed.bind(on_device(self.composed.numbers(t), self.device))
 
     def plan(self, t: int) -> Plan:
-        """Return the plan of round `t` before any part changes it: the cohort, drawn from (seed, round), and its steps."""
+        """Return the plan of round `t` before parts change it: the cohort, drawn from (seed, round), and its steps."""
         drawn = choose(derive(self.seed, "cohort", t), self.population, self.cohort_size)
         clients = self.data.holders(drawn)
         rates: dict[str, Any] = {

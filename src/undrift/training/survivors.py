@@ -131,7 +131,7 @@ def _of_those(answered: Array, plan: Plan, counts: Array, inputs: RoundInputs) -
 
 
 def _hooks_go_on(outcome: Outcome, plan: Plan) -> Outcome:
-    """Where a part plans an empty cohort, the round counts all the same: the server's hooks get a zero update."""
+    """Let a round with an empty cohort that a part planned count: the server's hooks get a zero update."""
     return outcome if len(plan.clients) else replace(outcome, finite=None)
 
 
@@ -145,7 +145,7 @@ def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
 
 @dataclass(frozen=True)
 class Unreliable(Drifting):
-    """A client's program whose weights may be spoiled as training ends, and which may also send its update's norm."""
+    """A client's program whose weights may be spoiled at the end of training, and which may send its update's norm."""
 
     norms: int = 0
     """The size of a cohort, if norms are sent: as a vector with the client's at its place, so that they add up."""
@@ -153,7 +153,7 @@ class Unreliable(Drifting):
     def conclude(self, state: Tree, given: Tree, skip: bool = False) -> Sent:
         factor = given["factor"]
 
-        def spoiled(w: Tensor, start: Tensor) -> Tensor:  # bit for bit as it was, where nothing happens
+        def spoiled(w: Tensor, start: Tensor) -> Tensor:  # unchanged, bit by bit, if nothing happens
             return torch.where(factor == 1, w, (start + factor * (w - start)).to(w.dtype))
 
         state = {**state, "params": tree_map(spoiled, state["params"], given["start"])}
@@ -188,20 +188,20 @@ def outliers(norms: Array, counting: Array, ratio: float) -> Array:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a cohort."""
+    """The replies of a cohort."""
 
     outcome: Outcome
     clients: Array
-    """All that were sampled."""
+    """The plan of all clients that were sampled."""
     work: Plan
-    """The plan of those that answered."""
+    """The plan of those that replied."""
     samples: int
-    """On how many samples they trained."""
+    """The number of samples on which they trained."""
     excused: Array
-    """By place in the cohort: whether the client is known not to count, as it dropped out or was left out."""
+    """By position in the cohort: whether the client is known not to count, since it dropped out or was left out."""
     least: int = 0
-    """How many must count; 0 in a run without faults and rules."""
+    """How many clients must count; 0 in a run without faults and rules."""
     survivors: Tensor | None = None
-    """How many do."""
+    """How many clients count."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns of the history about them."""

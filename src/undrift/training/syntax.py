@@ -127,7 +127,7 @@ def _counts(value: Any) -> bool:
 
 
 def _wrapped(x: Definition) -> Iterator[tuple[str, Any]]:
-    """Yield what a library's wrapper is around: a function that says it is of another module than its code."""
+    """Yield what a library's wrapper wraps: a function that claims to be from another module than its code."""
     if isinstance(x, types.FunctionType) and x.__module__ != x.__globals__.get("__name__"):
         yield from _around(x)
 
@@ -151,7 +151,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _functions(x: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The functions in a class, also those of properties and static methods, without what `dataclass` generates."""
+    """Yield the functions in a class, including properties and static methods, without those of `dataclass`."""
     for name, value in sorted(vars(x).items()):
         inner = [value]
         if isinstance(value, staticmethod | classmethod):
@@ -181,7 +181,7 @@ def _inside(function: types.FunctionType, owner: type) -> bool:
 
 
 def _tree_or_code(x: Definition) -> str:
-    """The syntax tree of a function or class, or its compiled code if there is no source or it is not what runs."""
+    """Return the syntax tree of a function or class, or its compiled code if the source is missing or outdated."""
     if isinstance(x, types.FunctionType):
         node = _function_node(x)
         return compiled(x.__code__) if node is None else _dump(node)
@@ -246,7 +246,7 @@ def _nearest(nodes: list[Any], line: int) -> Node | None:
 
 
 def _fits(node: Any, code: types.CodeType) -> bool:
-    """Whether a definition has the names and numbers of the code that runs: its file may have been edited since."""
+    """Return whether a definition has the names and numbers of the code that runs, since files may be edited."""
     inside = [n for part in (node.body if isinstance(node.body, list) else [node.body]) for n in _evaluated(part)]
     names = {n.id for n in inside if isinstance(n, ast.Name)} | {n.attr for n in inside if isinstance(n, ast.Attribute)}
     numbers = {n.value for n in inside if isinstance(n, ast.Constant) and type(n.value) in (int, float)}
@@ -262,7 +262,7 @@ def _fits(node: Any, code: types.CodeType) -> bool:
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a syntax tree but for annotations."""
+    """Yield the nodes of a syntax tree, without annotations."""
     yield node
     for field, child in ast.iter_fields(node):
         for inner in child if isinstance(child, list) else [child]:
@@ -282,7 +282,7 @@ class _WithoutDocstrings(ast.NodeTransformer):
 
 
 def compiled(code: types.CodeType) -> str:
-    """Compiled code, without its location."""
+    """Return compiled code, without its location."""
     consts = [
         compiled(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
         for c in code.co_consts

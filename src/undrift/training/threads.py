@@ -60,7 +60,7 @@ def is_default(number: int) -> bool:
 
 
 def forward_flops(model: Model, width: int) -> float:
-    """Operations of a forward pass of one batch, counted on the samples that the model was examined with."""
+    """Return the operations of a forward pass of one batch, counted on the samples of the model's examination."""
     twin = copy.copy(model)  # a forward pass may change buffers, and may draw
     frozen = {id(p): p for name, p in model.module.named_parameters() if name not in model.start}
     twin.module = deep_copy(model.module, frozen)
