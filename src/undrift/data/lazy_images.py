@@ -90,7 +90,7 @@ def folder(place: Place, recipe: ImageFolder, threads: int | None) -> Source:
 
 
 def with_statistics(source: Source) -> Source:
-    """The source with the mean and standard deviation of its images, for which all are read once; later runs know."""
+    """Return the source with the mean and standard deviation of its images, computed once and then cached."""
     column = source.store.get("x")
     if not isinstance(column, Lazy) or not isinstance(column.reader, Images):
         return source

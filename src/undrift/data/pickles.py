@@ -118,7 +118,7 @@ class Machine:
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Return alternating keys and values. Only strings and numbers may be keys, since others may take forever to hash."""
+    """Return alternating keys and values. Keys must be strings or numbers, since others may take forever to hash."""
     if not all(isinstance(key, str | int) for key in values[::2]):
         raise ValueError("it has a dict whose keys are neither words nor numbers")
     return zip(values[::2], values[1::2], strict=True)

@@ -73,7 +73,7 @@ class Place:
         return self._open(split)[0]
 
     def beside(self, named: Any) -> Path:
-        """Return the file that a cell names. It must be in the table's folder, so that data cannot read arbitrary files."""
+        """Return the file that a cell names. It must be in the table's folder: data must not choose what is read."""
         if not isinstance(named, str) or not named:
             raise ValueError("it has neither an image's bytes nor the path of one")
         if self.kind == "hub":  # `datasets` writes absolute paths of files in its cache
@@ -134,7 +134,7 @@ def hub(name: str, config: str | None = None, data_dir: str | Path | None = None
 
 
 def in_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
-    """A folder in hub layout, with `<split>-0000i-of-0000n.parquet` at any depth, or None if it has no such file."""
+    """Return a folder in hub layout, with `<split>-0000i-of-0000n.parquet` at any depth, or None if it has none."""
     folder = folder / config if config and kind(folder / config) == "folder" else folder
     splits: dict[str, list[Path]] = {}
     for file in files_below(folder, {".parquet"}) if kind(folder) == "folder" else ():
@@ -226,7 +226,7 @@ def _csv(file: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _csv_at(file: str, size: int, time: int) -> Any:
-    """A CSV file as a table, cached; size and modification time are arguments so that a changed file is read again."""
+    """Return a CSV file as a table, cached by size and modification time, so that a changed file is read again."""
     from pyarrow import csv
 
     return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))

@@ -1,4 +1,4 @@
-"""Replies are checked before they are added: names, shapes, types, size, and whether all numbers are finite."""
+"""Checks of replies before they are added: names, shapes, dtypes, size, and whether all numbers are finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine whose clients are elsewhere: it asks the nodes, checks their replies, and adds them in client order."""
+"""The engine for remote clients: it sends requests to nodes, checks their replies, and adds them in client order."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ log = logging.getLogger("undrift.flower")
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a node has not answered."""
+    """Why a node has not replied."""
 
     why: str
 
 
 class Link(Protocol):
-    """The way to the nodes."""
+    """The connection to the nodes."""
 
     def ask(self, kind: str, requests: dict[str, bytes]) -> dict[str, bytes | Trouble]:
         """Send each node its request, by key, and collect what comes back before the deadline."""
 
 
 class Versions(ClientStates):
-    """At the server, what clients keep is the number of the round after which their node has kept it."""
+    """The states of clients as the server knows them: the number of the round after which their node has kept them."""
 
     def reader(self, method: Method, clients: np.ndarray, start: Params) -> Callable[[Sequence[int]], list[Tree]]:
         def found(where: Sequence[int]) -> list[Tree]:
@@ -65,7 +65,7 @@ class FlowerEngine:
     federation: Federation
     link: Link
     least: int = 1
-    """How many nodes must answer for a round to go on."""
+    """The number of nodes that must reply for a round to count."""
     width: int = 1
     form: Tree = field(default=None, init=False)
     measured: dict[str, Tree] = field(default_factory=dict, init=False)
@@ -100,7 +100,7 @@ class FlowerEngine:
     def collect(
         self, kind: str, requests: dict[str, bytes], accept: Callable[[str, bytes], Any]
     ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-        """What nodes replied, as `accept` reads it; and of the others, whether they are missing or refused, and why."""
+        """Return the nodes' replies, as `accept` reads them, and why the others are missing or were rejected."""
         replies, accepted, others = self.link.ask(kind, requests), {}, {}
         for key in requests:
             reply = replies.get(key, Trouble("no answer"))
@@ -183,7 +183,7 @@ class FlowerEngine:
         return replace(found, columns=columns | ({"nodes": names} if names else {}))
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
-        """As every engine. All nodes must answer: a sum over some of the clients would pass for one over all.
+        """Measure, as every engine does. All nodes must reply: a partial sum would look like a complete one.
 
         Raises `UndriftError` if one does not. A run that is started again asks all of them once more.
         """

@@ -1,4 +1,4 @@
-"""Evaluation on the nodes' held-out data: nodes send sums, of which the server makes the history's columns."""
+"""Evaluation on the nodes' held-out data: nodes send sums, from which the server computes the history's columns."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def founded(reports: dict[str, tuple[str, Report]]) -> Federation:
 
 
 def _dealt(reports: dict[str, tuple[str, Report]]) -> tuple[int, dict[str, list[int]]]:
-    """How many clients the experiment has, and which are whose. Raises `UndriftError` if a client is claimed twice."""
+    """Return the number of clients, and which node has which. Raises `UndriftError` if a client is claimed twice."""
     totals = {report["total"] for _, report in reports.values()}
     if len(totals) != 1:
         raise UndriftError(f"The nodes count {sorted(totals)} clients of the experiment; give them the same data.")

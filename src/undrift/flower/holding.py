@@ -1,4 +1,4 @@
-"""The data of one node: its own, from a path in its config, or its share of the clients that the experiment names."""
+"""The data of one node: its own, from a path in its config, or its share of the experiment's clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undrift.tools.experiment import loaded
 
 OWN = {"label": "label", "client": "client", "test-fraction": "test_fraction"}
 OWN |= {"client-test-fraction": "client_test_fraction", "data-dir": "data_dir"}
-"""Keys of a node's config, and the keys of `[data]` that they stand for."""
+"""Keys of a node's config, and the keys of `[data]` that they set."""
 KNOWN = {"partition-id", "num-partitions", "data", "state", "name", *OWN}
 
 
@@ -24,11 +24,11 @@ class Holding:
     """A node's data."""
 
     data: FederatedDataset
-    """Where the experiment's clients are shared out, those of all nodes; a node takes its own."""
+    """The data. If nodes share the experiment's clients, those of all nodes, of which a node takes its own."""
     clients: list[int]
     """The node's clients, by their position in the data."""
     shared: bool
-    """Whether these positions are their ids, as the experiment's data are shared out among the nodes."""
+    """Whether these positions are their ids, since nodes share the experiment's data."""
 
     def report(self) -> Report:
         places = list(range(len(self.clients)))

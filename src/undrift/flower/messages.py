@@ -23,7 +23,7 @@ Notes = dict[str, Any]
 
 
 class RefusedError(UndriftError):
-    """Raised for a message that is not what it should be."""
+    """Raised for a message that is invalid."""
 
 
 def encode(tree: Tree, notes: Notes) -> bytes:

@@ -1,4 +1,4 @@
-"""What a node does when the server asks: report about its data, train its clients, measure, evaluate."""
+"""What a node does on request of the server: report on its data, train its clients, measure, evaluate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLANNED = ("lr", "momentum", "weight_decay")
 
 
 class Node:
-    """Answers the server's requests. Whatever must last longer than an answer lies on the disk."""
+    """Answers the server's requests. Whatever must outlive a reply is on disk."""
 
     def __init__(self, experiment: Experiment, config: Mapping[str, Any]) -> None:
         self.experiment, self.config = experiment, config
@@ -136,5 +136,5 @@ class Work:
 
     @torch.no_grad()
     def evaluate(self) -> bytes:
-        """Sums of the loss and the metrics on this node's held-out data."""
+        """Return sums of the loss and the metrics on this node's held-out data."""
         return encode(evaluated(self.run, self.state, self.inputs), {"round": self.notes["round"]})

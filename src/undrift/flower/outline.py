@@ -113,7 +113,7 @@ def outline(sizes: np.ndarray, counts: np.ndarray | None, common: Report, **rest
 
 
 def _made_up(form: list[Any], count: int) -> Tensor:
-    """Noise; ones where numbers are whole, which are tokens or masks that every model takes."""
+    """Return noise, and ones for integers, which are tokens or masks that every model accepts."""
     shape, dtype = form
     if not DTYPES[dtype].is_floating_point:
         return torch.ones(count, *shape, dtype=DTYPES[dtype])

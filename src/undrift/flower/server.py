@@ -1,4 +1,4 @@
-"""The server's side of a run: who takes part, the run on their data's outline, and its loop."""
+"""The server's side of a run: who takes part, the run on the outline of their data, and its loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from undrift.training.state import State
 log = logging.getLogger("undrift.flower")
 
 STATUS = "status.json"
-"""The file that says how a run stands."""
+"""The file with the status of a run."""
 REPORT = 1 << 26
 """The most bytes of a node's report about its data, and of its sums in an evaluation."""
 

@@ -1,4 +1,4 @@
-"""`undrift flower up`: a SuperLink and SuperNodes on this machine, an experiment on them, and the end of them all."""
+"""`undrift flower up`: start a SuperLink and SuperNodes on this machine, run an experiment on them, and stop them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""Nothing is reported, looked up or installed while it runs, and tasks start soon."""
+"""Settings without telemetry, update checks and installations, and with a short polling interval."""
 PATIENCE = 60.0
 """Seconds for the SuperLink to listen, and for processes to end before they are killed."""
 LOOK = 20.0
-"""Seconds between two questions to Flower how a run stands; its command line takes two to answer."""
+"""Seconds between two status queries to Flower, whose command line takes two seconds."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -242,6 +242,6 @@ def cells(tables: Iterable[Table]) -> Iterator[Cell]:
 
 
 def value_of(published: str) -> tuple[float, float | None] | None:
-    """The pair of numbers in "72.66 (0.20)"; the second is None if it is missing. None if nothing is published."""
+    """Return the pair of numbers in "72.66 (0.20)"; the second may be None. None if nothing is published."""
     found = re.fullmatch(r"\s*(-?[0-9.]+)\s*(?:\(([0-9.]+)\))?\s*", published)
     return (float(found[1]), float(found[2]) if found[2] else None) if found else None

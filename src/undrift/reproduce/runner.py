@@ -212,7 +212,7 @@ class Runner:
         return child, log
 
     def log(self, cell: Cell) -> Path:
-        """What the process says whose first cell this is: not in its folder, which is removed when it is finished."""
+        """Return the log file of the process whose first cell this is, outside of the cell's folder, which is removed."""
         return self.parts / f"{cell.digest}.log"
 
     def ended(self, cell: Cell, code: int, first: Cell) -> None:
