@@ -212,7 +212,7 @@ class Runner:
         return child, log
 
     def log(self, cell: Cell) -> Path:
-        """Return the log file of the process whose first cell this is, outside of the cell's folder, which is removed."""
+        """Return the log file of the process whose first cell this is. The cell's own folder is removed at the end."""
         return self.parts / f"{cell.digest}.log"
 
     def ended(self, cell: Cell, code: int, first: Cell) -> None:
