@@ -98,6 +98,28 @@ def test_the_example_in_a_docstring_runs(name):
     assert example.examples and doctest.DocTestRunner(verbose=False).run(example).failed == 0
 
 
+METHODS_TOO = (
+    *(f"FederatedDataset.{name}" for name in ("from_clients", "label_counts")),
+    *(f"Result.{name}" for name in ("own_params", "frame")),
+    *(f"Client.{name}" for name in ("gradient", "gradients", "shared")),
+    *(f"Optimizer.{name}" for name in ("carry", "step")),
+    "models.get",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(set(ud._PUBLIC) - GIVEN - {"FederatedDataset", "Result"}), *METHODS_TOO, *MORE]
+)
+def test_a_docstring_has_every_argument_and_what_a_function_returns(name):
+    thing = operator.attrgetter(name)(ud)
+    text = inspect.getdoc(thing) or ""
+    if name not in ("Number", "UndriftError", "Part", "Optimizer"):
+        arguments = inspect.signature(thing).parameters.keys() - {"self"}
+        assert not [a for a in arguments if not re.search(rf"^ +\**{a}: ", text, re.M)]
+    if not isinstance(thing, type) and inspect.signature(thing).return_annotation not in (None, "None"):
+        assert "\n\nReturns:\n    " in text
+
+
 def test_every_public_name_has_a_one_line_summary_and_an_example():
     for name in set(ud._PUBLIC) - GIVEN:
         text = inspect.getdoc(getattr(ud, name)) or ""

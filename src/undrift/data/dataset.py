@@ -86,8 +86,7 @@ class FederatedDataset:
     of tensors for a model with several inputs. `data.test`, `data.validation` and `data.server` are such pairs too, or
     None. Create one with `ud.load` or `FederatedDataset.from_clients`.
 
-    Client i holds the samples at `index[offsets[i]:offsets[i+1]]` of the store, so memory per client is a single
-    number.
+    Client i holds the samples at `index[offsets[i]:offsets[i+1]]` of the store.
 
     Example:
         >>> import undrift as ud
@@ -146,6 +145,9 @@ class FederatedDataset:
             server: The server's own data, as one pair, for methods that train there.
             validation: The validation set, as one pair, to choose settings by.
             task: The default loss and metrics, and the sizes that models need.
+
+        Returns:
+            The federated data set.
 
         Raises:
             UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or dtypes differ, if
@@ -379,10 +381,7 @@ class FederatedDataset:
 
 
 def _not_finite(tensor: Tensor) -> list[int]:
-    """Return the indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see.
-
-    Samples that are read lazily are checked when they are read.
-    """
+    """Return the indices of samples with NaN or infinity. If the sum is finite, there are none. Skips lazy data."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
         return []
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()

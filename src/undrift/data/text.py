@@ -260,7 +260,7 @@ class Sentences:
 
 
 def words(text: str) -> list[str]:
-    """Return the words in lower case. A word may contain a point, an apostrophe or a hyphen; `c++` and `c#` count too."""
+    """Return the words in lower case. They may contain a point, an apostrophe or a hyphen; `c++` and `c#` are words."""
     return re.findall(r"[a-z0-9+#]+(?:[.'-][a-z0-9+#]+)*", text.lower())
 
 

@@ -185,10 +185,13 @@ class Client:
         return self.gradients_of
 
     def shared(self, tree: Tree) -> Tree:
-        """Return a dict like the parameters with the entries of personal ones set to zero.
+        """Return a dict like the parameters, with the entries of personal ones set to zero.
 
         Args:
             tree: A dict by parameter of trees of tensors.
+
+        Returns:
+            A dict of the same structure.
         """
         if not self.personal:
             return tree
