@@ -144,7 +144,7 @@ def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[
 
 @contextlib.contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A folder with a random name that only this user can enter, so that nobody else can put a link into it."""
+    """A folder with a random name and access for this user only, so that no other user can put a link into it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="decoding-", dir=parent))

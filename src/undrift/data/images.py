@@ -62,7 +62,7 @@ def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def one_size(shape: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """Return what to do about images of these two shapes."""
+    """Return advice for images of these two shapes."""
     if shape[0] != other[0]:
         return "bring all images to one number of channels"
     return "bring all images to one size, such as resize=32, or resize=[height, width]"

@@ -22,7 +22,7 @@ def as_path(given: str | Path) -> Path:
 
 
 def kind(path: Path) -> str | None:
-    """Return what is there: a "file", a "folder", something "other" (a pipe, a device), or None for nothing."""
+    """Return the kind of a path: a "file", a "folder", "other" (a pipe, a device), or None if it does not exist."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have

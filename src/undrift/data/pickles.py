@@ -96,7 +96,7 @@ class Machine:
         raise ValueError("it calls something that makes no array of numbers")
 
     def built(self, made: Any, state: Any) -> Any:
-        """Return an array or a type that is told its state."""
+        """Return an array or a type, after setting its state."""
         if isinstance(made, Kept):
             made.state = state
         elif isinstance(made, Kind) and isinstance(state, tuple) and len(state) > 1:
@@ -158,7 +158,7 @@ STEPS: dict[str, Callable[[Machine, Any], Any]] = {
 
 
 def unpickled(stream: io.BytesIO) -> Any:
-    """Return what a pickle of dicts, lists, numbers and arrays stands for, with a `Kept` for each array."""
+    """Return the content of a pickle of dicts, lists, numbers and arrays, with a `Kept` for each array."""
     machine = Machine()
     for instruction, argument, _ in pickletools.genops(stream):
         name = instruction.name

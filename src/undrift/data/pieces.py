@@ -43,7 +43,7 @@ def extremes(labels: Tensor, index: Tensor, but: int | None) -> tuple[int, int] 
 
 
 def median(sizes: np.ndarray, counts: np.ndarray) -> float:
-    """Return the median of so many clients of each size: the mean of the two in the middle, if their number is even."""
+    """Return the median size of the clients, from the number of clients of each size."""
     last = np.cumsum(counts)
     middle = np.array([(last[-1] - 1) // 2, last[-1] // 2])
     return float(sizes[np.searchsorted(last, middle, side="right")].mean())

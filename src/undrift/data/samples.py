@@ -82,7 +82,7 @@ def stored(x: Samples) -> Store:
 
 
 def count(x: Samples) -> int:
-    """Return how many samples these are."""
+    """Return the number of samples."""
     return len(tree_leaves(x)[0])
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Differentiate = Callable[[Callable[[Params], tuple[Tensor, Params]], Params], tuple[Params, Params]]
 """The gradient of a function of the weights, as an engine computes it. The function also returns the buffers that it
-changed, which are passed on beside the gradient."""
+changed, which are returned with the gradient."""
 
 AUGMENT = 2**16 - 1
 """The stream of a step's augmentation: the last of the model's own, before those of the parts."""

@@ -65,7 +65,7 @@ class StepGraph:
         self.graph = self._capture()
 
     def run(self, state: Tree, rest: Tree, batches: tuple[Tensor, ...]) -> Tree:
-        """Take the steps that `batches` holds along its first axis. Returns the state, which lies in the buffers."""
+        """Take the steps that `batches` holds along its first axis. Returns the state, which is in the buffers."""
         leaves, others = tree_leaves(state), tree_leaves(rest)
         if self.untried:
             self._try(leaves, others, [t[0] for t in batches], self.untried)

@@ -1,6 +1,6 @@
 """Who takes part: nodes by their key, the clients that each of them has, and what they report about their data.
 
-It is fixed when a run starts, and kept in a file beside it, so that a server which restarts knows the same nodes, also
+It is fixed when a run starts, and kept in a file next to it, so that a server which restarts knows the same nodes, also
 those that are not back yet. Flower's ids of nodes change; keys do not.
 """
 

@@ -82,7 +82,7 @@ def _own(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
 
 
 def state_folder(config: Mapping[str, Any]) -> Path:
-    """Return where what the node's clients keep lies: where its config says, or next to its data."""
+    """Return the folder of what the node's clients keep: from its config, or next to its data."""
     if "state" in config:
         return Path(str(config["state"])).expanduser()
     if "data" in config:

@@ -36,7 +36,7 @@ def encode(tree: Tree, notes: Notes) -> bytes:
 
 
 def decode(message: bytes, most: int | None = None) -> tuple[Tree, Notes]:
-    """Return the tree and the notes of a message of at most so many bytes. Raises `RefusedError`."""
+    """Return the tree and the notes of a message, up to this many bytes. Raises `RefusedError`."""
     if most is not None and len(message) > most:
         raise RefusedError(f"it has {len(message):,} bytes, where at most {most:,} are expected")
     try:

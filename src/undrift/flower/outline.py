@@ -30,7 +30,7 @@ MOST = 1 << 40
 
 
 def report(data: FederatedDataset) -> Report:
-    """Return what a node tells the server about its data."""
+    """Return a node's report on its data for the server."""
     x, y = data.take(data.store, data.index[:1])
     counted = data.labels is not None and data.classes > 0
     return {

@@ -98,7 +98,7 @@ def serve(
     replies: int = 1,
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
-    """Run an experiment on nodes, or go on with the run in `out`.
+    """Run an experiment on nodes, or continue the run in `out`.
 
     Args:
         experiment: What to run.
@@ -124,7 +124,7 @@ def serve(
 
 
 def settings(experiment: Experiment, federation: Federation, folder: Path) -> Settings:
-    """Return the experiment's settings for the server, which saves every round and goes on where it stopped.
+    """Return the experiment's settings for the server, which saves every round and continues where it stopped.
 
     Figures of client drift are left out: nodes would have to send more than the method needs.
     """

@@ -200,7 +200,7 @@ class Grounds:
 
 
 def standing(out: Path) -> dict[str, Any]:
-    """Return how the run in this folder stands, as its server says."""
+    """Return the status of the run in this folder, as its server reported it."""
     try:
         found: dict[str, Any] = json.loads((out / STATUS).read_text("utf-8"))
     except (OSError, ValueError):

@@ -153,7 +153,7 @@ def _attention(
 def recurrent(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """`torch.lstm` or one of its kind, with keyed dropout: its layers one by one, and the dropout between them.
 
-    So cuDNN, whose dropout draws from a state of its own that nobody can seed again, draws nothing.
+    So cuDNN, whose dropout draws from a state of its own that cannot be reseeded, draws nothing.
     """
 
     def drawn(draw: Draw, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -156,10 +156,10 @@ class Watch(TorchFunctionMode):
             x = hidden
 
     def layers(self, rows: int) -> list[Layer]:
-        """Each layer once, in the order of the forward pass, with the affine parameters of norms on its channels.
+        """Return each layer once, in the order of the forward pass, with the norms' affine parameters on its channels.
 
-        Layers whose first axis is not that of the samples, `rows` of them, are left out: which neuron is active for
-        which sample cannot be told.
+        Layers whose first axis is not that of the samples, `rows` of them, are left out, since it is unknown which
+        neuron is active for which sample.
         """
         found: dict[str, Layer] = {}
         for call in self._of_samples(rows):

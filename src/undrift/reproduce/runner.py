@@ -82,7 +82,7 @@ class Runner:
         return self.in_time(expected * (1 - work.share_done(self.parts / cell.digest, cell)))
 
     def in_time(self, expected: float) -> bool:
-        """Return whether what is expected to take so many seconds would be done in the time left."""
+        """Return whether something that is expected to take this many seconds would finish in the time left."""
         return expected * SLACK + MARGIN < self.left
 
     def waiting(self, tables: list[Table], busy: Iterable[str]) -> list[Cell]:
@@ -91,7 +91,7 @@ class Runner:
         return [cell for cell in ordered(tables, self.results) if cell.key not in tried]
 
     def beside(self, cell: Cell, tables: list[Table], costs: Costs, room: float, busy: Iterable[str]) -> list[Cell]:
-        """Return the cell, and those of its other seeds that are not done, as many as there are time and room for."""
+        """Return the cell, and those of its other seeds that are not done, as far as time and memory allow."""
         if cell.options.get("kind", "train") != "train":
             return [cell]
         chosen = [other for other in self.waiting(tables, busy) if siblings(cell, other)][:MOST]

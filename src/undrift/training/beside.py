@@ -200,7 +200,7 @@ class Group:
         return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
 
     def train(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> Outcome:
-        """Return the outcome of a run's round, once the others have come to theirs."""
+        """Return the outcome of a run's round, once the others have reached theirs."""
         self.waiting[i] = inputs, visit, skip
         self.proceed()
         while i not in self.answers:
@@ -288,10 +288,10 @@ class Seat:
 
 
 def signature(run: Run, given: Settings) -> str:
-    """Runs with the same one can train as one program; empty if a run must train alone.
+    """Return the signature of a run: runs with the same one can train as one program. Empty if it must train alone.
 
-    In it is everything that a traced program may have as a constant; not in it is what a client is given as data: its
-    run's weights, numbers and draws.
+    It contains everything that may be a constant in a traced program, but not what a client is given as data: the
+    weights, numbers and draws of its run.
     """
     if run.choices["engine"] != "lanes" or given.lanes is not None:
         return ""

@@ -163,7 +163,7 @@ def switched(choices: dict[str, Any], t: int, why: str) -> None:
 
 
 def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
-    """Return what one client does, with the method and the local work as one chain of parts."""
+    """Return what one client does, with the method and local training as one chain of parts."""
     personal = method.personal([*model.start, *model.tracked])
     rates, decays = group_factors(local.groups, list(model.start)) if local.groups else ({}, {})
     return Program(

@@ -1,19 +1,19 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped.
+"""Checkpoints: what a run needs to continue as if it had never stopped.
 
-In `checkpoint/` of the run's folder lie, for each of the last two, `round-N.json`, which is written last and makes it
-one, and the files that it names with their checksums:
+The folder `checkpoint/` has, for each of the last two checkpoints, `round-N.json`, which is written last and makes it
+valid, and the files that it names with their checksums:
 
 - `round-N.safetensors`: parameters, running statistics, the server's state;
-- `clients-M.safetensors`: what clients keep between rounds, each with those that changed since the one before;
-- `slots-N.safetensors`: where in the files `kept-K.bin` that is, for states that do not lie in memory (`storage.py`);
+- `clients-M.safetensors`: what clients keep between rounds, each with the states that changed since the one before;
+- `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory (`storage.py`);
 - `rows-M.jsonl`: the history so far, likewise in pieces.
 
-The two checkpoints share no file but `kept-K.bin`: each belongs to a series of its own, so that one damaged file costs
-one checkpoint. In `kept-K.bin` a state that both of them have lies once.
-Draws come from keys, so there is no generator's state to keep.
+The two checkpoints share no file except `kept-K.bin`: each belongs to its own series, so that a damaged file affects
+one checkpoint only. In `kept-K.bin`, a state that both of them have is stored once. Draws come from keys, so there is
+no generator state to save.
 
-A checkpoint depends on no number of rounds: that of the last round, which a finished run leaves, is from before the
-method's `finish`, with the row that this round has in a longer run. So a finished run can be continued.
+A checkpoint does not depend on the number of rounds: that of the last round, which a finished run leaves, is from
+before the method's `finish`, with the row that this round has in a longer run. So a finished run can be continued.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Checkpoints:
         return _listed(self.folder) if self.folder and self.folder.is_dir() else []
 
     def restore(self) -> State | None:
-        """Return where the newest checkpoint that is whole stands; None if there is no checkpoint at all."""
+        """Return the state of the newest complete checkpoint, or None if there is no checkpoint at all."""
         found = self._found()
         for number in found:
             assert self.folder
@@ -269,7 +269,7 @@ class Checkpoints:
             verify(self.folder / name, sha256)
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
-        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # local work was not a part once
+        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # local work was no part before
         clients = self._clients(whole, number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])

@@ -64,7 +64,7 @@ def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
 
 @torch.no_grad()
 def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Tensor]:
-    """Return what the samples at these indices add up to; with accuracy also right answers and samples by class."""
+    """Return the sums over the samples at these indices; with accuracy also correct answers and samples by class."""
     model, tally = run.model.at(state.tracked), Tally(run.measures)
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
     classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)

@@ -122,7 +122,7 @@ class Watch:
         return before, why
 
     def _reason(self, before: State) -> str:
-        """Return who is to blame, found by going through the round once more, and what to try."""
+        """Return which clients are responsible, found by running the round once more, and what to try."""
         inputs, _, _ = inputs_of(self.run, self.run.bound(before.round), before)
         finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None

@@ -40,7 +40,7 @@ def agree(run: Run, given: Settings) -> None:
 
 
 def told(run: Run, given: Settings) -> dict[str, Any]:
-    """Return what must be the same in all processes, in short."""
+    """Return a short description of what must be the same in all processes."""
     weights = [int(checksum(w)) for w in (*run.model.start.values(), *run.model.tracked.values())]
     data = run.data.digests
     settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}

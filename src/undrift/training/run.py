@@ -92,7 +92,7 @@ class Run:
         return ClientStates.none(self.composed, self.device, self.population, self.files)
 
     def held_out(self, state: State, last: bool) -> dict[str, Any] | None:
-        """Return the history's columns on held-out data, where these lie elsewhere; None if they are here."""
+        """Return the history's columns on held-out data that are elsewhere; None if the data are here."""
         return None
 
     def bound(self, t: int) -> Method:

@@ -17,7 +17,7 @@ from undrift.schedule import value, whole_steps
 
 
 def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: int, per_step: int, tuned: bool) -> None:
-    """Refuse a run in which `Local` gives some client a batch of one sample, where the model cannot train on it.
+    """Reject a run in which some client has a batch of one sample, if the model cannot train on it.
 
     Args:
         model: The model.

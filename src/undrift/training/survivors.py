@@ -76,7 +76,7 @@ class Conditions:
         return replace(plan, steps=fates.steps, fates=fates)
 
     def with_factors(self, inputs: RoundInputs) -> RoundInputs:
-        """Return the inputs with what `Unreliable` reads beside clients' places."""
+        """Return the inputs with what `Unreliable` reads in addition to clients' positions."""
         if self.ordinary:
             return inputs
         fates = inputs.plan.fates or unharmed(inputs.plan.steps)
@@ -176,9 +176,9 @@ def norm(tree: Tree) -> Tensor:
 
 
 def outliers(norms: Array, counting: Array, ratio: float) -> Array:
-    """Return who of the clients that count has an update longer than `ratio` times their median.
+    """Return which of the clients that count have an update longer than `ratio` times the median.
 
-    The median of an even number is the mean of the two in the middle. Where it is 0, nobody is an outlier.
+    The median of an even number is the mean of the two in the middle. If it is 0, there are no outliers.
     """
     if not counting.any():
         return np.zeros(len(norms), bool)

@@ -136,7 +136,7 @@ def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) 
 
 
 def _way_out(value: Any) -> str:
-    """Return how to get one value per sample from this."""
+    """Return advice on how to get one value per sample."""
     if isinstance(value, Tensor) and value.dim() == 0:
         return ' A function of torch\'s gives one with reduction="none".'
     if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
@@ -168,7 +168,7 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
 
 
 def _hint(model: Model, rows: Rows, x: Samples) -> str:
-    """Return what may be behind a model's refusal of samples: their types, or that it is a copy."""
+    """Return why a model may reject samples: their dtypes, or that it is a copy."""
     if not isinstance(x, Tensor):
         return f" (They are {kind(x)}.)"
     if not x.is_floating_point():

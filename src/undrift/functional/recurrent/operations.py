@@ -192,7 +192,7 @@ def lstm_forward(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Te
     width, weight_t, steps = h.shape[-1], weight.mT, []
     for base_t in base.unbind(1):
         a = torch.baddbmm(base_t, h, weight_t)
-        gates = torch.sigmoid(a)  # of a_g too, which nobody needs: one call is cheaper than three
+        gates = torch.sigmoid(a)  # also of a_g, which is not needed: one call is cheaper than three
         i, f, _, o = gates.split(width, -1)
         g = torch.tanh(a.narrow(-1, 2 * width, width))
         c = torch.addcmul(i * g, f, c)

@@ -40,7 +40,7 @@ class Tracker:
             resume="allow" if found else None,
             config=tomllib.loads(config),
             allow_val_change=True,  # a resumed run may have more rounds
-            reinit="create_new",  # beside other runs of this process
+            reinit="create_new",  # alongside other runs of this process
             settings=wandb.Settings(console="off"),  # the terminal belongs to the run
         )
         self._note()
