@@ -8,11 +8,11 @@ from math import inf
 from numbers import Integral, Real
 
 DEBUG = "UNDRIFT_DEBUG"
-"""The environment variable that `undrift --debug` sets, so that a sweep's processes show tracebacks too."""
+"""The environment variable that `undrift --debug` sets, so that the processes of a sweep show tracebacks too."""
 
 
 class UndriftError(ValueError):
-    """Raised for invalid input, before anything runs. The message says what to change.
+    """Raised for invalid input, before training starts if possible. The message says what is wrong and what to change.
 
     Example:
         >>> import undrift as ud
@@ -30,17 +30,17 @@ def require(fine: bool, sentence: str) -> None:
 
 
 def whole(x: object) -> bool:
-    """Whether `x` is a whole number, numpy's included; True and False are not."""
+    """Return whether `x` is an integer, numpy's included; True and False are not."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def nonnegative(x: object) -> bool:
-    """Whether `x` is a finite number from 0, numpy's included; True and False are not."""
+    """Return whether `x` is a finite number from 0, numpy's included; True and False are not."""
     return isinstance(x, Real) and not isinstance(x, bool) and 0 <= float(x) < inf
 
 
 def quoted(x: object, most: int = 80) -> str:
-    """`repr(x)`, cut to `most` characters, since a message must not repeat a whole file."""
+    """Return `repr(x)`, cut to `most` characters, so that a message does not repeat a whole file."""
     try:
         text = repr(x)
     except Exception:  # nested too deeply, or a number with too many digits
@@ -49,14 +49,14 @@ def quoted(x: object, most: int = 80) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name most similar to `name`, ignoring case, or None."""
+    """Return the known name most similar to `name`, ignoring case, or None."""
     by_lower = {n.lower(): n for n in sorted(known, reverse=True)}
     close = difflib.get_close_matches(name[:100].lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
-    """The error for an unknown name, with the most similar known one."""
+    """Return the error for an unknown name, which suggests the most similar known one."""
     names = sorted(known)
     close = nearest(name, names)
     hint = f"Did you mean {close!r}?" if close else f"Known: {listed(names, 40)}."
@@ -64,7 +64,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
 
 
 def machine_trouble(error: BaseException) -> str | None:
-    """A message for errors of the file system or memory, with the path if known; None for any other error."""
+    """Return a message for errors of the file system or memory, with the path if known; None for other errors."""
     reason = first_line(error)
     if isinstance(error, OSError):
         where = f"{quoted(str(error.filename), 200)}: " if error.filename is not None else ""
@@ -79,36 +79,36 @@ def machine_trouble(error: BaseException) -> str | None:
 
 
 def shared_by_all(error: BaseException, relayed: bool = False) -> BaseException:
-    """The error, marked as one that all processes of a run raise; `relayed`, if it is another's, which says so."""
+    """Mark an error as one that all processes of a run raise; with `relayed`, as one that another process reports."""
     error.__dict__["of_all_processes"] = "relayed" if relayed else "own"
     return error
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Whether all processes of the run raise this error, so that none of them has to be told."""
+    """Return whether all processes of the run raise this error, so that none needs to inform the others."""
     return _of_all_processes(error) is not None
 
 
 def said_elsewhere(error: BaseException) -> bool:
-    """Whether another process says what is wrong."""
+    """Return whether another process reports the error."""
     return _of_all_processes(error) == "relayed"
 
 
 def _of_all_processes(error: BaseException | None) -> str | None:
-    """The mark of an error, or of what it was raised from."""
+    """Return the mark of an error, or of an error that it was raised from."""
     while error is not None and "of_all_processes" not in error.__dict__:
         error = error.__cause__
     return error.__dict__["of_all_processes"] if error else None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
+    """Return the first line of an error's message, or its type if it has none."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return line if len(line) <= 300 else f"{line[:299]}…"
 
 
 def first_sentence(error: BaseException, most: int = 200) -> str:
-    """The beginning of an error's message: its first line, up to the end of a sentence or a word."""
+    """Return the beginning of an error's message: its first line, cut after a sentence or a word."""
     line = first_line(error)
     if len(line) <= most:
         return line
@@ -118,12 +118,12 @@ def first_sentence(error: BaseException, most: int = 200) -> str:
 
 
 def shortened(text: str, most: int = 300) -> str:
-    """A path or a name without its middle if it is long."""
+    """Return a path or name with its middle left out if it is long."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Names in a message: the first few, and how many more there are."""
+    """Return names for a message: the first few, and how many more there are."""
     found = list(names)
     rest = f" and {len(found) - most:,} more" if len(found) > most else ""
     return ", ".join(shortened(name, 40) for name in found[:most]) + rest

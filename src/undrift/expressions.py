@@ -17,7 +17,7 @@ from undrift.schedule import decay, inverse
 
 
 def parse_number(text: str) -> Any:
-    """The schedule that a string such as `decay(0.1, 0.99)` describes."""
+    """Return the schedule that a string such as `decay(0.1, 0.99)` describes."""
     try:
         float(text)
     except ValueError:
@@ -100,7 +100,7 @@ DEEPEST = 100
 
 
 def _tree(text: str, kind: str, example: str) -> ast.expr:
-    """The expression's syntax tree. Raises if the expression is too large."""
+    """Return the expression's syntax tree. Raises if the expression is too large."""
     if len(text) > LONGEST:
         raise UndriftError(f"The {kind} has {len(text):,} characters; the limit is {LONGEST:,}.")
     try:

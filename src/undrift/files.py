@@ -78,7 +78,7 @@ def remove_partial(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def regular(file: Path) -> bool:
-    """Whether this is a regular file: no folder, link or device."""
+    """Return whether this is a regular file: no folder, link or device."""
     try:
         return stat.S_ISREG(file.lstat().st_mode)
     except OSError:
@@ -86,7 +86,7 @@ def regular(file: Path) -> bool:
 
 
 def digest(file: Path) -> str:
-    """The file's sha256, in hexadecimal."""
+    """Return the file's sha256, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

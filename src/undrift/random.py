@@ -27,9 +27,9 @@ Words = tuple[Any, Any, Any, Any]
 
 
 def philox(counter: Words, key: tuple[Any, Any]) -> Words:
-    """Four 32-bit words from a counter of four words and a key of two: integers, int64 arrays or int64 tensors.
+    """Return four 32-bit words from a counter of four words and a key of two: integers, int64 arrays or int64 tensors.
 
-    A product of two 32-bit words needs 64 bits and may wrap around to a negative int64; the masks correct that.
+    A product of two 32-bit words needs 64 bits and may wrap around to a negative int64. The masks correct that.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -41,12 +41,12 @@ def philox(counter: Words, key: tuple[Any, Any]) -> Words:
 
 
 def fold(key: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
-    """A new key from a key and a word: an integer, or an int64 array, for an array of keys."""
+    """Return a new key from a key and a word: an integer, or an int64 array for an array of keys."""
     return philox((word & MASK, word >> 32 & MASK, 0, 0), key)[:2]
 
 
 def derive(seed: int, purpose: str, *words: Any) -> tuple[Any, Any]:
-    """The key of (seed, purpose, words…). The last word may be an array, for one key per entry."""
+    """Return the key of (seed, purpose, words…). The last word may be an array, for one key per entry."""
     if not whole(seed) or not 0 <= seed < 2**64:
         raise UndriftError(f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}.")
     key: tuple[Any, Any] = fold((int(seed) & MASK, int(seed) >> 32 & MASK), zlib.crc32(purpose.encode()))
@@ -56,20 +56,20 @@ def derive(seed: int, purpose: str, *words: Any) -> tuple[Any, Any]:
 
 
 def host_generator(seed: int, purpose: str, *words: int) -> np.random.Generator:
-    """A numpy generator for draws on the host, such as those of a partition."""
+    """Return a numpy generator for draws on the host, such as those of a partition."""
     return np.random.Generator(np.random.Philox(key=list(derive(seed, purpose, *words))))
 
 
 def torch_seed(seed: int, purpose: str, *words: int) -> int:
-    """A seed for a torch generator, such as the one that initializes a model."""
+    """Return a seed for a torch generator, such as the one that initializes a model."""
     low, high = derive(seed, purpose, *words)
     return int(low | high << 32) & 0x7FFFFFFFFFFFFFFF
 
 
 def choose(key: tuple[int, int], population: int, count: int) -> np.ndarray:
-    """`count` distinct numbers below `population`, in ascending order, in time that depends only on `count`.
+    """Draw `count` distinct numbers below `population`, in ascending order, in time that depends on `count` only.
 
-    A large share is the beginning of a random permutation; a small one is drawn, without duplicates.
+    A large share is the beginning of a random permutation. A small one is drawn with duplicates removed.
     """
     if 2 * count >= population:
         words = philox((np.arange(population), 0, 0, 0), key)[0]
@@ -86,7 +86,7 @@ def choose(key: tuple[int, int], population: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Key:
-    """A random key inside local training. A part's own is `client.key`.
+    """The key of random draws inside local training. A part's own is `client.key`.
 
     Example:
         >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
@@ -106,16 +106,28 @@ class Key:
     stream: int = 0
 
     def stream_at(self, i: int) -> Key:
-        """The key of the i-th stream after this one, whose draws are independent of this key's."""
+        """Return the key of the i-th stream after this one, whose draws are independent of this key's.
+
+        Args:
+            i: How many streams to advance.
+        """
         return replace(self, stream=self.stream + i)
 
 
 def bits(key: Key, count: int) -> Tensor:
-    """`count` random 32-bit words, as int64.
+    """Draw random 32-bit words, as int64.
+
+    Example:
+        >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
+        >>> bits(key, 3).dtype
+        torch.int64
 
     Args:
         key: The key.
-        count: How many words.
+        count: How many words to draw.
+
+    Returns:
+        A tensor of `count` integers from 0 to 2³² − 1.
     """
     # Adding 0 from a tensor keeps compilers from treating this as an index, in 32 bits: the products need 64.
     blocks = torch.arange((count + 3) // 4, device=key.words.device) + (key.words[0] & 0)
@@ -124,12 +136,20 @@ def bits(key: Key, count: int) -> Tensor:
 
 
 def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform draws from (0, 1); in float32 and float64 never 0 or 1, so that a logarithm is finite.
+    """Draw uniformly from (0, 1). In float32 and float64, the results are never 0 or 1, so that logarithms are finite.
+
+    Example:
+        >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
+        >>> bool((uniform(key, (2, 3)) > 0).all())
+        True
 
     Args:
         key: The key.
         shape: The shape of the result.
-        dtype: The type of the result.
+        dtype: The dtype of the result.
+
+    Returns:
+        A tensor of this shape and dtype.
     """
     words = bits(key, math.prod(shape))
     if dtype == torch.float64:
@@ -139,12 +159,20 @@ def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) 
 
 
 def normal(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal draws, by the Box–Muller transform.
+    """Draw from the standard normal distribution, by the Box–Muller transform.
+
+    Example:
+        >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
+        >>> normal(key, (2, 3)).shape
+        torch.Size([2, 3])
 
     Args:
         key: The key.
         shape: The shape of the result.
-        dtype: The type of the result.
+        dtype: The dtype of the result.
+
+    Returns:
+        A tensor of this shape and dtype.
     """
     count = math.prod(shape)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -155,11 +183,19 @@ def normal(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -
 
 
 def keep_mask(key: Key, shape: Sequence[int], p: float) -> Tensor:
-    """A boolean mask that is True with probability 1 − p, and the same in every precision.
+    """Draw a boolean mask that is True with probability 1 − p. It is the same in every precision.
+
+    Example:
+        >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
+        >>> keep_mask(key, (2, 3), p=0.0).all().item()
+        True
 
     Args:
         key: The key.
         shape: The shape of the mask.
         p: The probability of False.
+
+    Returns:
+        A boolean tensor of this shape.
     """
     return (bits(key, math.prod(shape)) >= round(p * 2**32)).reshape(tuple(shape))

@@ -1,6 +1,6 @@
-"""Schedules: any number may be a value, or a function of the round, counted from 0.
+"""Schedules: any number may be a value or a function of the round, counted from 0.
 
-Step schedules are functions of the local step within a round: they multiply the learning rate.
+Step schedules are functions of the local step within a round. They multiply the learning rate.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 else:
 
     class Number:
-        """The annotation of a part's fields that may be a number or a schedule, a function of the round from 0.
+        """The annotation of fields that may be a number or a schedule, a function of the round counted from 0.
 
-        Inside hooks, such a field has the value of the current round.
+        Inside hooks, such a field has the value of the current round, as a scalar tensor.
 
         Example:
             >>> import undrift as ud
@@ -39,6 +39,9 @@ else:
 @dataclasses.dataclass(frozen=True)
 class decay:  # noqa: N801 - users call it like a function
     """Exponential decay: `initial · rate^t` in round t, counted from 0.
+
+    For decaying numbers of local steps, `ud.Local(steps=ud.decay(50, 0.98))`, see Mills, Hu and Min, *Faster Federated
+    Learning with Decaying Number of Local SGD Steps* (2023).
 
     Example:
         >>> [decay(1.0, 0.5)(t) for t in range(3)]
@@ -60,6 +63,9 @@ class decay:  # noqa: N801 - users call it like a function
 class inverse:  # noqa: N801
     """Inverse decay: `initial · offset / (offset + t)` in round t, counted from 0.
 
+    The schedule of the theory in Mills, Hu and Min, *Faster Federated Learning with Decaying Number of Local SGD Steps*
+    (2023).
+
     Example:
         >>> [inverse(6.0, 2)(t) for t in range(3)]
         [6.0, 4.0, 3.0]
@@ -77,10 +83,10 @@ class inverse:  # noqa: N801
 
 
 class StepSchedule:
-    """Common base class of step schedules: a factor of the learning rate in local step k of a round of `steps` steps.
+    """Base class of step schedules: a factor of the learning rate in local step k of a round of `steps` steps.
 
-    Steps are counted from 0. Both arguments may be numbers or tensors. The product of two is the product of their
-    factors, step by step; one of them may be any other function of `(k, steps)`.
+    Steps are counted from 0. Both arguments may be numbers or tensors. The product of two step schedules multiplies
+    their factors, step by step. One of the two may be any other function of `(k, steps)`.
     """
 
     def __call__(self, k: Any, steps: Any) -> Any:
@@ -95,10 +101,10 @@ class StepSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class warmup(StepSchedule):  # noqa: N801
-    """Linear warm-up within a round: step k, counted from 0, has the factor `start + (1−start)·min(1, (k+1)/n)`.
+    """Linear warm-up within a round: local step k, counted from 0, has the factor `start + (1−start)·min(1, (k+1)/n)`.
 
-    The n-th step is the first with the factor 1. From `start=0`, the first step has the factor 1/n, not 0, so that no
-    step is wasted.
+    The n-th step is the first with the factor 1. With `start=0`, the first step has the factor 1/n rather than 0, so
+    that it is not wasted.
 
     Example:
         >>> [warmup(4)(k, 100) for k in range(6)]
@@ -109,7 +115,7 @@ class warmup(StepSchedule):  # noqa: N801
         start: Where the line starts, one step before the first.
 
     Raises:
-        UndriftError: If `steps` is not a whole number from 1, or `start` is negative.
+        UndriftError: If `steps` is not an integer from 1, or `start` is negative.
     """
 
     steps: int
@@ -128,9 +134,9 @@ class warmup(StepSchedule):  # noqa: N801
 
 @dataclasses.dataclass(frozen=True)
 class cosine(StepSchedule):  # noqa: N801
-    """Cosine decay within a round: step k of K, counted from 0, has `floor + (1−floor)·(1 + cos(π·k/K))/2`.
+    """Cosine decay within a round: local step k of K, counted from 0, has `floor + (1−floor)·(1 + cos(π·k/K))/2`.
 
-    K is the number of local steps that the client takes in this round. The first step has the factor 1; `floor` would
+    K is the number of local steps that the client takes in this round. The first step has the factor 1. `floor` would
     be the factor of step K, one after the last.
 
     Example:
@@ -141,7 +147,7 @@ class cosine(StepSchedule):  # noqa: N801
         [0.5, 0.854, 0.5, 0.146]
 
     Args:
-        floor: The factor at the end.
+        floor: The factor at the end of the round.
 
     Raises:
         UndriftError: If `floor` is negative.
@@ -176,7 +182,7 @@ def _factors(schedule: Any) -> tuple[Any, ...]:
 
 
 def value(number: Any, t: int) -> float:
-    """The value of a number or schedule in round `t`."""
+    """Return the value of a number or schedule in round `t`."""
     found = number(t) if callable(number) else number
     if isinstance(found, str):
         raise TypeError("a string is not a number")
@@ -184,12 +190,12 @@ def value(number: Any, t: int) -> float:
 
 
 def whole_steps(x: float) -> int:
-    """A number of steps from a schedule: `max(1, ⌈x − 1e-9⌉)`, so that 50·0.8² gives 32."""
+    """Return a number of steps from a schedule's value: `max(1, ⌈x − 1e-9⌉)`, so that 50·0.8² gives 32."""
     return max(1, math.ceil(x - 1e-9))
 
 
 def number_fields(owner: Any) -> Iterator[str]:
-    """The names of a dataclass's fields that are annotated `Number`, without optional ones that are None."""
+    """Yield the names of a dataclass's fields that are annotated `Number`, except optional ones that are None."""
     for name, may_be_none in _annotated(type(owner)).items():
         if getattr(owner, name) is not None or not may_be_none:
             yield name
@@ -199,7 +205,7 @@ _found: weakref.WeakKeyDictionary[type, dict[str, bool]] = weakref.WeakKeyDictio
 
 
 def _annotated(owner: type) -> dict[str, bool]:
-    """The fields of a dataclass whose annotation contains `Number`, under any alias, and whether each may be None."""
+    """Return the fields whose annotation contains `Number`, under any alias, and whether each may be None."""
     if owner not in _found:
         _found[owner] = dict(_find(owner))
     return _found[owner]
@@ -217,7 +223,7 @@ def _find(owner: type) -> Iterator[tuple[str, bool]]:
 
 
 def _resolved(owner: type, field: dataclasses.Field[Any]) -> Any:
-    """The field's annotation as an object, or as a string if it cannot be resolved."""
+    """Return the field's annotation as an object, or as a string if it cannot be resolved."""
     home = next(cls for cls in owner.__mro__ if field.name in inspect.get_annotations(cls))
     holder = types.SimpleNamespace(__annotations__={field.name: field.type})
     try:
@@ -227,12 +233,12 @@ def _resolved(owner: type, field: dataclasses.Field[Any]) -> Any:
 
 
 def _mentions(hint: Any, wanted: type) -> bool:
-    """Whether a type contains `wanted`, as in `Number | None` or `dict[str, Number]`."""
+    """Return whether a type contains `wanted`, as in `Number | None` or `dict[str, Number]`."""
     return hint is wanted or any(_mentions(inner, wanted) for inner in get_args(hint))
 
 
 def nested(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The fields whose values may have numbers themselves, such as FedProx's target."""
+    """Yield the fields whose values may contain numbers themselves, such as FedProx's target."""
     for field in dataclasses.fields(owner):
         inner = getattr(owner, field.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type) and not callable(inner):
@@ -240,7 +246,7 @@ def nested(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def inside(interval: str, x: float) -> bool:
-    """Whether `x` is in an interval in mathematical notation, such as "[0, 1)"."""
+    """Return whether `x` is in an interval in mathematical notation, such as "[0, 1)"."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     above = x >= low if interval[0] == "[" else x > low
     below = x <= high if interval[-1] == "]" else x < high
@@ -248,11 +254,11 @@ def inside(interval: str, x: float) -> bool:
 
 
 CHECKED = 1000
-"""At most this many rounds at either end of a run are checked one by one, and about as many in between."""
+"""At most this many rounds are checked at each end of a run, and about as many in between."""
 
 
 def sampled_rounds(rounds: int) -> Iterable[int]:
-    """The rounds in which a schedule is checked: all of them or, in a very long run, both ends and an even sample."""
+    """Return the rounds in which to check a schedule: all or, in a very long run, both ends and an even sample."""
     if rounds <= 3 * CHECKED:
         return range(rounds)
     middle = range(CHECKED, rounds - CHECKED, rounds // CHECKED)
@@ -260,7 +266,7 @@ def sampled_rounds(rounds: int) -> Iterable[int]:
 
 
 def check_number(number: Any, rounds: int, where: str, interval: str = "[0, inf)") -> None:
-    """Raise if, in some round of the run, the value is not a number or out of range (see `sampled_rounds`)."""
+    """Raise if the value is not a number or out of range in some round of the run (see `sampled_rounds`)."""
     for t in sampled_rounds(rounds) if callable(number) else (0,):
         try:
             x = value(number, t)

@@ -22,13 +22,13 @@ def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Args:
         function: A function of as many leaves as there are trees.
         tree: A tree: nested dicts, lists and tuples.
-        *rest: More trees, of the same structure.
+        *rest: More trees of the same structure.
 
     Returns:
-        A tree of the same structure, of the function's results.
+        A tree of the same structure, with the function's results as leaves.
 
     Raises:
-        ValueError: If the trees differ in structure.
+        ValueError: If the structures of the trees differ.
     """
     return pytree.tree_map(function, tree, *rest)
 
@@ -46,7 +46,7 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Tree:
 
 
 def tree_to(tree: Tree, device: torch.device) -> Tree:
-    """The tree as contiguous tensors on `device`; Python numbers become scalar tensors."""
+    """Return the tree as contiguous tensors on `device`. Python numbers become scalar tensors."""
 
     def leaf(x: Any) -> torch.Tensor:
         exact = torch.float64 if isinstance(x, float) else None
@@ -56,12 +56,12 @@ def tree_to(tree: Tree, device: torch.device) -> Tree:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device, without waiting for the device's pending work."""
+    """Return the tensor on the device, without waiting for the device's pending work."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def tree_bytes(tree: Tree) -> int:
-    """The size of the tree's tensors in bytes."""
+    """Return the size of the tree's tensors in bytes."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tree))
 
 
@@ -70,19 +70,19 @@ def tree_add(a: Tree, b: Tree) -> Tree:
 
 
 def tree_add_(a: Tree, b: Tree) -> None:
-    """Add `b` to `a` in place, all leaves of a type at once: on a GPU one launch instead of one per leaf."""
+    """Add `b` to `a` in place, all leaves of a dtype at once: one kernel launch on a GPU instead of one per leaf."""
     for ours, theirs in _by_type(a, b):
         torch._foreach_add_(ours, theirs)
 
 
 def tree_copy_(a: Tree, b: Tree) -> None:
-    """Copy `b` into `a`, all leaves of a type at once."""
+    """Copy `b` into `a`, all leaves of a dtype at once."""
     for ours, theirs in _by_type(a, b):
         torch._foreach_copy_(ours, theirs)
 
 
 def tree_clone(tree: Tree) -> Tree:
-    """A copy of the tree's tensors, of all leaves of a type at once."""
+    """Return a copy of the tree's tensors, copying all leaves of a dtype at once."""
     copy = tree_map(torch.empty_like, tree)
     tree_copy_(copy, tree)
     return copy
@@ -106,7 +106,7 @@ def tree_zeros(tree: Tree) -> Tree:
 
 
 def tree_finite(tree: Tree) -> torch.Tensor:
-    """Whether all numbers in the tree are finite, as a scalar on the tensors' device, so that nothing waits for it."""
+    """Return whether all numbers in the tree are finite, as a scalar on the tensors' device, without synchronizing."""
     leaves = [t for t in tree_leaves(tree) if t.is_floating_point() and t.numel()]
     if not leaves:
         return torch.ones((), dtype=torch.bool)
@@ -114,7 +114,7 @@ def tree_finite(tree: Tree) -> torch.Tensor:
 
 
 def tree_where(condition: torch.Tensor, tree: Tree, other: Tree) -> Tree:
-    """`tree` if a scalar condition holds, else `other`; of the same structure, and with the types of `tree`."""
+    """Return `tree` if a scalar condition holds, else `other`, in the dtypes of `tree`. Structures must be the same."""
     return tree_map(lambda a, b: torch.where(condition, a, b.to(a.dtype)), tree, other)
 
 
@@ -124,5 +124,5 @@ def tree_stack(trees: list[Tree]) -> Tree:
 
 
 def tree_expand(tree: Tree, count: int) -> Tree:
-    """Repeat a tree `count` times along a new first axis, without a copy."""
+    """Repeat a tree `count` times along a new first axis, without copying."""
     return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)

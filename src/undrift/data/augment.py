@@ -1,7 +1,7 @@
-"""Augmentations of a batch before each local step, drawn from the client's key: on the device, inside the lanes.
+"""Augmentations of a batch before each local step, drawn from the client's key, on the device and inside lanes.
 
-An augmentation is a function of `(x, key)` that returns a tensor of x's shape, or a tuple or dict of such tensors where
-x is one. Draws follow the order of the batch, and padding comes last, so that padding changes no sample's draws.
+An augmentation is a function of `(x, key)` that returns a tensor of the shape of x, or a tuple or dict of tensors if x
+is one. Draws follow the order of the batch, and padding comes last, so that padding does not change a sample's draws.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class CropFlip:
     Args:
         padding: The largest shift, in pixels. All shifts from `-padding` to `padding` are equally likely.
         flip: Whether to flip.
-        reflect: Whether pixels from outside the image are its reflection. By default they are 0, which is the mean
-            colour where images are normalized.
+        reflect: Whether to pad images with their reflection. By default, they are padded with 0, which is the mean
+            colour of normalized images.
 
     Raises:
-        UndriftError: If `padding` is not a whole number from 0. When called, if the samples are not images that are
-            larger than the padding.
+        UndriftError: If `padding` is not an integer from 0. When called, if the samples are not images larger than the
+            padding.
     """
 
     padding: int = 4
@@ -47,7 +47,7 @@ class CropFlip:
             raise UndriftError(f"CropFlip(padding) must be a whole number from 0, not {quoted(self.padding)}.")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
-        # A shift by the whole size would leave nothing.
+        # A shift by the full size would leave an empty image.
         if not isinstance(x, Tensor) or x.dim() != 4 or self.padding >= min(x.shape[2:]):
             raise UndriftError(
                 f"CropFlip needs images of channels × height × width that are larger than its padding of "
@@ -72,11 +72,11 @@ def _inside(position: Tensor, size: int) -> Tensor:
 
 
 def _reflected(position: Tensor, size: int) -> Tensor:
-    """Positions outside the image, reflected into it; the border itself is not repeated."""
+    """Reflect positions outside the image into it, without repeating the border."""
     return (size - 1 - (size - 1 - position.abs()).abs()).clamp(0, size - 1)
 
 
 def parse_augmentation(text: str) -> CropFlip:
-    """The augmentation that a string such as `"CropFlip(padding=4)"` describes."""
+    """Return the augmentation that a string such as `"CropFlip(padding=4)"` describes."""
     found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
     return found

@@ -39,11 +39,11 @@ DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64", "float3
 Notes = dict[str, Any]
 
 _mapped_files: dict[int, StorageWeakRef] = {}
-"""Memory that is a file's, by its address in torch."""
+"""Memory-mapped files, by their address in torch."""
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor, or what it is a view of, is a file of the cache."""
+    """Return whether a tensor, or what it is a view of, is a file of the cache."""
     asked = StorageWeakRef(tensor.untyped_storage())
     known = _mapped_files.get(asked.cdata)
     return known is not None and not known.expired()
@@ -92,7 +92,7 @@ class Writer:
             os.fsync(whole.fileno())
 
     def _metadata(self) -> dict[str, str]:
-        """The notes and each array's type, shape and digests, with a digest of all that."""
+        """Return the notes and each array's type, shape and digests, with a digest of all that."""
         arrays = {}
         for name, (dtype, shape) in self.shapes.items():
             self.files[name].flush()
@@ -115,7 +115,7 @@ def folder() -> Path:
 
 
 def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[dict[str, Tensor], Notes]:
-    """The arrays and notes of the data that `identity` identifies, decoded now or earlier."""
+    """Return the arrays and notes of the data that `identity` identifies, decoded now or earlier."""
     key = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:16]
     file = folder() / f"{name}-{key}.safetensors"
     if os.path.lexists(file):
@@ -144,7 +144,7 @@ def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[
 
 @contextlib.contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A folder with a random name that only this user can enter, so that nobody else can put a link into it."""
+    """A folder with a random name and access for this user only, so that no other user can put a link into it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="decoding-", dir=parent))
@@ -164,7 +164,7 @@ def _scratch(parent: Path) -> Iterator[Path]:
 
 
 def _mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
-    """A file's arrays and notes; raises an exception of any type if the file is damaged."""
+    """Return a file's arrays and notes; raises an exception of any type if the file is damaged."""
     if kind(file) != "file":
         raise ValueError("it is not a regular file")
     with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Data that are already split over clients: a pair (x, y) each, by name or by number, and perhaps a test pair each."""
+"""Data that are already split into clients: one pair (x, y) per client, by name or number, and perhaps test pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from undrift.data.samples import Samples, Store, as_pair, stored
 from undrift.errors import UndriftError, listed
 
 NOTHING: tuple[Samples, Tensor] = (None, torch.empty(0))
-"""The pair of a client that has none."""
+"""The pair of a client without data."""
 
 
 class Joined(NamedTuple):
@@ -25,7 +25,7 @@ class Joined(NamedTuple):
 
 
 def named(clients: Any) -> tuple[list[Any], list[str] | None]:
-    """One entry per client, and the clients' names if these are the keys of a dict."""
+    """Return one entry per client, and the clients' names if these are the keys of a dict."""
     if isinstance(clients, Mapping):
         names = [str(name) for name in clients]
         if len(set(names)) < len(names):
@@ -39,7 +39,7 @@ def named(clients: Any) -> tuple[list[Any], list[str] | None]:
 
 
 def joined(pairs: Sequence[Any], who: Sequence[Any], like: Joined | None = None, what: str = "samples") -> Joined:
-    """The clients' pairs in one store, copied, so that later changes to the caller's arrays have no effect.
+    """Return the clients' pairs in one store, copied, so that later changes to the caller's arrays have no effect.
 
     Args:
         pairs: A pair `(x, y)` per client; None for a client without.
@@ -70,19 +70,19 @@ def joined(pairs: Sequence[Any], who: Sequence[Any], like: Joined | None = None,
 
 
 def by_client(test: Any) -> bool:
-    """Whether this is a test pair for each client rather than one pair `(x, y)` for all."""
+    """Return whether this is a test pair for each client rather than one pair `(x, y)` for all."""
     if isinstance(test, Mapping):
         return True
     return isinstance(test, list | tuple) and len(test) > 0 and all(each is None or _is_pair(each) for each in test)
 
 
 def _is_pair(each: Any) -> bool:
-    """Whether this has arrays x and y; an array of two samples is none, and neither is a list of two numbers."""
+    """Return whether this has arrays x and y; an array of two samples is none, and neither is a list of two numbers."""
     return isinstance(each, list | tuple) and len(each) == 2 and getattr(each[1], "ndim", 0) > 0
 
 
 def tests_of(test: Any, clients: int, names: list[str] | None) -> list[Any]:
-    """The clients' test pairs, in the clients' order; None for a client without."""
+    """Return the clients' test pairs, in the clients' order; None for a client without."""
     if not isinstance(test, Mapping):
         if len(test) != clients:
             raise UndriftError(f"test has {len(test)} pairs for {clients} clients; give one per client, or None.")

@@ -1,4 +1,4 @@
-"""A federated data set: one store of tensors, and one index into it, of which each client has a range."""
+"""A federated data set: one store of tensors, and an index into it of which each client has a range."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from undrift.random import Key
 log = logging.getLogger("undrift")
 
 MOST_OUTPUTS = 1_000_000
-"""More classes than any data set has: larger labels are codes of some kind."""
+"""More classes than any data set has. Larger labels must be codes of some kind."""
 MOST_COUNTS = 1_000_000_000
-"""The most entries of a table of clients × classes: more would fill the memory of a large machine."""
+"""The largest table of clients × classes. A larger one would not fit into memory."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A subset of a store, given by indices: a client's data, the test set, the server's data."""
+    """A subset of a store, given by indices: the test set, for example, or the server's data."""
 
     store: Store
     index: Tensor
@@ -45,7 +45,7 @@ class Rows:
         return self.take(self.store, self.index)
 
     def batches(self, size: int) -> Iterator[tuple[Samples, Tensor]]:
-        """The samples in order, so many at a time."""
+        """Yield the samples in order, `size` at a time."""
         for begin in range(0, len(self), size):
             yield self.take(self.store, self.index[begin : begin + size])
 
@@ -65,11 +65,11 @@ class Task:
         'mse'
 
     Args:
-        loss: The loss that `ud.train` uses if it is given none: a name, or a function of `(output, target)` that
-            returns one value per sample.
-        metrics: Metrics by name, likewise.
-        classes: How many outputs a model needs, where the labels do not determine it.
-        vocabulary: How many different tokens the samples contain, for models that embed them.
+        loss: The default of `ud.train(loss=…)`: a name, or a function of `(output, target)` that returns one value per
+            sample.
+        metrics: The default of `ud.train(metrics=…)`: a dict of metrics by name.
+        classes: The number of outputs of a model, where the labels do not determine it.
+        vocabulary: The number of different tokens in the samples, for models that embed them.
     """
 
     loss: str | Callable[[Tensor, Tensor], Tensor] | None = None
@@ -80,13 +80,13 @@ class Task:
 
 @dataclass(eq=False)
 class FederatedDataset:
-    """The data of all clients, and the test, validation and server data.
+    """The data of all clients, together with the test, validation and server data.
 
-    `len(data)` is the number of clients, and `data[i]` the pair `(x, y)` of client i; x is a tensor, or a tuple or dict
+    `len(data)` is the number of clients, and `data[i]` the pair `(x, y)` of client i. x is a tensor, or a tuple or dict
     of tensors for a model with several inputs. `data.test`, `data.validation` and `data.server` are such pairs too, or
-    None. Make one with `ud.load` or `FederatedDataset.from_clients`.
+    None. Create one with `ud.load` or `FederatedDataset.from_clients`.
 
-    Client i holds the samples at `index[offsets[i]:offsets[i+1]]` of the store, so that a client costs one number.
+    Client i holds the samples at `index[offsets[i]:offsets[i+1]]` of the store.
 
     Example:
         >>> import undrift as ud
@@ -105,13 +105,13 @@ class FederatedDataset:
     server_rows: Rows | None = None
     task: Task = field(default_factory=Task)
     client_test: FederatedDataset | None = None
-    """Each client's own held-out data: a `client_test_fraction`, or what `from_clients` was given."""
+    """Each client's own test data, from `client_test_fraction` or from `from_clients(test=…)`."""
     augment: Callable[[Samples, Key], Samples] | None = None
     """A function of `(x, key)`, applied to each training batch."""
     names: list[str] | None = None
-    """The classes' names."""
+    """The names of the classes."""
     client_names: Sequence[str] | None = None
-    """The clients' names, where they have any."""
+    """The names of the clients, if they have any."""
     origin: dict[str, Any] | None = None
     """The arguments of `ud.load`, if an experiment file can hold them."""
 
@@ -128,7 +128,7 @@ class FederatedDataset:
         validation: tuple[Any, Any] | None = None,
         task: Task | None = None,
     ) -> FederatedDataset:
-        """A federated data set from data that are already split.
+        """Create a federated data set from data that are already split into clients.
 
         Example:
             >>> import undrift as ud
@@ -138,17 +138,19 @@ class FederatedDataset:
             (2, ['H10', 'H20'], [0, 20])
 
         Args:
-            clients: One pair `(x, y)` of arrays or tensors per client, in a list, or in a dict by the clients' names;
-                for a model with several inputs, x is a tuple or a dict of them. They are copied; samples keep their
-                order.
-            test: The pair to test on; or a pair per client, in a list (None for a client without) or in a dict by
-                name. Then each client is tested on its own, and the test set is all of them together.
-            server: The pair that the server holds, for methods that train there.
-            validation: The pair to choose settings by.
+            clients: One pair `(x, y)` of arrays or tensors per client: a list, or a dict by client name. For a model
+                with several inputs, x is a tuple or a dict of them. The data are copied; samples keep their order.
+            test: The test set, as one pair. Or one pair per client, in a list (None for a client without test data) or
+                in a dict by name: then each client is tested on its own data, and the test set is the union.
+            server: The server's own data, as one pair, for methods that train there.
+            validation: The validation set, as one pair, to choose settings by.
             task: The default loss and metrics, and the sizes that models need.
 
+        Returns:
+            The federated data set.
+
         Raises:
-            UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or types differ, if
+            UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or dtypes differ, if
                 a value is not finite, or if no client has any data.
         """
         pairs, names = given.named(clients)
@@ -171,14 +173,14 @@ class FederatedDataset:
 
     @classmethod
     def from_joined(cls, store: Store, offsets: np.ndarray, **rest: Any) -> FederatedDataset:
-        """A federated data set whose store has one client's samples after another's."""
+        """Create a federated data set from a store that has one client's samples after another's."""
         return cls(store, torch.arange(len(store["y"])), offsets, **rest)
 
     @classmethod
     def from_owners(
         cls, store: Store, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any
     ) -> FederatedDataset:
-        """A federated data set from an assignment: client `owner[j]` holds the sample at `rows[j]` of the store."""
+        """Create a federated data set in which client `owner[j]` holds the sample at `rows[j]` of the store."""
         order = in_order(owner)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=clients))])
         return cls(store, torch.from_numpy(rows[order]), offsets, **rest)
@@ -186,12 +188,12 @@ class FederatedDataset:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    # Training asks `sizes_of` and `holders` about the clients of a round: arrays over all clients, which are made when
-    # they are first asked for, would take more than the rest of a round with millions of them.
+    # Arrays over all clients are created on first use. Training does not use them: with millions of clients they would
+    # take longer than the rest of a round. It calls `sizes_of` and `holders` for the clients of a round instead.
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """How many samples each client holds."""
+        """The number of samples of each client."""
         return np.diff(self.offsets)
 
     @cached_property
@@ -201,26 +203,26 @@ class FederatedDataset:
 
     @cached_property
     def size_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """The different sizes of clients that hold samples, ascending, and how many clients have each."""
+        """The different sizes of clients that hold samples, ascending, and the number of clients of each size."""
         sizes, counts = size_counts(self.offsets)
         return sizes[sizes > 0], counts[sizes > 0]
 
     @cached_property
     def population(self) -> int:
-        """How many clients hold samples."""
+        """The number of clients that hold samples."""
         return int(self.size_counts[1].sum())
 
     @cached_property
     def largest(self) -> int:
-        """How many samples the largest client holds."""
+        """The number of samples of the largest client."""
         return int(self.size_counts[0].max(initial=0))
 
     def sizes_of(self, clients: np.ndarray) -> np.ndarray:
-        """How many samples each of these clients holds."""
+        """Return the number of samples of each of these clients."""
         return self.offsets[clients + 1] - self.offsets[clients]
 
     def holders(self, places: np.ndarray) -> np.ndarray:
-        """The ids of the clients at these places among those that hold samples."""
+        """Return the ids of the clients at these positions among those that hold samples."""
         return places if self.population == len(self) else self.nonempty[places]
 
     def __repr__(self) -> str:
@@ -256,17 +258,17 @@ class FederatedDataset:
 
     @property
     def labels(self) -> Tensor | None:
-        """The store's targets if they are classes (one whole number per sample), else None."""
+        """The targets in the store if they are classes (one integer per sample), else None."""
         y = self.store["y"]
         return y if y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool else None
 
     @property
     def digests(self) -> dict[str, str]:
-        """A SHA-256 of each split: of all values, names, types and shapes, and of which client holds each sample.
+        """A SHA-256 per split: of all values, names, dtypes and shapes, and of which client holds which sample.
 
-        The splits are "training data", "test data", "validation data", "server data" and "clients' test data". Data
-        from the cache were hashed when they were decoded; others are hashed on first use, and again once a tensor has
-        been written to.
+        The splits are "training data", "test data", "validation data", "server data" and "clients' test data". Cached
+        data were hashed when they were decoded. Other data are hashed on first use, and again after a tensor has been
+        written to.
         """
         found = {"training data": digest.of_parts(self.store, index=self.index, offsets=self.offsets)}
         for split in ("test", "validation", "server"):
@@ -279,7 +281,7 @@ class FederatedDataset:
 
     @cached_property
     def outputs(self) -> int:
-        """How many outputs a model needs for these data."""
+        """The number of outputs that a model for these data needs."""
         if self.classes and self.task.classes is None:
             self._check_classes()
         y = self.store["y"]
@@ -287,16 +289,16 @@ class FederatedDataset:
 
     @cached_property
     def classes(self) -> int:
-        """The number of classes, including those only held-out data have; 0 if targets are not classes."""
+        """The number of classes, including those that only held-out data have; 0 if targets are not classes."""
         if self.labels is None:
             return 0
         if self.task.classes is not None:
             return self.task.classes
-        return max([0, *(int(y.max()) + 1 for y in self._targets() if len(y))])  # labels below 0 stand for none
+        return max([0, *(int(y.max()) + 1 for y in self._targets() if len(y))])  # negative labels stand for none
 
     @cached_property
     def unlabelled(self) -> bool:
-        """Whether samples of some split have the label -100, which stands for none."""
+        """Whether some samples have the label -100, which stands for no label."""
         return self.labels is not None and any(bool((y == IGNORED).any()) for y in self._targets())
 
     def _targets(self) -> list[Tensor]:
@@ -304,7 +306,7 @@ class FederatedDataset:
         return [self.store["y"], *(split.store["y"] for split in held)]
 
     def _all_labels(self) -> list[Tensor]:
-        """The labels of all splits, without those below 0, which stand for none."""
+        """Return the labels of all splits, without negative ones, which stand for no label."""
         return [y[y >= 0] for y in self._targets()]
 
     def _check_classes(self) -> None:
@@ -324,10 +326,10 @@ class FederatedDataset:
             )  # fmt: skip
 
     def label_counts(self, clients: np.ndarray | None = None) -> Tensor:
-        """The number of samples per client and class. Samples with labels below 0, which stand for none, are left out.
+        """Count the samples per client and class. Samples with negative labels, which stand for no label, are left out.
 
         Args:
-            clients: The clients to count for; all of them by default.
+            clients: The ids of the clients to count for; all clients by default.
 
         Returns:
             A tensor of integers, clients × classes.
@@ -379,10 +381,7 @@ class FederatedDataset:
 
 
 def _not_finite(tensor: Tensor) -> list[int]:
-    """The indices of samples with NaN or infinity. If the sum is finite there are none, which is quick to see.
-
-    What is read lazily is looked at when it is read.
-    """
+    """Return the indices of samples with NaN or infinity. If the sum is finite, there are none. Skips lazy data."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
         return []
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()

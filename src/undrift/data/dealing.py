@@ -1,7 +1,7 @@
-"""Classes assigned to clients, and samples to clients that want a mix of classes, for all clients at once.
+"""Assign classes to clients, and samples to clients with given class mixes, for all clients at once.
 
-Classes are assigned with the draws of a loop over clients, in the same order of the generator's stream; `in_blocks`
-has draws of its own.
+Classes are assigned with the draws of a loop over clients, in the same order of the generator's stream. `in_blocks` has
+draws of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 from undrift.data.shares import Array, in_order
 
 BLOCK = 1 << 22
-"""How many numbers to draw at a time: one per client and class."""
+"""How many numbers to draw at a time, one per client and class."""
 
 
 def fewest_first(clients: int, classes: int, each: int, rng: np.random.Generator) -> Array:
-    """Per client, `each` of the classes: those that the fewest clients before it hold, ties at random.
+    """Return, per client, `each` of the classes: those that the fewest clients before it hold, ties at random.
 
-    After some clients all classes are held equally often, and it begins again. So clients at the same place of such a
-    turn are independent, and go together.
+    After some clients, all classes are held equally often, and a new cycle begins. So clients at the same position of a
+    cycle are independent, and are drawn together.
     """
     turn = classes // math.gcd(each, classes)
     per_turn = each * turn // classes
@@ -29,7 +29,7 @@ def fewest_first(clients: int, classes: int, each: int, rng: np.random.Generator
     step = max(1, BLOCK // (turn * classes))
     for begin in range(0, turns, step):
         number = np.arange(begin, min(turns, begin + step))
-        # Of the last turn only the clients that there are may draw.
+        # In the last cycle, only the clients that exist may draw.
         real = min(clients - begin * turn, len(number) * turn)
         draws = np.zeros((len(number), turn, classes))
         draws.reshape(-1)[: real * classes] = rng.random(real * classes)
@@ -42,7 +42,7 @@ def fewest_first(clients: int, classes: int, each: int, rng: np.random.Generator
 
 
 def own_and_others(clients: int, classes: int, count: int, rng: np.random.Generator) -> Array:
-    """Per client i, class i modulo the number of classes and `count − 1` others at random."""
+    """Return, per client i, class i modulo the number of classes and `count − 1` others at random."""
     taken = np.empty((clients, count), np.int64)
     for begin in range(0, clients, step := max(1, BLOCK // classes)):
         own = np.arange(begin, min(clients, begin + step)) % classes
@@ -53,7 +53,7 @@ def own_and_others(clients: int, classes: int, count: int, rng: np.random.Genera
 
 
 def holders(taken: Array, classes: int) -> list[Array]:
-    """Per class, the clients that took it, ascending, given what each client took."""
+    """Return, per class, the clients that hold it, ascending, given the classes of each client."""
     each = taken.shape[1]
     counts = np.bincount(taken.reshape(-1), minlength=classes)
     return np.split(in_order(taken.reshape(-1)) // each, np.cumsum(counts)[:-1])

@@ -24,12 +24,12 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def sha256(data: np.ndarray) -> str:
-    """The SHA-256 of the SHA-256 of each chunk of these bytes."""
+    """Return the SHA-256 of the SHA-256 of each chunk of these bytes."""
     return hashlib.sha256(_by_chunk(data, hashlib.sha256)).hexdigest()
 
 
 def checksum(data: np.ndarray) -> str:
-    """The same with XXH3 (128 bits): ten times as fast as SHA-256, but no defence against forgery."""
+    """Return the same with XXH3 (128 bits): ten times as fast as SHA-256, but no defence against forgery."""
     from xxhash import xxh3_128
 
     return xxh3_128(_by_chunk(data, xxh3_128)).hexdigest()
@@ -44,12 +44,12 @@ def _by_chunk(data: np.ndarray, hasher: Callable[[Any], Any]) -> bytes:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """The tensor's values in memory order, as bytes; a view where it is contiguous."""
+    """Return the tensor's values in memory order, as bytes; a view where it is contiguous."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def of_tensor(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's values, computed once for each tensor; of data that are read lazily, their identity."""
+    """Return the SHA-256 of a tensor's values, computed once per tensor; for lazily read data, their identity."""
     if not isinstance(tensor, Tensor):
         return str(tensor.identity)
     version = None if tensor.is_inference() else tensor._version
@@ -67,7 +67,7 @@ def remember(tensor: Tensor, digest: str) -> None:
 
 
 def of_parts(store: Mapping[str, Tensor], **arrays: Tensor | np.ndarray) -> str:
-    """The SHA-256 of a store and of the arrays that index it: every value, and all names, types and shapes."""
+    """Return the SHA-256 of a store and of the arrays that index it: every value, and all names, types and shapes."""
     tensors = {f"store {name}": tensor for name, tensor in store.items()}
     tensors |= {name: torch.as_tensor(array) for name, array in arrays.items()}
     described = {name: [str(t.dtype), list(t.shape), of_tensor(t)] for name, t in tensors.items()}

@@ -8,7 +8,7 @@ from undrift.data.shares import lexsort, numbered
 
 
 def stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """A class-balanced fraction, as a mask: every (1/fraction)-th sample in order of class.
+    """Return a class-balanced fraction, as a mask: every (1/fraction)-th sample in order of class.
 
     The number taken of each class is within one of its exact share.
     """
@@ -22,7 +22,7 @@ def stratified(labels: np.ndarray, fraction: float, rng: np.random.Generator) ->
 def stratified_by_group(
     labels: np.ndarray, groups: np.ndarray, fraction: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """A class-balanced fraction of each group, as a mask, which never takes all of a group's samples.
+    """Return a class-balanced fraction of each group, as a mask, which never takes all of a group's samples.
 
     Classes come in a random order per group, counted from a random offset, so that small groups are sampled without
     bias.
@@ -42,7 +42,7 @@ def stratified_by_group(
 
 
 def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A number for each pair of values; within one outer value, the inner ones come in a random order."""
+    """Return a number for each pair of values; within one outer value, the inner ones come in a random order."""
     values, codes = numbered(inner)  # so that no product of large labels overflows
     width = max(1, len(values))
     pairs, place = numbered(outer.astype(np.int64) * width + codes)
@@ -52,7 +52,7 @@ def shuffled(inner: np.ndarray, outer: np.ndarray, rng: np.random.Generator) -> 
 
 
 def tails(spans: np.ndarray, fraction: float, gap: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tail of each span of consecutive windows, and the windows that remain: two masks.
+    """Return the tail of each span of consecutive windows, and the windows that remain: two masks.
 
     Windows of text that begin less than `gap` characters apart overlap. So the fraction is one contiguous piece, and
     the `gap` windows before it belong to neither part. Nothing is taken from a span that is too short for that.

@@ -31,7 +31,7 @@ class Held(Place):
 
 
 class Memory:
-    """What a recipe writes to, in the place of a file of the cache."""
+    """What a recipe writes to, in place of a file in the cache."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[np.ndarray]] = {}
@@ -47,12 +47,12 @@ class Memory:
 
 
 def is_frame(data: Any) -> bool:
-    """Whether this is a pandas `DataFrame`."""
+    """Return whether this is a pandas `DataFrame`."""
     return type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "iloc") and hasattr(data, "columns")
 
 
 def is_table(data: Any) -> bool:
-    """Whether this is a Hugging Face `Dataset` of single values, with pictures or without, rather than of tokens."""
+    """Return whether this is a Hugging Face `Dataset` of single values, with or without images, and not of tokens."""
     features = getattr(data, "features", None)
     if not hasattr(data, "column_names") or not hasattr(data, "with_format") or not isinstance(features, Mapping):
         return False
@@ -64,7 +64,7 @@ def is_table(data: Any) -> bool:
 
 
 def place_of(data: Any, test: Any) -> Held:
-    """The place of such data, and of a test set of the same kind."""
+    """Return the place of such data, and of a test set of the same kind."""
     splits = {"train": data} | ({"test": test} if test is not None else {})
     if any(type(given) is not type(data) for given in splits.values()):
         raise UndriftError(f"The test set must be a {type(data).__name__}, like the data to train on.")

@@ -1,4 +1,4 @@
-"""How much clients' data differ, measured on the data themselves, whatever the partition."""
+"""How heterogeneous the clients' data are, measured on the data themselves, whatever the partition."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from undrift.errors import UndriftError
 from undrift.random import host_generator
 
 BATCH = 500
-"""How many samples to read at a time where only `take` gives the labels: a bag of words is wide."""
+"""How many samples to read at a time if only `take` has the labels, since a bag of words is wide."""
 
 
 def class_counts(data: FederatedDataset) -> np.ndarray:
-    """Samples per client and class, as clients × classes. A sample with several labels counts once for each."""
+    """Return samples per client and class, as clients × classes. A sample with several labels counts once for each."""
     if data.labels is not None:
         return data.label_counts().numpy()
     if not data.task.classes:
@@ -33,7 +33,7 @@ def class_counts(data: FederatedDataset) -> np.ndarray:
 
 
 def label_distance(counts: np.ndarray) -> float:
-    """The mean over clients, weighted by size, of the total variation distance `½ Σ_c |p_c − q_c|`.
+    """Return the mean over clients, weighted by size, of the total variation distance `½ Σ_c |p_c − q_c|`.
 
     p is a client's label distribution, q that of all data. 0 means that all clients have the same distribution;
     values near 1 that no two clients share a class.
@@ -45,7 +45,7 @@ def label_distance(counts: np.ndarray) -> float:
 
 
 def by_chance(counts: np.ndarray) -> np.ndarray:
-    """The same samples dealt out at random to clients of the same sizes."""
+    """Return the same samples assigned at random to clients of the same sizes."""
     rng, left, sizes = host_generator(0, "heterogeneity"), counts.sum(0), counts.sum(1)
     if len(counts) > ONE_BY_ONE:
         labels = rng.permutation(np.repeat(np.arange(len(left)), left))
@@ -59,7 +59,7 @@ def by_chance(counts: np.ndarray) -> np.ndarray:
 
 
 def heterogeneity(data: FederatedDataset) -> dict[str, Any]:
-    """Sizes, classes per client, and `label_distance`, also for a random partition of the same sizes."""
+    """Return sizes, classes per client, and `label_distance`, also for a random partition of the same sizes."""
     sizes, clients = data.size_counts
     found: dict[str, Any] = {
         "clients": data.population,

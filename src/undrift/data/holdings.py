@@ -14,7 +14,7 @@ MOST = 200
 
 
 def holdings(data: FederatedDataset) -> dict[str, Any]:
-    """A summary of all clients' sizes, and the samples per class of those listed. Cheap with a million clients."""
+    """Return a summary of all clients' sizes, and class counts of those listed. Cheap with a million clients."""
     sizes, counts = data.size_counts
     listed = np.arange(len(data)) if len(data) <= MOST else _spread(data)
     found: dict[str, Any] = {
@@ -36,13 +36,13 @@ def holdings(data: FederatedDataset) -> dict[str, Any]:
 
 
 def _spread(data: FederatedDataset) -> np.ndarray:
-    """`MOST` clients at evenly spaced ranks by size, the largest first; of the same size, the lower id first."""
+    """Return `MOST` clients at evenly spaced ranks by size, the largest first; ties go to the lower id."""
     ranks = np.linspace(0, data.population - 1, MOST).round().astype(np.int64)
     sizes, counts = (array[::-1] for array in data.size_counts)
     which = np.searchsorted(np.cumsum(counts), ranks, side="right")
     within = ranks - (np.cumsum(counts) - counts)[which]
     listed = np.empty(len(ranks), np.int64)
-    for size in np.unique(which):  # a look at all clients for each, where sorting them would take their memory again
+    for size in np.unique(which):  # one pass over all clients for each, since sorting them would double the memory
         mine = which == size
         listed[mine] = np.flatnonzero(data.offsets[1:] - data.offsets[:-1] == sizes[size])[within[mine]]
     return listed

@@ -24,7 +24,7 @@ from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-"""Pillow reads others too, such as PostScript, for which it would run an external program."""
+"""The formats to read. Pillow supports others, such as PostScript, for which it would run an external program."""
 MOST_PIXELS = 4096 * 4096
 """The limit per image, checked before decoding: a file of a few kilobytes may decode to gigabytes."""
 MOST_BYTES = 1 << 28
@@ -53,7 +53,7 @@ def picture(data: bytes, mode: str | None = None) -> np.ndarray:
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """An image of another height and width, by bilinear interpolation that averages where it shrinks."""
+    """Return an image of another height and width, by bilinear interpolation that averages where it shrinks."""
     from PIL import Image
 
     if pixels.shape[1:] == size:
@@ -62,7 +62,7 @@ def resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def one_size(shape: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """What to do about images of these two shapes."""
+    """Return advice for images of these two shapes."""
     if shape[0] != other[0]:
         return "bring all images to one number of channels"
     return "bring all images to one size, such as resize=32, or resize=[height, width]"
@@ -88,7 +88,7 @@ class Images:
     config: str | None = None
     decoder: Callable[[bytes], np.ndarray] = picture
     resize: tuple[int, int] | None = field(default=None, metadata={"added": True})
-    """The height and width that all images are brought to."""
+    """The height and width to which all images are resized."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
         from PIL import Image
@@ -127,7 +127,7 @@ class Images:
         write.notes |= {"classes": names, "clients": list(map(str, codes))}
 
     def reader(self, place: Place) -> tuple[list[str] | None, Callable[[str], Iterator[Cells]]]:
-        """The classes' names, and a function that reads a split in batches."""
+        """Return the classes' names, and a function that reads a split in batches."""
         labels = Labels(place, self.label)
         columns = [self.image, self.label, *([self.client] if self.client else [])]
 
@@ -157,7 +157,7 @@ class Images:
         )
 
     def _stacked(self, cells: list[Any], write: Writer, place: Place, split: str, begin: int) -> Iterator[np.ndarray]:
-        """These images, all of the first one's size, as one array, or several if they are large."""
+        """Yield these images, all of the first one's size, as one array, or several if they are large."""
         shape = tuple(write.shapes["train_x"][1][1:]) if "train_x" in write.shapes else None
         found: list[np.ndarray] = []
         for i, cell in enumerate(cells):
@@ -198,7 +198,7 @@ class ImageFolder(Images):
         return names, read
 
     def from_file(self, file: Path) -> np.ndarray:
-        """One image."""
+        """Return one image."""
         return self.decoded(_bytes(file, None, str(file)), str(file))
 
     def labels(self, place: Place) -> tuple[list[str], Callable[[str], np.ndarray]]:
@@ -223,7 +223,7 @@ class ImageFolder(Images):
 
 
 def standardised(store: Store, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Images minus the training set's mean, divided by its standard deviation, per channel."""
+    """Return images minus the training set's mean, divided by its standard deviation, per channel."""
     return _standardised(gather(store, indices), store)
 
 
@@ -236,13 +236,13 @@ in_halves(standardised, gather, _standardised)
 
 
 def moments(x: np.ndarray) -> Any:
-    """Per channel: the sum of the pixels, scaled to [0, 1], the sum of their squares, and their number."""
+    """Return, per channel, the sum of the pixels, scaled to [0, 1], the sum of their squares, and their number."""
     scaled = x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1) / 255.0
     return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
 
 
 def statistics(found: np.ndarray) -> dict[str, np.ndarray]:
-    """The mean and the standard deviation per channel, from the sum of all moments."""
+    """Return the mean and the standard deviation per channel, from the sum of all moments."""
     total, squares, pixels = found
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8))
@@ -250,7 +250,7 @@ def statistics(found: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _bytes(cell: Any, place: Place | None, where: str) -> bytes:
-    """The encoded image: from the cell itself, or from a file in the table's folder."""
+    """Return the encoded image: from the cell itself, or from a file in the table's folder."""
     try:
         if isinstance(cell, Path):
             return read_bytes(cell)

@@ -10,13 +10,13 @@ from undrift.data.tables import Place
 from undrift.errors import UndriftError, quoted
 
 MOST = 100_000
-"""Labels that are bare numbers are classes counted from 0; numbers above this are taken for something else."""
+"""Bare numbers as labels are classes counted from 0. Larger numbers are taken for something else."""
 FEW = 1000
 """With at most this many classes, unused ones do no harm."""
 
 
 def sparse(used: int, outputs: int) -> bool:
-    """Whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
+    """Return whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
     return outputs > FEW and used * 10 < outputs
 
 
@@ -43,7 +43,7 @@ class Labels:
                 )
 
     def read(self, column: Any, split: str, rows: np.ndarray | range) -> np.ndarray:
-        """One batch of the column; `rows` are the numbers of its rows in the split."""
+        """Return one batch of the column; `rows` are the numbers of its rows in the split."""
         if column.null_count:
             row = np.flatnonzero(column.is_null().to_numpy())[0]
             raise UndriftError(f"{self._row(split, rows[int(row)])} has no {self.column}; drop that row.")
@@ -71,7 +71,7 @@ class Labels:
         return y.astype(np.int64)
 
     def check(self) -> None:
-        """Call it once all is read: if most numbers are unused, they are codes of some kind, not classes from 0."""
+        """Check, after all labels are read, whether most numbers are unused, so that they are codes and not classes."""
         outputs = max(self.used, default=0) + 1
         if self.names is None and sparse(len(self.used), outputs):
             raise UndriftError(
@@ -91,7 +91,7 @@ def not_utf8(place: Place, column: str) -> UndriftError:
 
 
 def encoded(names: list[Any], codes: dict[Any, int], where: str = "") -> np.ndarray:
-    """Names as numbers, in order of first appearance; new ones are added to `codes`."""
+    """Return names as numbers, in order of first appearance; new ones are added to `codes`."""
     if any(name is None or name != name for name in names):  # NaN is not itself
         raise UndriftError(f"{where} has empty cells, so those rows belong to no client; drop or correct them.")
     return np.array([codes.setdefault(name, len(codes)) for name in names], np.int32)

@@ -23,7 +23,7 @@ from undrift.errors import UndriftError
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 CHUNK_BYTES = 2**21
-"""How much to read at a time where all data are gone through once."""
+"""How much to read at a time in one pass over all data."""
 
 
 class Lazy:
@@ -76,18 +76,18 @@ class Reader(ABC):
 
     @abstractmethod
     def load(self, rows: np.ndarray) -> Store:
-        """The columns of these samples, which are all different, along a first axis."""
+        """Return the columns of these samples, which are all different, along a first axis."""
 
     @abstractmethod
     def called(self, row: int) -> str:
-        """A sample, for messages."""
+        """Return the name of a sample, for messages."""
 
     def column(self, name: str) -> Tensor:
-        """What to put into a store; it stands in for a tensor."""
+        """Return what to put into a store; it stands in for a tensor."""
         return cast(Tensor, Lazy(self, name))
 
     def read(self, rows: Tensor) -> Store:
-        """The columns of the samples at `rows`, of any shape; one that is wanted twice, as padding is, is read once."""
+        """Return the columns of the samples at `rows`, of any shape. Repeated samples (padding) are read once."""
         flat = rows.reshape(-1).numpy()
         different, places = np.unique(flat, return_inverse=True)
         found = self.load(different)
@@ -108,24 +108,24 @@ class Reader(ABC):
         }
 
     def _refuse_not_finite(self, name: str, values: Tensor, rows: np.ndarray) -> None:
-        """Data that are not all in memory are checked as they are read."""
+        """Reject NaN and infinity: data that are not all in memory are checked as they are read."""
         for i in torch.nonzero(~torch.isfinite(values.reshape(len(values), -1)).all(1)).flatten().tolist():
             kind = "NaN" if bool(torch.isnan(values[i]).any()) else "infinity"
             raise UndriftError(f"{self.called(int(rows[i]))} has {kind} in its {name}; clean or drop that sample.")
 
     def executor(self, make: Callable[[], Executor]) -> Executor:
-        """The threads or processes that read, made at first use."""
+        """Return the threads or processes that read, made at first use."""
         if self._executor is None:
             self._executor = make()
         return self._executor
 
     def chunks(self, limit: int = CHUNK_BYTES) -> list[np.ndarray]:
-        """All samples in order, a few at a time."""
+        """Return all samples in order, a few at a time."""
         each = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.shapes.values())
         size = max(1, limit // max(1, each))
         return [np.arange(begin, min(begin + size, self.count)) for begin in range(0, self.count, size)]
 
 
 def digest_of(*parts: Any) -> str:
-    """A digest of values that JSON can hold."""
+    """Return a digest of values that JSON can hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -69,7 +69,7 @@ class Images(Reader):
 
 
 def folder(place: Place, recipe: ImageFolder, threads: int | None) -> Source:
-    """The images of a folder with one subfolder per class, which tell the labels without reading any."""
+    """Return the images of a folder with one subfolder per class, which tell the labels without reading any."""
     names, classes = recipe.labels(place)
 
     def store(split: str) -> Store:
@@ -90,7 +90,7 @@ def folder(place: Place, recipe: ImageFolder, threads: int | None) -> Source:
 
 
 def with_statistics(source: Source) -> Source:
-    """The source with the mean and standard deviation of its images, for which all are read once; later runs know."""
+    """Return the source with the mean and standard deviation of its images, computed once and then cached."""
     column = source.store.get("x")
     if not isinstance(column, Lazy) or not isinstance(column.reader, Images):
         return source

@@ -31,7 +31,7 @@ CHUNK = 64
 
 
 def source(data: Any, test: Any, label: str, workers: int | None) -> Source:
-    """A data set that is read as it is needed, with its own test set where one is given."""
+    """Return a data set that is read as it is needed, with its own test set where one is given."""
     store = _store(data, "the training set", label, workers)
     held = _store(test, "the test set", label, workers) if test is not None else None
     if held and not len(held["y"]):
@@ -89,7 +89,7 @@ class Samples(Reader):
         return found
 
     def _labels(self, probes: np.ndarray, known: Tensor) -> Tensor:
-        """All labels: the data set's `targets`, if it has them and they are its samples'; else they are read."""
+        """Return all labels: the data set's `targets`, if it has them and they are its samples'; else they are read."""
         try:
             targets = torch.as_tensor(self.data.targets)
             targets = targets if targets.is_floating_point() else targets.long()
@@ -102,7 +102,7 @@ class Samples(Reader):
         return torch.cat([self._stacked(part)["y"] for part in parts])
 
     def _stacked(self, rows: np.ndarray) -> Store:
-        """The samples with their labels."""
+        """Return the samples with their labels."""
         if not self.workers:
             with self.lock:
                 return _read(self.data, rows, self.whose, self.label)
@@ -188,7 +188,7 @@ class Arrays(Reader):
 
 
 def _first(data: Any) -> tuple[Any, Any]:
-    """The first sample of a pair of arrays, as a pair of arrays."""
+    """Return the first sample of a pair of arrays, as a pair of arrays."""
     if len(data) != 2 or not len(data[1]):
         raise UndriftError("lazy=True needs a pair (x, y) of arrays with at least one sample.")
     x, y = data
@@ -209,7 +209,7 @@ def _identity(values: np.ndarray) -> list[Any]:
 
 
 def _mapped(values: np.ndarray) -> Any:
-    """The mapped file that has these values, as an array; None if they are in memory."""
+    """Return the mapped file that has these values, as an array; None if they are in memory."""
     owner: Any = values
     mapped = None
     while isinstance(owner, np.ndarray):

@@ -1,4 +1,4 @@
-"""`ud.load`: find a data set by name, path or value, hold some of it out, and partition the rest over clients."""
+"""`ud.load`: find a data set by name, path or value, hold out some of it, and partition the rest over clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("undrift")
 
 EMPTY = "%s of %s clients have no samples, for there are %s to train on; ask for fewer clients"
 OWN_TEST = 0.2
-"""The share of a named data set to test on if it has no test set of its own."""
+"""The fraction of a named data set to test on if it has no test set."""
 
 
 def load(
@@ -68,42 +68,42 @@ def load(
         20
 
     Args:
-        name: One of `undrift list data`; the path of a parquet or CSV file (with a `label` column and perhaps a
-            `client` column), of such files in hub layout, of a folder of images with one subfolder per class, or of a
-            folder that LEAF or PFLlib has written; the id of any data set of the Hugging Face hub; a pair `(x, y)`,
-            where x may be a tuple or a dict of arrays; a pandas `DataFrame`; a torch `Dataset` that yields `(x, y)`,
-            `(x1, x2, y)` or a dict; or a `datasets.Dataset`, a table or tokenized.
+        name: The data set. One of `undrift list data`; the path of a parquet or CSV file (with a `label` column and
+            perhaps a `client` column), of such files in hub layout, of a folder of images with one subfolder per class,
+            or of a folder in the format of LEAF or PFLlib; the id of a data set on the Hugging Face hub; a pair
+            `(x, y)`, where x may be a tuple or a dict of arrays; a pandas `DataFrame`; a torch `Dataset` that yields
+            `(x, y)`, `(x1, x2, y)` or a dict; or a `datasets.Dataset`, a table or tokenized.
         partition: How samples are assigned to clients, such as `ud.Dirichlet(0.1)`, or the same as a string.
-        clients: The number of clients. Leave it out with `ud.ByKey()`, which takes the data's own clients.
-        seed: Decides the partition and what is held out for the server, for validation and for clients' tests.
-        server_fraction: A class-balanced share of the training data that the server gets instead of the clients.
-        validation_fraction: A class-balanced share of the training data, held out to choose settings by.
-        client_test_fraction: A class-balanced share of each client's samples, held out to test that client.
-        test: The test data, where `name` is a pair, a `DataFrame` or a `Dataset`.
-        test_fraction: The share to test on if the data have no test set; the same samples whatever the seed.
-        test_size: The most samples to test on.
-        label: The column of the labels, in your own files and in data sets of dicts (there also "labels").
+        clients: The number of clients. Leave it out with `ud.ByKey()`, which uses the data's own clients.
+        seed: The seed of the partition and of what is held out for the server, for validation and for clients' tests.
+        server_fraction: A class-balanced fraction of the training data that goes to the server instead of the clients.
+        validation_fraction: A class-balanced fraction of the training data, held out to choose settings by.
+        client_test_fraction: A class-balanced fraction of each client's samples, held out to test that client.
+        test: The test data, if `name` is a pair, a `DataFrame` or a `Dataset`.
+        test_fraction: The fraction to test on if the data have no test set. It does not depend on the seed.
+        test_size: The maximum number of samples to test on.
+        label: The column of the labels, in your own files and in data sets of dicts (where "labels" works too).
         client: The column of the client ids, in your own files and tables.
-        columns: The columns to learn from, in your own tables of numbers; by default all but label and client.
-        drop: The columns that are not to be learned from, instead.
-        missing: What to do about empty cells and NaN in your own tables. By default they are refused; `"drop"` leaves
-            out rows with one, `"mean"` puts in the column's mean over the training split, before any of its rows
-            are held out.
-        resize: The size of images in your own files and tables: one number, or height and width. By default all must
-            have one size.
+        columns: The feature columns, in your own tables of numbers; by default all but label and client.
+        drop: The columns that are not features, as an alternative.
+        missing: How to treat empty cells and NaN in your own tables. By default they are rejected. `"drop"` leaves out
+            rows that have one. `"mean"` fills in the column's mean over the training split, computed before any of its
+            rows are held out.
+        resize: The size of images in your own files and tables: one number, or height and width. By default, all images
+            must have the same size.
         normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
         augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
         data_dir: A folder in hub layout to read from, instead of the hub (or set UNDRIFT_DATA).
-        lazy: Read samples when they are needed, and keep none in memory: of a folder of images, a torch `Dataset`, or
+        lazy: Read samples when they are needed, and keep none in memory: for a folder of images, a torch `Dataset`, or
             arrays such as `numpy.memmap`.
-        workers: With `lazy`, how many threads decode images, by default as many as there are cores, up to 8; or how
-            many processes read a `Dataset`, by default none but this one.
+        workers: With `lazy`, the number of threads that decode images, by default the number of cores, up to 8; or the
+            number of processes that read a `Dataset`, by default only this one.
 
     Returns:
         The clients' data, with the test, validation and server data.
 
     Raises:
-        UndriftError: If the data cannot be found or read, or an argument does not fit them.
+        UndriftError: If the data cannot be found or read, or an argument does not match them.
     """
     asked = dict(locals())
     partition = _partition(partition)
@@ -154,7 +154,7 @@ def load(
 
 
 def _renumbered(source: Source, known: np.ndarray) -> np.ndarray | None:
-    """The clients of test samples, by the new numbers of those clients that have these keys."""
+    """Return the clients of test samples, by the new numbers of those clients that have these keys."""
     if source.test_keys is None:
         return None
     place = np.searchsorted(known, source.test_keys).clip(max=len(known) - 1)
@@ -162,18 +162,18 @@ def _renumbered(source: Source, known: np.ndarray) -> np.ndarray | None:
 
 
 def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset | None:
-    """Each client's own test data, where the data come with them."""
+    """Return each client's own test data, where the data come with them."""
     if source.test is None or source.test_keys is None:
         return None
     mine = source.test_keys >= 0
-    if not mine.any():  # other clients', none of whom trains
+    if not mine.any():  # the test data of other clients, none of which trains
         return None
     rows = source.test.index.numpy()[mine]
     return FederatedDataset.from_owners(source.test.store, rows, source.test_keys[mine], clients, **common)
 
 
 def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
-    """The arguments as an experiment file can hold them, or None if one of them is a Python object."""
+    """Return the arguments as an experiment file can hold them, or None if one of them is a Python object."""
     ours = type(partition).__module__ == "undrift.data.partition"
     ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
     if not ours or not isinstance(asked["name"], str | Path):
@@ -189,7 +189,7 @@ def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[s
 def _owners(
     source: Source, samples: np.ndarray, partition: Partition, clients: int | None, seed: int
 ) -> tuple[np.ndarray, int]:
-    """The owner of each of these training samples, and the number of clients."""
+    """Return the owner of each of these training samples, and the number of clients."""
     if isinstance(partition, ByKey) and source.keys is not None:
         assert source.clients
         return source.keys[samples], len(source.clients)  # includes clients whose data are all held out
@@ -250,7 +250,7 @@ def _source(name: Any, test: Any, wanted: own.Wanted) -> Source:
 
 
 def _with_test(source: Source, name: str | None, fraction: float | None, size: int | None) -> Source:
-    """The source with a test set: its own, or a share of every class and client that is the same for every seed."""
+    """Return the source with a test set: its own, or a fraction of every class and client that no seed changes."""
     if fraction is not None and source.test is not None:
         raise UndriftError(f"{name or 'The data'} has a test set of its own; leave test_fraction out.")
     if fraction is None and name:
@@ -300,7 +300,7 @@ def _hold_out(
 def _split(
     source: Source, samples: np.ndarray, fraction: float, rng: np.random.Generator, owner: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which of these samples a fraction takes (per owner, if given), and which remain: two masks."""
+    """Return which of these samples a fraction takes (per owner, if given), and which remain: two masks."""
     if source.spans is not None:
         return tails(source.spans[samples], fraction, source.gap)
     labels = source.labels[samples]

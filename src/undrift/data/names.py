@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Numbered(Sequence[str]):
-    """The names of clients that are known by numbers. Each is made when it is asked for, as there may be millions."""
+    """The names of clients that have numbers. Each is created on demand, as there may be millions."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self.numbers = numbers
@@ -28,7 +28,7 @@ class Numbered(Sequence[str]):
 
 
 def names_of(known: np.ndarray, names: Sequence[str] | None) -> Sequence[str]:
-    """The names of the clients with these keys, of all clients' names by key; their keys if they have none."""
+    """Return the names of the clients with these keys, of all clients' names by key; their keys if they have none."""
     if not names:
         return Numbered(known)
     return names if len(known) == len(names) else np.array(names, object)[known].tolist()

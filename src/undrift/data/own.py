@@ -37,7 +37,7 @@ ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the arguments of `ud.load` ask of a user's own data; see there."""
+    """The arguments of `ud.load` that concern a user's own data; see there."""
 
     label: str = "label"
     client: str | None = None
@@ -69,11 +69,11 @@ class Wanted:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """The height and width to bring images to."""
+        """The height and width to resize images to."""
         return None if self.resize is None else tuple(_sizes(self.resize))  # type: ignore[return-value]
 
     def refuse(self, what: str, *names: str) -> None:
-        """Raise if one of these arguments, which do not suit the data, was given."""
+        """Raise if one of these arguments, which do not apply to the data, was given."""
         for name in names:
             if getattr(self, name) is not None:
                 raise UndriftError(f"{name} does not suit {what}; leave it out.")
@@ -86,7 +86,7 @@ def _sizes(resize: Any) -> list[int]:
 
 
 def given(data: Any, test: Any = None, wanted: Wanted = Wanted()) -> Source:  # noqa: B008 - it is frozen
-    """A pair (x, y), a `Dataset` of such samples or a table in memory, with its own test set where one is given."""
+    """Return the source of a pair (x, y), a `Dataset` of such samples or a table in memory, perhaps with a test set."""
     if held.is_frame(data) or (held.is_table(data) and not wanted.lazy):
         return _in_memory(data, test, wanted)
     wanted.refuse("arrays and torch Datasets", "client", "columns", "drop", "missing", "resize")
@@ -104,7 +104,7 @@ def given(data: Any, test: Any = None, wanted: Wanted = Wanted()) -> Source:  # 
 
 
 def _in_memory(data: Any, test: Any, wanted: Wanted) -> Source:
-    """A table in memory, which stays there: nothing is written to the cache."""
+    """Return a table in memory, which stays there: nothing is written to the cache."""
     if wanted.lazy:
         raise UndriftError(NOT_LAZY.format("a data frame, which is in memory,"))
     place, write = held.place_of(data, test), held.Memory()
@@ -120,7 +120,7 @@ def _in_memory(data: Any, test: Any, wanted: Wanted) -> Source:
 
 
 def on_disk(where: str | Path, wanted: Wanted) -> Source:
-    """A file, a folder, or a data set of the hub by its id: images or numbers, labels and optional client ids."""
+    """Return the source of a file, a folder, or a data set on the hub: images or numbers, labels, perhaps clients."""
     path = as_path(where)
     if shards.known(path):
         wanted.refuse("data in one file per client or split", "client", "columns", "drop", "missing", "resize")
@@ -196,6 +196,6 @@ def _images(root: Path) -> Place:
 
 
 def _in_classes(folder: Path) -> list[Path]:
-    """The images in the subfolders, each of which is a class; hidden ones are skipped."""
+    """Return the images in the subfolders, each of which is a class; hidden ones are skipped."""
     classes = [each for each in folders_in(folder) if not each.name.startswith(".")]
     return sorted(file for each in classes for file in files_below(each, ENDINGS))

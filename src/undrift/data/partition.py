@@ -1,7 +1,7 @@
 """Partitions: which client holds which sample.
 
-A partition is a function of `(labels, clients, rng, keys)` that returns the owner of each sample, a number below
-`clients`. So every sample goes to exactly one client by construction. Clients may be left empty.
+A partition is a function of `(labels, clients, rng, keys)` that returns the owner of each sample, an integer below
+`clients`. By construction, every sample goes to exactly one client. Clients may be left without samples.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from undrift.errors import UndriftError, quoted, whole
 from undrift.expressions import parse
 
 MOST = 100_000_000
-"""The most clients, or pieces of data; a larger number is a mistake."""
+"""The largest number of clients or shards. A larger one is taken for a mistake."""
 ONE_BY_ONE = 100_000
-"""Up to this many clients `DirichletPrior` draws for one after another; for more, for blocks of clients."""
+"""Up to this many clients, `DirichletPrior` draws one client at a time; beyond, in blocks of clients."""
 TRIES = 1000
-"""How many draws to try when some client gets too few samples."""
+"""How often to draw again when some client has too few samples."""
 
 
 class Partition(Protocol):
-    """Any function that returns an owner for each label; users may pass their own."""
+    """A function that returns the owner of each sample. Users may pass their own."""
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array: ...
 
 
 @dataclass(frozen=True)
 class IID:
-    """Every client gets the same number of samples of every class, to within one.
+    """IID partition: every client gets the same number of samples of every class, to within one.
 
     Example:
         >>> import undrift as ud
@@ -43,7 +43,7 @@ class IID:
     """
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        # Round robin over all classes in turn, so that the classes' remainders spread over clients too.
+        # Round robin over all classes, so that the classes' remainders are spread over the clients too.
         owner = np.empty(len(labels), np.int64)
         indices = np.concatenate(by_class(labels, rng))
         owner[indices] = rng.permutation(clients)[np.arange(len(indices)) % clients]
@@ -52,10 +52,11 @@ class IID:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is split over the clients in proportions drawn from Dir(α, …, α).
+    """Label skew: each class is split over the clients in proportions drawn from Dir(α, …, α).
 
-    With a small α few clients hold a class, and sizes are uneven. `Dirichlet(alpha, capped=True, min_samples=10)` is
-    the partition of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos, 2022), which many papers use.
+    With a small α, few clients hold a class, and client sizes differ. `Dirichlet(alpha, capped=True, min_samples=10)`
+    is the partition of NIID-Bench, which many papers use: Li, Diao, Chen and He, *Federated Learning on Non-IID Data
+    Silos: An Experimental Study* (2022).
 
     Example:
         >>> import undrift as ud
@@ -64,9 +65,9 @@ class Dirichlet:
         True
 
     Args:
-        alpha: The concentration, above 0.
-        capped: Whether clients that already have an even share of all samples get none of the remaining classes.
-        least: Another name of `min_samples`, from earlier versions.
+        alpha: The concentration α, greater than 0. The smaller, the more the clients differ.
+        capped: Whether a client that has reached an even share of all samples gets none of the remaining classes.
+        least: The former name of `min_samples`, which still works.
         min_samples: Draw again until every client has at least this many samples.
 
     Raises:
@@ -90,7 +91,7 @@ class Dirichlet:
             raise UndriftError(f"Dirichlet(min_samples) must be a whole number from 0, not {self.least!r}.")
 
     def __repr__(self) -> str:
-        # `least`, as earlier versions wrote it, so that their runs and these are known to have the same partition.
+        # With `least`, as earlier versions wrote it, so that their runs are recognized as having the same partition.
         more = f", capped={self.capped}, least={self.least}" if self.capped or self.least else ""
         return f"Dirichlet(alpha={self.alpha!r}{more})"
 
@@ -113,7 +114,7 @@ class Dirichlet:
             proportions = rng.dirichlet(np.full(clients, bounded(self.alpha)))
             if self.capped:
                 open_to = proportions * (held < n / clients)
-                # If the draw leaves everything to clients that are full, the others share it evenly.
+                # If only clients that are full were drawn, the others share the class evenly.
                 open_to = open_to if open_to.sum() > 0 else (held < n / clients).astype(float)
                 proportions = open_to / open_to.sum()
             sizes = shares(len(indices), proportions)
@@ -124,11 +125,11 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class DirichletPrior:
-    """Each client's label distribution is a draw from Dir(γ·p), p the distribution of all data; sizes are even.
+    """Label skew, equal sizes: each client's label distribution is drawn from Dir(γ·p), with p that of all data.
 
-    The partition of Hsu et al., Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification (2019). As there, a class that has run out is left out of the clients that follow. With more than
-    100,000 clients these are drawn in blocks, and what a block lacks of a class it draws from the others.
+    Hsu, Qi and Brown, *Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification*
+    (2019). As in the paper, a class that has run out is left out for the remaining clients. More than 100,000 clients
+    are drawn in blocks; if a block runs short of a class, it draws from the others instead.
 
     Example:
         >>> import undrift as ud
@@ -137,10 +138,10 @@ class DirichletPrior:
         1
 
     Args:
-        gamma: The concentration, above 0. The larger, the more alike are the clients.
+        gamma: The concentration γ, greater than 0. The larger, the more alike the clients.
 
     Raises:
-        UndriftError: If `gamma` is not above 0.
+        UndriftError: If `gamma` is not greater than 0.
     """
 
     gamma: float
@@ -154,7 +155,7 @@ class DirichletPrior:
         prior = left / left.sum()
         owner = np.empty(len(labels), np.int64)
         sizes = even(len(labels), clients)
-        order = rng.permutation(clients)  # since the last ones get what is left
+        order = rng.permutation(clients)  # since the last clients get what is left
         if clients > ONE_BY_ONE:
             return in_blocks(owner, pools, order, sizes, bounded(self.gamma) * prior, rng)
         for client in order:
@@ -173,7 +174,7 @@ class DirichletPrior:
 
 @dataclass(frozen=True)
 class Shards:
-    """Every client holds `classes_per_client` classes; each class is cut at random points among its holders.
+    """Label skew: every client holds `classes_per_client` classes, each cut at random points among its holders.
 
     Example:
         >>> import undrift as ud
@@ -185,8 +186,8 @@ class Shards:
         classes_per_client: How many classes each client holds.
 
     Raises:
-        UndriftError: If it is not a whole number from 1 or, when the data are partitioned, if it is more than the
-            number of classes or leaves a class without a client.
+        UndriftError: If it is not an integer from 1 or, when the data are partitioned, if it is more than the number of
+            classes or leaves a class without a client.
     """
 
     classes_per_client: int
@@ -221,10 +222,10 @@ class Shards:
 
 @dataclass(frozen=True)
 class ClassesPerClient:
-    """Client i holds class i modulo the number of classes and random others; each class is split evenly.
+    """Label skew: client i holds class i modulo the number of classes, and random others; each class is split evenly.
 
-    This is the partition #C = `count` of NIID-Bench (Li et al., Federated Learning on Non-IID Data Silos, 2022).
-    Classes differ in how many clients hold them, so clients differ in size.
+    The partition `#C = count` of NIID-Bench: Li, Diao, Chen and He, *Federated Learning on Non-IID Data Silos: An
+    Experimental Study* (2022). The number of clients that hold a class differs between classes, so client sizes differ.
 
     Example:
         >>> import undrift as ud
@@ -236,8 +237,8 @@ class ClassesPerClient:
         count: How many classes each client holds.
 
     Raises:
-        UndriftError: If it is not a whole number from 1 or, when the data are partitioned, if it is more than the
-            number of classes, or if there are fewer clients than classes.
+        UndriftError: If it is not an integer from 1 or, when the data are partitioned, if it is more than the number of
+            classes, or if there are fewer clients than classes.
     """
 
     count: int
@@ -268,10 +269,10 @@ class ClassesPerClient:
 
 @dataclass(frozen=True)
 class SortedShards:
-    """Samples are sorted by label and cut into equal shards, of which each client gets `per_client` at random.
+    """Label skew: samples are sorted by label and cut into equal shards; each client gets `per_client` at random.
 
-    The partition of McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data (2017),
-    who use two shards per client.
+    McMahan, Moore, Ramage, Hampson and Agüera y Arcas, *Communication-Efficient Learning of Deep Networks from
+    Decentralized Data* (2017), who use two shards per client.
 
     Example:
         >>> import undrift as ud
@@ -283,7 +284,7 @@ class SortedShards:
         per_client: How many shards each client gets.
 
     Raises:
-        UndriftError: If it is not a whole number from 1 or, when the data are partitioned, if there would be far more
+        UndriftError: If it is not an integer from 1 or, when the data are partitioned, if there would be far more
             shards than samples.
     """
 
@@ -307,7 +308,7 @@ class SortedShards:
 
 @dataclass(frozen=True)
 class LabelSplit:
-    """Each client holds a contiguous group of classes: with ten classes and two clients, 0 to 4 and 5 to 9.
+    """Label skew without overlap: each client holds a contiguous range of classes, such as 0 to 4 and 5 to 9.
 
     Example:
         >>> import undrift as ud
@@ -332,7 +333,7 @@ class LabelSplit:
 
 @dataclass(frozen=True)
 class QuantitySkew:
-    """Clients have the same label distribution, but sizes drawn from Dir(α, …, α).
+    """Quantity skew: clients have the same label distribution, but sizes drawn from Dir(α, …, α).
 
     Example:
         >>> import undrift as ud
@@ -341,10 +342,10 @@ class QuantitySkew:
         1438
 
     Args:
-        alpha: The concentration, above 0. The smaller, the more uneven are the sizes.
+        alpha: The concentration α, greater than 0. The smaller, the more client sizes differ.
 
     Raises:
-        UndriftError: If `alpha` is not above 0.
+        UndriftError: If `alpha` is not greater than 0.
     """
 
     alpha: float
@@ -359,9 +360,9 @@ class QuantitySkew:
 
 @dataclass(frozen=True)
 class ByKey:
-    """The natural partition: the data's own clients, such as writers, speakers or users.
+    """Natural partition: the data's own clients, such as writers, speakers or users.
 
-    Leave `clients` out of `ud.load`: the data determine their number.
+    Leave `clients` out of `ud.load`: the data determine the number of clients.
 
     Example:
         >>> import undrift as ud
@@ -391,7 +392,7 @@ def _count(where: str, x: int) -> None:
 
 
 def parse_partition(text: str) -> Partition:
-    """The partition that a string such as `"Dirichlet(0.1)"` describes."""
+    """Return the partition that a string such as `"Dirichlet(0.1)"` describes."""
     known = {name: globals()[name] for name in undrift.PARTITIONS}
     found: Partition = parse(text, "partition", known, "Dirichlet(0.1)")
     return found

@@ -14,7 +14,7 @@ MOST_BYTES = 1 << 28
 
 
 def as_path(given: str | Path) -> Path:
-    """The path with `~` replaced by the home folder."""
+    """Return the path with `~` replaced by the home folder."""
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -22,7 +22,7 @@ def as_path(given: str | Path) -> Path:
 
 
 def kind(path: Path) -> str | None:
-    """What is there: a "file", a "folder", something "other" (a pipe, a device), or None for nothing."""
+    """Return the kind of a path: a "file", a "folder", "other" (a pipe, a device), or None if it does not exist."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
@@ -38,7 +38,7 @@ def unreadable(path: str | Path, error: OSError) -> UndriftError:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders directly inside, in order of their names."""
+    """Return the folders directly inside, in order of their names."""
     try:
         return sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError as error:
@@ -46,7 +46,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
-    """All files with one of these endings, at any depth, in order of their paths."""
+    """Return all files with one of these endings, at any depth, in order of their paths."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename or folder, error) from error
@@ -61,7 +61,7 @@ def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """A regular file's contents. Nothing else is opened: reading a pipe may block forever, and a device never end."""
+    """Return the contents of a regular file. Nothing else is opened: a pipe may block, a device may never end."""
     if kind(file) not in ("file", None):
         raise ValueError(f"{file} is not a regular file")
     # Non-blocking, in case the file has been replaced by a pipe since.
@@ -71,4 +71,4 @@ def read_bytes(file: Path) -> bytes:
             raise ValueError(f"{file} is not a regular file")
         if status.st_size > MOST_BYTES:
             raise ValueError(f"{file} has {status.st_size:,} bytes; the limit is {MOST_BYTES:,}")
-        return stream.read(status.st_size)  # not MOST_BYTES, for which memory would be set aside first
+        return stream.read(status.st_size)  # not MOST_BYTES, since that much memory would be allocated first

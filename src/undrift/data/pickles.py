@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 KINDS = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"}
 """The types of numbers that arrays may have, as numpy writes them, but for the byte order."""
 MOST_BYTES = 1 << 34
-"""The most bytes that an array may unpack to: a file of a few kilobytes may claim any number."""
+"""The largest size of an unpacked array, since a file of a few kilobytes may claim any size."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ KNOWN = {
     ("numpy", "ndarray"): TYPE,
     ("numpy", "dtype"): KIND,
 }
-"""The names that numpy's pickles of arrays have. Nothing is looked up by them."""
+"""The names in numpy's pickles of arrays. They are compared, but never imported."""
 MARK = Name("mark")
 
 
 @dataclass
 class Machine:
-    """The state of the machine that a pickle is a program for: a stack, and values to come back to."""
+    """The state of the machine that executes a pickle: a stack, and memorized values."""
 
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
     def since_mark(self) -> list[Any]:
-        """What was put on the stack since the last mark."""
+        """Return what was put on the stack since the last mark."""
         place = max(i for i, value in enumerate(self.stack) if value is MARK)
         found = self.stack[place + 1 :]
         del self.stack[place:]
@@ -88,7 +88,7 @@ class Machine:
         return found
 
     def reduced(self, function: Any, arguments: Any) -> Any:
-        """What stands for the result of a call."""
+        """Return what stands for the result of a call."""
         if function is ARRAY:
             return Kept()
         if function is KIND and isinstance(arguments, tuple) and arguments and isinstance(arguments[0], str):
@@ -96,7 +96,7 @@ class Machine:
         raise ValueError("it calls something that makes no array of numbers")
 
     def built(self, made: Any, state: Any) -> Any:
-        """An array or a type that is told its state."""
+        """Return an array or a type, after setting its state."""
         if isinstance(made, Kept):
             made.state = state
         elif isinstance(made, Kind) and isinstance(state, tuple) and len(state) > 1:
@@ -106,7 +106,7 @@ class Machine:
         return made
 
     def extended(self, values: list[Any]) -> Any:
-        """The list on the stack with more entries, or the dict with more pairs."""
+        """Return the list on the stack with more entries, or the dict with more pairs."""
         (made,) = self.popped(1)
         if isinstance(made, list):
             made += values
@@ -118,7 +118,7 @@ class Machine:
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Keys and values, which take turns. Other keys than words and numbers may take forever to hash."""
+    """Return alternating keys and values. Keys must be strings or numbers, since others may take forever to hash."""
     if not all(isinstance(key, str | int) for key in values[::2]):
         raise ValueError("it has a dict whose keys are neither words nor numbers")
     return zip(values[::2], values[1::2], strict=True)
@@ -158,7 +158,7 @@ STEPS: dict[str, Callable[[Machine, Any], Any]] = {
 
 
 def unpickled(stream: io.BytesIO) -> Any:
-    """What a pickle of dicts, lists, numbers and arrays stands for, with a `Kept` for each array."""
+    """Return the content of a pickle of dicts, lists, numbers and arrays, with a `Kept` for each array."""
     machine = Machine()
     for instruction, argument, _ in pickletools.genops(stream):
         name = instruction.name
@@ -178,7 +178,7 @@ def unpickled(stream: io.BytesIO) -> Any:
 
 
 def arrays(file: Path, wanted: tuple[str, ...] = ("x", "y")) -> dict[str, np.ndarray]:
-    """The arrays of these names in an `.npz` file: on their own, or in a dict that is called "data".
+    """Return the arrays of these names in an `.npz` file: on their own, or in a dict that is called "data".
 
     Raises `ValueError`, or whatever damaged bytes lead to, for anything else.
     """
@@ -205,7 +205,7 @@ def _plain(content: bytes) -> np.ndarray:
 
 
 def _pickled(content: bytes) -> Any:
-    """The one object in an array of Python objects without axes."""
+    """Return the one object in an array of Python objects without axes."""
     stream = io.BytesIO(content)
     version = npy.read_magic(stream)
     shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
@@ -219,7 +219,7 @@ def _pickled(content: bytes) -> Any:
 
 
 def _state(kept: Any) -> tuple[Any, ...]:
-    """An array's version, shape, type, order and content."""
+    """Return an array's version, shape, type, order and content."""
     state = getattr(kept, "state", None)
     if not isinstance(kept, Kept) or not isinstance(state, tuple) or len(state) != 5:
         raise ValueError(f"it holds {type(kept).__name__} in the place of an array of numbers")
@@ -227,7 +227,7 @@ def _state(kept: Any) -> tuple[Any, ...]:
 
 
 def _array(kept: Any) -> np.ndarray:
-    """The array that numpy's pickle describes."""
+    """Return the array that numpy's pickle describes."""
     _, shape, kind, by_column, content = _state(kept)
     if not isinstance(kind, Kind) or kind.text not in KINDS or not isinstance(content, bytes):
         raise ValueError("an array in it does not hold plain numbers")

@@ -1,6 +1,6 @@
-"""Facts about the clients or samples of a very large data set, found piece by piece.
+"""Facts about the clients or samples of a very large data set, computed piece by piece.
 
-With 15 million clients an array of one number per client takes 120 MB; what only looks at all of them makes none.
+With 15 million clients, an array of one number per client takes 120 MB, so none is created here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PIECE = 1 << 20
 
 
 def size_counts(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different sizes of clients, ascending, and how many clients have each."""
+    """Return the different sizes of clients, ascending, and how many clients have each."""
     begins = range(0, max(1, len(offsets) - 1), PIECE)
     found = [np.unique(np.diff(offsets[begin : begin + PIECE + 1]), return_counts=True) for begin in begins]
     sizes, place = np.unique(np.concatenate([values for values, _ in found]), return_inverse=True)
@@ -23,7 +23,7 @@ def size_counts(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def firsts(labels: Tensor, index: Tensor) -> np.ndarray:
-    """Where each of the labels at `index` occurs first there, in the order of the labels."""
+    """Return where each of the labels at `index` occurs first there, in the order of the labels."""
     values, places = [], []
     for begin in range(0, max(1, len(index)), PIECE):
         found, first = np.unique(labels[index[begin : begin + PIECE]].numpy(), return_index=True)
@@ -34,7 +34,7 @@ def firsts(labels: Tensor, index: Tensor) -> np.ndarray:
 
 
 def extremes(labels: Tensor, index: Tensor, but: int | None) -> tuple[int, int] | None:
-    """The least and the largest of the labels at `index`, without those that are `but`; None if there are no others."""
+    """Return the smallest and largest of the labels at `index`, except `but`; None if there are no others."""
     found: list[int] = []
     for part in index.split(PIECE):
         some = labels[part] if but is None else labels[part][labels[part] != but]
@@ -43,7 +43,7 @@ def extremes(labels: Tensor, index: Tensor, but: int | None) -> tuple[int, int] 
 
 
 def median(sizes: np.ndarray, counts: np.ndarray) -> float:
-    """The median of so many clients of each size: the mean of the two in the middle, if their number is even."""
+    """Return the median size of the clients, from the number of clients of each size."""
     last = np.cumsum(counts)
     middle = np.array([(last[-1] - 1) // 2, last[-1] // 2])
     return float(sizes[np.searchsorted(last, middle, side="right")].mean())

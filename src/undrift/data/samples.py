@@ -27,11 +27,11 @@ Pick = Callable[[Tensor, Tensor], Tensor]
 """A function of a tensor and indices, which may have any shape: the tensor's entries there, along its first axis."""
 
 INPUT = "x/"
-"""What the store's name of one of several inputs begins with."""
+"""The prefix of the store's names of several inputs."""
 
 
 def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
-    """The samples at `indices`, on the store's device.
+    """Return the samples at `indices`, on the store's device.
 
     uint8 values of a single tensor are pictures if a sample has at least two axes, and are scaled to [0, 1]. Along one
     axis, or in a tuple or dict, nothing is converted: there, small integers are as likely to be tokens or a mask.
@@ -40,7 +40,7 @@ def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
 
 
 def gather(store: Store, indices: Tensor, pick: Pick = operator.getitem) -> Store:
-    """The entries of the store that make up the samples at `indices`, in the types in which they are stored."""
+    """Return the entries of the store that make up the samples at `indices`, in the types in which they are stored."""
     names = ["y", *(["x"] if "x" in store else [name for name in store if name.startswith(INPUT)])]
     read = {name: store[name].reader for name in names if not isinstance(store[name], Tensor)}  # type: ignore[attr-defined]
     found: Store = {}
@@ -50,7 +50,7 @@ def gather(store: Store, indices: Tensor, pick: Pick = operator.getitem) -> Stor
 
 
 def finish(rows: Store, store: Store) -> tuple[Samples, Tensor]:
-    """The samples, from what `gather` found; see `take`."""
+    """Return the samples, from what `gather` found; see `take`."""
     y = rows["y"]
     if "x" in rows:
         x = rows["x"]
@@ -62,11 +62,10 @@ def finish(rows: Store, store: Store) -> tuple[Samples, Tensor]:
 
 
 def in_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store, Store], Any]) -> None:
-    """Say that `take` is `finish(gather(store, indices), store)`.
+    """Declare that `take` is `finish(gather(store, indices), store)`.
 
-    Then, where the store stays in the host's memory, the host only gathers, and everything that computes runs on the
-    device, as it would with the store there: the results are the same to the bit. A class of `take` has the two as
-    methods.
+    If the store stays in host memory, the host then only gathers, and all computation runs on the device, as it would
+    with the store there: the results are the same, bit by bit. A class of `take` has both as methods.
     """
     vars(take).update(gather=gather, finish=finish)
 
@@ -75,7 +74,7 @@ in_halves(take, gather, finish)
 
 
 def stored(x: Samples) -> Store:
-    """The entries of a store that hold these samples."""
+    """Return the entries of a store that hold these samples."""
     if isinstance(x, Tensor):
         return {"x": x}
     inputs = x.items() if isinstance(x, dict) else enumerate(x)
@@ -83,17 +82,17 @@ def stored(x: Samples) -> Store:
 
 
 def count(x: Samples) -> int:
-    """How many samples these are."""
+    """Return the number of samples."""
     return len(tree_leaves(x)[0])
 
 
 def chosen(x: Samples, indices: Tensor | slice) -> Samples:
-    """The samples at `indices`."""
+    """Return the samples at `indices`."""
     return tree_map(lambda t: t[indices], x)
 
 
 def split(x: Samples, size: int) -> list[Samples]:
-    """The samples in pieces of `size`, the last of which may be smaller, as `Tensor.split` gives them."""
+    """Return the samples in pieces of `size`, the last of which may be smaller, as `Tensor.split` gives them."""
     leaves = [t.split(size) for t in tree_leaves(x)]
     return [tree_unflatten(list(piece), tree_structure(x)) for piece in zip(*leaves, strict=True)]
 
@@ -104,12 +103,12 @@ def shape(x: Samples) -> str:
 
 
 def kind(x: Samples) -> str:
-    """The shape and type of one sample, for messages."""
+    """Return the shape and type of one sample, for messages."""
     return _written(x, lambda t: f"{tuple(t.shape[1:])} {t.dtype}")
 
 
 def alike(x: Samples, other: Samples) -> bool:
-    """Whether samples have the same inputs, of the same shapes and types."""
+    """Return whether samples have the same inputs, of the same shapes and types."""
     one, two = ({name: (t.shape[1:], t.dtype) for name, t in stored(each).items()} for each in (x, other))
     return one == two
 
@@ -121,7 +120,7 @@ def _written(x: Samples, leaf: Callable[[Tensor], str]) -> str:
 
 
 def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
-    """Samples and targets as tensors, copied unless the caller will copy them."""
+    """Return samples and targets as tensors, copied unless the caller will copy them."""
     if isinstance(pair, tuple | list) and len(pair) > 2 and all(hasattr(part, "shape") for part in pair):
         raise UndriftError(
             f"The data of {whose} must be a pair (x, y), not {len(pair)} arrays; with several inputs, x is a tuple or "
@@ -140,7 +139,7 @@ def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
 
 
 def _samples(x: Any, copy: bool) -> Samples:
-    """x as tensors: a mapping, or a tuple of arrays, has one entry per input; anything else is a single array."""
+    """Return x as tensors: one entry per input for a mapping or a tuple of arrays; otherwise a single array."""
     if isinstance(x, Mapping):
         if not x or not all(isinstance(name, str) and name and not name.isdigit() for name in x):
             raise ValueError(f"the inputs in a dict need names that are words, not {quoted(list(x))}")

@@ -33,7 +33,7 @@ RE_SAVE = (
 
 
 def known(folder: Path) -> bool:
-    """Whether this is such a folder: one with JSON or npz files in `train`, and no folders, as images have."""
+    """Return whether this is such a folder: one with JSON or npz files in `train`, and no folders, as images have."""
     train = folder / "train"
     if kind(folder) != "folder" or kind(train) != "folder":
         return False
@@ -48,7 +48,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def source(folder: Path) -> Source:
-    """The training data of all clients, with their names, and their test data."""
+    """Return the training data of all clients, with their names, and their test data."""
     train, names = _read(folder, "train"), None
     test = _read(folder, "test")
     if any(len(y) and not _numeric(y) for _, y in train.values()):
@@ -80,7 +80,7 @@ def _numeric(y: Any) -> bool:
 
 
 def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
-    """Labels that are words as classes in alphabetical order."""
+    """Return string labels as classes, in alphabetical order."""
     codes = {name: i for i, name in enumerate(names)}
     if strange := {str(label) for label in y} - codes.keys():
         raise UndriftError(

@@ -11,11 +11,11 @@ Array = np.ndarray[Any, Any]
 
 
 FEW = 16
-"""Up to this many classes, a look at all labels for each of them is faster than sorting them."""
+"""Up to this many classes, one pass over all labels per class is faster than sorting them."""
 
 
 def by_class(labels: Array, rng: np.random.Generator) -> list[Array]:
-    """The indices of each class's samples, shuffled."""
+    """Return the indices of each class's samples, shuffled."""
     classes, counts = np.unique(labels, return_counts=True)
     if len(classes) <= FEW:
         own = [np.flatnonzero(labels == c) for c in classes]
@@ -25,7 +25,7 @@ def by_class(labels: Array, rng: np.random.Generator) -> list[Array]:
 
 
 def in_order(numbers: Array) -> Array:
-    """`np.argsort(numbers, kind="stable")`, of which torch's is four times as fast."""
+    """Return `np.argsort(numbers, kind="stable")`, computed with torch's, which is four times as fast."""
     if numbers.dtype.kind not in "if":
         return np.argsort(numbers, kind="stable")
     given = torch.from_numpy(np.require(numbers, requirements=["C", "W"]))
@@ -34,7 +34,7 @@ def in_order(numbers: Array) -> Array:
 
 
 def lexsort(*keys: Array) -> Array:
-    """`np.lexsort(keys)`: the last key counts most."""
+    """Return `np.lexsort(keys)`, in which the last key counts most."""
     order = in_order(keys[0])
     for key in keys[1:]:
         order = order[in_order(key[order])]
@@ -42,7 +42,7 @@ def lexsort(*keys: Array) -> Array:
 
 
 def numbered(keys: Array) -> tuple[Array, Array]:
-    """The different keys, ascending, and of each key the place among them; without sorting if they are dense."""
+    """Return the different keys, ascending, and of each key the place among them; without sorting if they are dense."""
     dense = keys.dtype.kind in "iu" and len(keys) > 0 and keys.min() >= 0 and keys.max() < 8 * len(keys)
     if not dense:
         known, place = np.unique(keys, return_inverse=True)
@@ -54,26 +54,26 @@ def numbered(keys: Array) -> tuple[Array, Array]:
 
 
 def assign(indices: Array, sizes: Array, n: int) -> Array:
-    """Owners of `n` samples: the first sizes[0] of `indices` go to client 0, and so on."""
+    """Return the owners of `n` samples: the first sizes[0] of `indices` go to client 0, and so on."""
     owner = np.empty(n, np.int64)
     owner[indices] = np.repeat(np.arange(len(sizes)), sizes)
     return owner
 
 
 def even(n: int, parts: int) -> Array:
-    """Sizes that sum to n and differ by at most one."""
+    """Return sizes that sum to n and differ by at most one."""
     return np.diff(np.arange(parts + 1) * n // parts)
 
 
 def shares(n: int, proportions: Array) -> Array:
-    """Integer sizes that sum to n: the differences of the rounded cumulative sums of the proportions."""
+    """Return integer sizes that sum to n: the differences of the rounded cumulative sums of the proportions."""
     cuts = np.round(np.cumsum(proportions) * n).astype(np.int64)
     cuts[-1] = n
     return np.diff(cuts, prepend=0)
 
 
 def bounded(concentration: float) -> float:
-    """The concentration, clipped to where numpy's draws neither overflow nor underflow.
+    """Return the concentration, clipped to where numpy's draws neither overflow nor underflow.
 
     Beyond these bounds, all shares are equal, or one is 1, up to rounding.
     """

@@ -61,7 +61,7 @@ def _colours(count: int) -> list[Any]:
 
 
 def report(data: FederatedDataset, title: str) -> Any:
-    """A table for Rich to print: sizes and heterogeneity, and what the first clients hold."""
+    """Return a table for Rich to print: sizes and heterogeneity, and what the first clients hold."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

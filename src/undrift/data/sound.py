@@ -13,7 +13,7 @@ BANDS, FRAMES, WINDOW, RANGE = 40, 64, 512, 80.0
 
 
 def spectrogram(data: bytes) -> np.ndarray:
-    """The first second of a WAV file, as uint8: 255 is its loudest value, 0 is 80 dB or more below that."""
+    """Return the first second of a WAV file, as uint8: 255 is its loudest value, 0 is 80 dB or more below that."""
     with wave.open(io.BytesIO(data)) as file:
         rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
         if not 1000 <= rate <= 384_000:  # one second is read, so the rate bounds the memory
@@ -32,7 +32,7 @@ def spectrogram(data: bytes) -> np.ndarray:
 
 
 def mel_bands(rate: int) -> Tensor:
-    """Triangular filters with equidistant corners in mel, `2595·log₁₀(1 + f/700)`, as bands × frequencies."""
+    """Return triangular filters with equidistant corners in mel, `2595·log₁₀(1 + f/700)`, as bands × frequencies."""
     top = 2595 * np.log10(1 + rate / 2 / 700)
     corners = torch.from_numpy(700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1))
     frequency = torch.linspace(0, rate / 2, WINDOW // 2 + 1, dtype=torch.float64)

@@ -24,18 +24,18 @@ class Source:
     keys: np.ndarray | None = None
     """The natural client of each training sample."""
     test_keys: np.ndarray | None = None
-    """The natural client of each test sample, where clients have test data of their own; -1 for none to train on."""
+    """The natural client of each test sample, if clients have their own test data; -1 if it does not train."""
     take: Take = take
     task: Task = field(default_factory=Task)
     names: list[str] | None = None
-    """The classes' names."""
+    """The names of the classes."""
     clients: Sequence[str] | None = None
-    """The natural clients' names, by key."""
+    """The names of the natural clients, by key."""
     spans: np.ndarray | None = None
     """For overlapping windows: which run of consecutive windows each training sample belongs to."""
     gap: int = 0
-    """How far apart windows must be not to overlap."""
+    """The distance at which windows do not overlap."""
 
     def in_store(self, positions: np.ndarray) -> np.ndarray:
-        """The store's indices of the training samples at these positions."""
+        """Return the store's indices of the training samples at these positions."""
         return positions if self.indices is None else self.indices[positions]

@@ -27,7 +27,7 @@ log = logging.getLogger("undrift")
 
 
 class Recipe(Protocol):
-    """How tables are decoded to arrays, once, and arrays opened as a source, in every run. A frozen dataclass."""
+    """How tables are decoded to arrays, once, and how arrays become a source, in every run. A frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -83,12 +83,12 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
 
 
 def named(name: str, data_dir: str | Path | None = None) -> Source:
-    """A data set by name, from a folder in hub layout or from the hub, decoded on first use."""
+    """Return a data set by name, from a folder in hub layout or from the hub, decoded on first use."""
     return opened(name, RECIPES[name], places_of(RECIPES[name], data_dir))
 
 
 def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[tables.Place]:
-    """The locations of a recipe's tables."""
+    """Return the locations of a recipe's tables."""
     few = getattr(recipe, "limit", None) is not None
     places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir, stream=few)]
     if beside := getattr(recipe, "beside", None):
@@ -98,12 +98,12 @@ def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[tables
 
 
 def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
-    """The source that a recipe makes from these places."""
+    """Return the source that a recipe makes from these locations."""
     return said(recipe, *decoded(name, recipe, places))
 
 
 def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
-    """The source that a recipe makes of arrays, with warnings in every run, since every run depends on it."""
+    """Return the source that a recipe makes of arrays, after logging its warnings, which concern every run."""
     for note in ("assumed", "incomplete"):
         if notes.get(note):
             log.warning("%s", notes[note])
@@ -111,7 +111,7 @@ def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
 
 
 def decoded(name: str, recipe: Recipe, places: list[tables.Place]) -> tuple[dict[str, Tensor], Notes]:
-    """The arrays and notes that a recipe makes from these places, from the cache if they are there."""
+    """Return the arrays and notes that a recipe makes from these locations, from the cache if they are there."""
     every = {field: getattr(recipe, field.name) for field in fields(recipe)}
     settings = {f.name: value for f, value in every.items() if value is not None or "added" not in f.metadata}
     identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
@@ -123,7 +123,7 @@ def names() -> list[str]:
 
 
 def register_data(name: str, function: Callable[[], Any]) -> None:
-    """Give a data set a name that `ud.load` and experiment files know.
+    """Register a data set under a name that `ud.load` and experiment files know.
 
     Example:
         >>> import undrift as ud
@@ -135,8 +135,8 @@ def register_data(name: str, function: Callable[[], Any]) -> None:
         10
 
     Args:
-        name: The name; it replaces a registered data set of the same name.
-        function: A function without arguments that returns a pair `(train, test)`. Each is a pair `(x, y)` of arrays
-            or a torch `Dataset`; `test` may be None.
+        name: The name. An existing data set of this name is replaced.
+        function: A function without arguments that returns a pair `(train, test)`. Each is a pair `(x, y)` of arrays or
+            a torch `Dataset`; `test` may be None.
     """
     FUNCTIONS[name] = function

@@ -22,7 +22,7 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 
 def stacked(data: Any, whose: str, label: str = "label") -> tuple[Samples, Tensor]:
-    """Samples and targets of a pair `(x, y)`, a torch `Dataset` or a Hugging Face one.
+    """Return samples and targets of a pair `(x, y)`, a torch `Dataset` or a Hugging Face one.
 
     A `Dataset` yields `(x, y)`, where x may be a tuple or a dict; `(x1, x2, y)`; or a dict with its labels under
     `label`, `labels` or "label". Lists of tokens that differ in length are padded.
@@ -40,7 +40,7 @@ def stacked(data: Any, whose: str, label: str = "label") -> tuple[Samples, Tenso
 
 
 def partition_labels(y: Tensor) -> np.ndarray:
-    """What partitions and class-balanced fractions go by.
+    """Return what partitions and class-balanced fractions go by.
 
     A sample's class; where it has several labels, as 0s and 1s or as shares, the first or largest; and a single class
     for numbers to predict and for targets with a class at every position.
@@ -54,7 +54,7 @@ def partition_labels(y: Tensor) -> np.ndarray:
 
 
 def _columns(data: Any, label: str) -> tuple[Any, Sequence[Any]]:
-    """The values of x, per input where there are several, and those of y: one value per sample."""
+    """Return the values of x, per input where there are several, and those of y: one value per sample."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return _of_table(dict(data[:]), label)
     samples = [data[i] for i in range(len(data))]
@@ -83,7 +83,7 @@ def _by_name(samples: list[Any]) -> dict[str, Sequence[Any]]:
 
 
 def _of_table(columns: dict[str, Sequence[Any]], label: str) -> tuple[Any, Sequence[Any]]:
-    """The inputs of a table by name, and its labels. Columns of text are left out."""
+    """Return the inputs of a table by name, and its labels. Columns of text are left out."""
     target = next((name for name in (label, "labels", "label") if name in columns), None)
     if target is None:
         raise ValueError(f"there is no {quoted(label)} among {listed(columns)}; name the labels with label=…")
@@ -112,9 +112,9 @@ def _tensors(xs: Any, ys: Sequence[Any]) -> tuple[Samples, Tensor]:
 
 
 def _padded(inputs: dict[str, list[Tensor]], targets: list[Tensor]) -> tuple[Samples, Tensor]:
-    """Tokens, and what is aligned with them, padded with 0 to the longest sample; labels of tokens with -100.
+    """Return tokens, and what is aligned with them, padded with 0 to the longest sample; labels of tokens with -100.
 
-    Without a mask in the data, one is made: attention must not see the padding.
+    If the data have no mask, one is created, since attention must not see the padding.
     """
     tokens = inputs[TOKENS]
     lengths = [len(t) if t.dim() == 1 else None for t in tokens]
@@ -142,7 +142,7 @@ def _stack(values: list[Tensor]) -> Tensor:
 
 
 def _is_picture(x: Any) -> bool:
-    """Whether this is one of Pillow's, whose mode is a string such as "RGB"; tensors have a method of that name."""
+    """Return whether this is a Pillow image, whose mode is a string such as "RGB"; tensors have a method `mode`."""
     return isinstance(getattr(x, "mode", None), str)
 
 

@@ -95,7 +95,7 @@ class Table:
                 yield table, x, rows, 0
 
     def features(self, place: Place) -> dict[str, Any]:
-        """The columns to learn from, with their types. Raises `UndriftError` if one does not hold numbers."""
+        """Return the columns to learn from, with their types. Raises `UndriftError` if one does not hold numbers."""
         every = place.features("train")
         others = {n: f for n, f in every.items() if n not in (self.label, self.client)}
         for asked in (*(self.columns or ()), *(self.drop or ())):
@@ -124,7 +124,7 @@ class Table:
         return features
 
     def _means(self, place: Place, features: dict[str, Any]) -> np.ndarray:
-        """Each column's mean over the rows to train on that have a value."""
+        """Return each column's mean over the rows to train on that have a value."""
         total, known = np.zeros(len(features)), np.zeros(len(features))
         begin = 0
         for table in place.batches("train", list(features)):
@@ -136,12 +136,12 @@ class Table:
         return (total / known).astype(np.float32)
 
     def _known(self, table: Any) -> np.ndarray:
-        """Which rows have a label and a client."""
+        """Return which rows have a label and a client."""
         wanted = [table[name] for name in (self.label, self.client) if name]
         return ~np.any([column.is_null(nan_is_null=True).to_numpy() for column in wanted], 0)
 
     def _assumed(self, place: Place, splits: tuple[str, ...]) -> tuple[bool, str | None]:
-        """Whether float labels are numbers to predict, and a warning if they are all whole, so that we must guess."""
+        """Return whether float labels are numbers to predict, and a warning if all are integers, so that we guess."""
         seen: set[float] = set()
         for table in (table for split in splits for table in place.batches(split, [self.label])):
             y = table[self.label].to_numpy()
@@ -165,7 +165,7 @@ class Table:
         return y
 
     def _numbers(self, column: Any, name: str, place: Place, split: str, begin: int) -> np.ndarray:
-        """A column's values, with NaN for those that are missing, where that is allowed."""
+        """Return a column's values, with NaN for those that are missing, where that is allowed."""
         found = numbers(column, name, place, split)
         wrong = np.isinf(found) if self.missing else ~np.isfinite(found)
         _refuse(wrong, column, name, place, split, np.arange(begin, begin + len(found)))
@@ -188,7 +188,7 @@ class Table:
 
 
 def numbers(column: Any, name: str, place: Place, split: str) -> np.ndarray:
-    """A column as float32, with NaN for empty cells."""
+    """Return a column as float32, with NaN for empty cells."""
     try:
         if str(column.type) == "bool":
             column = column.cast("int8")  # of truth values, Arrow makes no float where one is missing
@@ -219,5 +219,5 @@ def _refuse(
 
 
 def _is_index(column: str) -> bool:
-    """Whether pandas gives this name to an index that it writes."""
+    """Return whether pandas gives this name to an index that it writes."""
     return column in ("", "Unnamed: 0") or column.startswith("__index_level_")

@@ -56,7 +56,7 @@ class Place:
         return [self.name, self.config, *found]
 
     def batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
-        """The given columns of a split, as Arrow tables of at most `BATCH` rows."""
+        """Yield the given columns of a split, as Arrow tables of at most `BATCH` rows."""
         features, read = self._open(split)
         missing = [name for name in columns if name not in features]
         if missing:
@@ -69,11 +69,11 @@ class Place:
             raise _broken(self.name, error) from error
 
     def features(self, split: str) -> dict[str, Any]:
-        """The columns and their types."""
+        """Return the columns and their types."""
         return self._open(split)[0]
 
     def beside(self, named: Any) -> Path:
-        """The file that a cell names. It must be in the table's folder: data must not choose which files are read."""
+        """Return the file that a cell names. It must be in the table's folder: data must not choose what is read."""
         if not isinstance(named, str) or not named:
             raise ValueError("it has neither an image's bytes nor the path of one")
         if self.kind == "hub":  # `datasets` writes absolute paths of files in its cache
@@ -92,7 +92,7 @@ class Place:
         raise ValueError(f"there is no file {quoted(named)} in the table's folder")
 
     def _open(self, split: str) -> tuple[dict[str, Any], Read]:
-        """The split's columns with their types, and a function that reads some of them."""
+        """Return the split's columns with their types, and a function that reads some of them."""
         if self.kind == "hub":
             load = _datasets().load_dataset
             data = self._from_hub(lambda: load(self.name, self.config, split=split, streaming=self.stream))
@@ -122,7 +122,7 @@ class Place:
 
 
 def hub(name: str, config: str | None = None, data_dir: str | Path | None = None, stream: bool = False) -> Place:
-    """A data set by its hub id: from `data_dir` or UNDRIFT_DATA if it is there, else from the hub."""
+    """Return a data set by its hub id: from `data_dir` or UNDRIFT_DATA if it is there, else from the hub."""
     given = data_dir or os.environ.get("UNDRIFT_DATA")
     root = as_path(given) if given else None
     if root is not None and kind(root) != "folder":
@@ -134,7 +134,7 @@ def hub(name: str, config: str | None = None, data_dir: str | Path | None = None
 
 
 def in_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
-    """A folder in hub layout, with `<split>-0000i-of-0000n.parquet` at any depth, or None if it has no such file."""
+    """Return a folder in hub layout, with `<split>-0000i-of-0000n.parquet` at any depth, or None if it has none."""
     folder = folder / config if config and kind(folder / config) == "folder" else folder
     splits: dict[str, list[Path]] = {}
     for file in files_below(folder, {".parquet"}) if kind(folder) == "folder" else ():
@@ -154,7 +154,7 @@ def in_folder(folder: Path, name: str, config: str | None = None) -> Place | Non
 
 
 def _features(file: Path, format: str) -> dict[str, Any]:
-    """The columns of a local table, as a dict: `datasets.Features` copies itself at every access."""
+    """Return the columns of a local table, as a dict: `datasets.Features` copies itself at every access."""
     try:
         schema = _csv(file).schema if format == "csv" else _parquet_schema(file)
         twice = [name for name in schema.names if len(schema.get_all_field_indices(name)) > 1]
@@ -169,7 +169,7 @@ def _features(file: Path, format: str) -> dict[str, Any]:
 
 
 def arrow_features(schema: Any) -> dict[str, Any]:
-    """The columns that an Arrow schema declares, with their types."""
+    """Return the columns that an Arrow schema declares, with their types."""
     return dict(_datasets().Features.from_arrow_schema(schema))
 
 
@@ -205,7 +205,7 @@ def _read_csv(files: Sequence[Path], columns: list[str], features: dict[str, Any
 
 
 def even_batches(tables: Iterable[Any]) -> Iterator[Any]:
-    """The same rows in batches of `BATCH`, so that no sum over batches depends on how a file was written."""
+    """Yield the same rows in batches of `BATCH`, so that no sum over batches depends on how a file was written."""
     import pyarrow as pa
 
     held: list[Any] = []
@@ -226,7 +226,7 @@ def _csv(file: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _csv_at(file: str, size: int, time: int) -> Any:
-    """A CSV file as a table, cached; size and modification time are arguments so that a changed file is read again."""
+    """Return a CSV file as a table, cached by size and modification time, so that a changed file is read again."""
     from pyarrow import csv
 
     return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))
@@ -241,7 +241,7 @@ def _datasets() -> Any:
 
 
 def _kept_by_datasets(name: str) -> list[Path]:
-    """The folders in which `datasets` caches the files of a hub data set."""
+    """Return the folders in which `datasets` caches the files of a hub data set."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     config = _datasets().config
@@ -256,7 +256,7 @@ def _broken(file: str | Path, error: Exception) -> UndriftError:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the root cause."""
+    """Return the first line of the root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().splitlines()

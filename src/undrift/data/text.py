@@ -63,7 +63,7 @@ class Bags:
 
 
 def _counts(ids: Tensor, size: int) -> Tensor:
-    """How often each number below `size` occurs in each sample; samples are padded with `size` itself."""
+    """Return how often each number below `size` occurs in each sample; samples are padded with `size` itself."""
     sample = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
     counts = torch.zeros(len(ids), size + 1, device=ids.device)
     return counts.index_put((sample, ids), torch.ones((), device=ids.device), accumulate=True)[:, :size]
@@ -213,7 +213,7 @@ class Tags:
 
 
 def _tags(cell: list[str] | str) -> list[str]:
-    """A list of tags, from a list or from a string such as `<python><list>` or `python|list`."""
+    """Return a list of tags, from a list or from a string such as `<python><list>` or `python|list`."""
     return re.findall(r"[^<>|,\s]+", cell) if isinstance(cell, str) else list(cell)
 
 
@@ -260,18 +260,18 @@ class Sentences:
 
 
 def words(text: str) -> list[str]:
-    """Words in lower case. A word may contain a point, an apostrophe or a hyphen; `c++` and `c#` are words."""
+    """Return the words in lower case. They may contain a point, an apostrophe or a hyphen; `c++` and `c#` are words."""
     return re.findall(r"[a-z0-9+#]+(?:[.'-][a-z0-9+#]+)*", text.lower())
 
 
 def most_frequent(texts: Iterable[list[str]], count: int) -> list[str]:
-    """The most frequent words; those of equal count in alphabetical order."""
+    """Return the most frequent words; those of equal count in alphabetical order."""
     counted = Counter(word for text in texts for word in text)
     return [word for word, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:count]]
 
 
 def _padded(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
-    """The ids of each text's known words, one row per text, padded with the size of the vocabulary."""
+    """Return the ids of each text's known words, one row per text, padded with the size of the vocabulary."""
     codes = {word: i for i, word in enumerate(vocabulary)}
     known = [[codes[word] for word in text if word in codes] for text in texts]
     padded = np.full((len(texts), max(1, *map(len, known))), len(vocabulary), np.int32)
@@ -285,7 +285,7 @@ def _points(text: str) -> np.ndarray:
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of all ranges, concatenated; first the range that each belongs to, then the numbers."""
+    """Return the numbers of all ranges, concatenated; first the range that each belongs to, then the numbers."""
     sizes = ends - begins
     which = np.repeat(np.arange(len(sizes)), sizes)
     return which, np.arange(sizes.sum()) + np.repeat(begins - np.cumsum(sizes) + sizes, sizes)

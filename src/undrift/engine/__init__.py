@@ -1,1 +1,1 @@
-"""The engines: how a cohort's local training is carried out. Both run the one program in `client.py`."""
+"""The engines: how the local training of a cohort runs. All of them run the program in `client.py`."""

@@ -1,4 +1,4 @@
-"""The interface of an engine, which trains a round's cohort: what it is given and what it returns."""
+"""The interface of engines, which train the cohort of a round: their inputs and their outcome."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ Visit = Callable[[Params, np.ndarray], None]
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """One round's inputs to an engine.
+    """The inputs of an engine for one round.
 
-    The functions of a client (`Program`) are given the two trees merged, so an entry may stand in either.
-    `inputs.py` fills in
+    The functions of a client (`Program`) get the two trees merged, so an entry may be in either. `inputs.py` fills in
 
-    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`; and `real`, where cohorts may be
-      filled up;
+    - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`; and `real`, if cohorts may be filled
+      up;
     - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `lr`,
       `momentum`, `weight_decay`.
 
-    Engines add, per part: `kept` when a client starts, so that the cohort's need not be in memory together, `begun`
-    where a part has `begin`, and `measured` and `prepared`.
+    Engines add, per part: `kept` when a client starts, so that the states of the cohort need not be in memory together,
+    `begun` if a part has `begin`, and `measured` and `prepared`.
 
-    Where a part may choose the clients, or processes share them, a small cohort is filled up to the engine's width with
-    copies of a client that count for nothing (`real` is False), so that every round has the same shapes. They come
+    If a part may choose the clients, or processes share them, a small cohort is filled up to the engine's width with
+    copies of a client that do not count (`real` is False), so that every round has the same shapes. The copies come
     last.
     """
 
     plan: Plan
-    """The cohort that was asked for."""
+    """The planned cohort."""
     filled: Plan
-    """The same, with the clients that fill it up."""
+    """The same, including the clients that fill it up."""
     shared: dict[str, Tree]
     """Common to all clients."""
     clients: dict[str, Tree]
@@ -50,45 +49,45 @@ class RoundInputs:
     batches: Batches
     """Which samples each local step takes."""
     kept: Callable[[Sequence[int]], list[Tree]]
-    """What clients at some places of the cohort have kept: per part, along a first axis."""
+    """Finds the states of clients at given positions in the cohort: per part, along a first axis."""
     keep: Callable[[int, Tree], Any]
-    """Puts away what a client keeps of a part, given the part's place in the method; the result stands for it."""
+    """Stores what a client keeps for a part, given the part's position in the method, and returns a handle."""
     runs: dict[str, Tree] = field(default_factory=dict)
-    """Where several runs train side by side: what the clients of each share, along a first axis (`stacked.py`)."""
+    """If several runs train side by side: what the clients of each share, along a first axis (`stacked.py`)."""
     owner: np.ndarray | None = None
     """Then, per client: the position of its run."""
     mine: np.ndarray | None = None
-    """Where several processes train the cohort: the places in it of those that this one trains. `filled`, `clients` and
-    `batches` are of these alone."""
+    """If several processes train the cohort: the positions of the clients that this one trains. `filled`, `clients` and
+    `batches` then contain only these."""
     all_counts: np.ndarray | None = None
     """Then also the sizes of the whole cohort's batches."""
 
     @property
     def cohort(self) -> int:
-        """How many clients there really are, of those that this process trains."""
+        """The number of real clients that this process trains."""
         return len(self.plan.clients if self.mine is None else self.mine)
 
     @property
     def places(self) -> np.ndarray:
-        """The places in the cohort of the clients that this process trains."""
+        """The positions in the cohort of the clients that this process trains."""
         return np.arange(len(self.plan.clients)) if self.mine is None else self.mine
 
     @property
     def counts(self) -> np.ndarray:
-        """The sizes of the whole cohort's batches, client after client."""
+        """The sizes of the whole cohort's batches, client by client."""
         if self.all_counts is not None:
             return self.all_counts
         return self.batches.counts[: self.plan.steps.sum() * self.batches.per_step]
 
     def own(self, c: int) -> dict[str, Tree]:
-        """What the client at place `c` has of its own."""
+        """Return the own entries of the client at position `c`."""
         alone: dict[str, Tree] = tree_map(lambda t: t[c], self.clients)
         return alone | {"kept": tree_map(lambda t: t[0], self.kept([c]))}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a cohort's training: means and sums; single updates only where a part aggregates them."""
+    """The outcome of a cohort's training: means and sums, and individual updates only if a part aggregates them."""
 
     update: Params
     sums: list[Tree]
@@ -96,21 +95,21 @@ class Outcome:
     weight: Tensor
     """The sum of the weights of the clients that count."""
     size: Tensor
-    """How many clients count: the whole cohort, or those that were not skipped."""
+    """The number of clients that count: the whole cohort, or those that were not skipped."""
     statistics: Params
     """The weighted mean of running statistics."""
     kept: dict[int, dict[int, Any]]
-    """Per part and client: what the client keeps, as `RoundInputs.keep` puts it away."""
+    """Per part and client: what the client keeps, as `RoundInputs.keep` stored it."""
     finite: Tensor | None = None
     """Per client: whether it counts; None unless clients may be skipped."""
     updates: Tree = ()
     """Every client's own update along a first axis, in the order of the cohort, where a part aggregates them."""
     total: Tree = ()
-    """What the means are of, as it was added up: weighted updates, each part's sums, weighted statistics."""
+    """The sums behind the means: weighted updates, each part's sums, weighted statistics."""
     lost: np.ndarray | None = None
-    """By place in the cohort: whose answer did not come or was refused, where clients are elsewhere."""
+    """By position in the cohort, for remote clients: whether a reply is missing or was rejected."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """What the history says about them."""
+    """Columns of the history about them."""
 
 
 class Engine(Protocol):
@@ -123,7 +122,7 @@ class Engine(Protocol):
 
     @property
     def width(self) -> int:
-        """How many clients train side by side: smaller cohorts are filled up to it if parts choose clients."""
+        """The number of clients that train side by side, to which smaller cohorts are filled up if parts choose."""
 
     @property
     def program(self) -> Program:

@@ -1,6 +1,6 @@
 """Which engine, and how many lanes: by rules on the model, the data and the device, never by timing.
 
-So the choice repeats, and with it the bits. The constants come from `python -m benchmarks.cpu`.
+So the choice is reproducible, and so are the results. The constants come from `python -m benchmarks.cpu`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from undrift.tree import tree_bytes
 L = TypeVar("L", bound=LanesEngine)
 
 CPU_CONVOLUTION_FLOPS = 4e7
-"""Convolution work of one lane's forward pass above which a CPU is fastest with one lane."""
+"""The operations of the convolutions in a forward pass above which a CPU is fastest with one lane."""
 CPU_LANE_BYTES = 16 * 2**20
-"""The most that all lanes' weights and batches may take on a CPU: beyond its cache, more lanes do not pay."""
+"""The largest size of all lanes' weights and batches on a CPU. Beyond its cache, more lanes do not help."""
 CPU_PADDING = 4
-"""The most that the widest batch may exceed the mean: beyond it, padding costs a CPU more than lanes save."""
+"""The largest ratio of the largest batch to the mean. Beyond it, padding costs a CPU more than lanes save."""
 CPU_THREAD_BYTES = 4 * 2**20
 """The largest output of a layer for which clients get a thread each; beyond it, they evict each other's cache."""
 GPU_LANE_SHARE = 0.05
@@ -61,17 +61,17 @@ def choose(
     width: int,
     obstacle: str | None = None,
 ) -> Choice:
-    """The engine for a run.
+    """Return the engine for a run.
 
     Args:
-        engine: What the user asked for.
-        lanes: Likewise.
+        engine: The engine that the user asked for.
+        lanes: The number of lanes that the user asked for.
         model: The model as it would run in lanes.
-        obstacle: Why data or loss cannot go into lanes.
+        obstacle: Why the data or the loss cannot be used in lanes, if they cannot.
         data: The clients' data.
-        cohort: How many clients train in a round.
-        steps: The local steps of every client that has data.
-        width: The largest batch.
+        cohort: The number of clients per round.
+        steps: The numbers of local steps of the clients with data.
+        width: The size of the largest batch.
     """
     if engine == "plain":
         return Choice("plain", 1, "asked for")
@@ -90,11 +90,11 @@ def choose(
 
 
 COMPILE_STEPS = 3000
-"""How many local steps of all lanes a run must have for compiling them to pay; it takes about a minute."""
+"""The number of local steps of all lanes from which compiling, which takes about a minute, is worthwhile."""
 
 
 def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: int, steps: float) -> bool:
-    """Whether to compile a step, given how many `steps` a round's clients take together."""
+    """Return whether to compile a step, given how many `steps` a round's clients take together."""
     able = captures(device) and choice.engine == "lanes"
     if asked and not able:
         raise UndriftError("compile=True is for lanes on a GPU; leave it out.")
@@ -102,7 +102,7 @@ def compiles(asked: bool | None, choice: Choice, device: torch.device, rounds: i
 
 
 def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Engine:
-    """The engine that was chosen."""
+    """Return the engine that was chosen."""
     if choice.engine == "plain":
         return PlainEngine(program, data)
     functions = Vectorized(program, data)
@@ -115,7 +115,7 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
 
 
 def build_stacked(choice: Choice, program: Program, data: DeviceData) -> StackedEngine:
-    """The engine for several runs."""
+    """Return the engine for several runs."""
     functions = Vectorized(program, data, apart=True)
     if captures(data.device):
         return _graphs(StackedEngine, choice, functions)
@@ -123,13 +123,13 @@ def build_stacked(choice: Choice, program: Program, data: DeviceData) -> Stacked
 
 
 def _graphs(kind: type[L], choice: Choice, functions: Vectorized) -> L:
-    """A lanes engine whose steps are captured as CUDA graphs."""
+    """Return a lanes engine whose steps are captured as CUDA graphs."""
     compiled = functions.program.model.compute_dtype if choice.compile else None
     return kind(functions, GraphSteps(functions.step, compiled), choice.lanes, trace_passes=True, compiled=compiled)
 
 
 def _largest(model: Model, width: int) -> float:
-    """Bytes of the largest output that a layer gives for a batch."""
+    """Return the size in bytes of the largest output of a layer for a batch."""
     with torch.no_grad():
         outputs = [call.output for call in model.watch(model.trial(), model.sample).calls]
     most = max((out.numel() * out.element_size() for out in outputs), default=0)
@@ -137,12 +137,12 @@ def _largest(model: Model, width: int) -> float:
 
 
 def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: int) -> tuple[int, str]:
-    """How many lanes, and why: as many as keep busy while the longest client trains, and as memory holds."""
+    """Return the number of lanes, and why: as many as stay busy while the longest client trains, within memory."""
     device = data.device
     if device.type == "cpu" and convolution_flops(model, data, width) > CPU_CONVOLUTION_FLOPS:
         return 1, "on a CPU convolutions of this size are fastest one client at a time"
     busy = min(cohort, math.ceil(cohort * steps.mean / steps.largest))
-    batch = 2 * width * tree_bytes(data.sample)  # and at least as much again for what the layers make of it
+    batch = 2 * width * tree_bytes(data.sample)  # and at least as much again for activations
     lane = batch + sum(w.numel() * w.element_size() for w in model.start.values())
     on_gpu = device.type == "cuda"
     memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES
@@ -153,7 +153,7 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: in
 
 
 def convolution_flops(model: Model, data: DeviceData, width: int) -> float:
-    """Operations that the convolutions of one lane's forward pass take, counted on the two samples that it knows."""
+    """Return the operations of the convolutions in one lane's forward pass, counted on the model's two samples."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(model.trial(), model.sample)
     counts = counter.get_flop_counts().get("Global", {})

@@ -1,13 +1,13 @@
 """What one client does in a round, written once for all engines.
 
-A local step is, in this order: the gradient of the loss (with the `logits` and `objective` hooks), plus weight decay,
-then the `gradient` and `step` hooks in the order of `+`, of which clipping and the local optimizer are the last, then
-the rate, the step, and the `project` hooks. The lanes engine maps these functions over a lane axis, the plain engine
-calls them as they are.
+A local step is, in this order: the gradient of the loss (with the `logits` and `objective` hooks); weight decay; the
+`gradient` and `step` hooks in the order of `+`, of which clipping and the local optimizer are the last; the learning
+rate; the step; the `project` hooks.
 
-`given` is what the client is given: one client's entries of `RoundInputs`, both trees merged by `Program.given`.
-`state` is what training changes: `params`; `statistics`, the buffers that the forward pass changes; `carry`, per part;
-`rate_sum`, `work` and `momentum_sum` where a part reads the rates.
+The lanes engine maps these functions over a lane axis, the plain engine calls them directly. `given` has what the
+client is given: one client's entries of `RoundInputs`, both trees merged by `Program.given`. `state` has what training
+changes: `params`; `statistics`, the buffers that the forward pass changes; `carry`, per part; and `rate_sum`, `work`
+and `momentum_sum`, if a part reads the rates.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from undrift.method.work import PersonalState, momentum_of
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
 
-# The step that stands in the key of hooks outside a local step. Hooks of the same step have the same key.
+# The step in the key of hooks outside a local step. Hooks with the same step have the same key.
 PREPARE, CONCLUDE, BEGIN, OWN = (2**31 + i for i in range(4))
 MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(("before", "after", "finish", "cohort"), start=1)}
 
 Clients = list[tuple[Part, Client]]
-"""Every part, with this round's numbers in it, beside the client as that part sees it."""
+"""Every part, with this round's numbers, paired with the client as the part sees it."""
 
 
 class Sent(NamedTuple):
@@ -49,18 +49,18 @@ class Sent(NamedTuple):
     kept: list[Tree]
     """Per part: the client's new state."""
     finite: Tree
-    """Whether all of these are finite; () where that is not asked for."""
+    """Whether all of these are finite; () if that is not checked."""
     update: Tree
     """Its own update, unweighted; () unless a part aggregates."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The functions of one client's round, fixed for the whole run; all of them are pure."""
+    """The functions of one client's round, fixed for the whole run. All of them are pure."""
 
     model: Model
     method: Method
-    """With the parts that stand for local work (`method/work.py`)."""
+    """The method, with the parts for local training (`method/work.py`)."""
     loss: Loss
     weight_decay: bool
     """Whether any round has the weight decay of `Local`, which comes before the parts' hooks."""
@@ -88,7 +88,7 @@ class Program:
         return next(i for i, part in enumerate(self.method.parts) if isinstance(part, PersonalState))
 
     def given(self, shared: Tree, own: Tree) -> dict[str, Tree]:
-        """What a client is given: what all share and its own, with its own values where parameters are personal."""
+        """Return what a client is given: shared and own entries, with its own values of personal parameters."""
         given = {**shared, **own}
         if self.personal and "kept" in given:
             mine = given["kept"][self.personal_state]
@@ -97,7 +97,7 @@ class Program:
         return given
 
     def clients(self, given: Tree, step: Tensor | int, local: bool = False) -> Clients:
-        """Every part and the client as it sees it; `local` in a local step, elsewhere `step` only separates draws."""
+        """Return every part with the client as it sees it. Outside of a local step, `step` only separates draws."""
         step = torch.full_like(given["id"], step) if isinstance(step, int) else step
         base = Client(
             id=given["id"],
@@ -125,24 +125,24 @@ class Program:
 
     # ---- before the first step -------------------------------------------------------------------------------
     def begin(self, given: Tree) -> Params:
-        """The weights that local training starts from."""
+        """Return the weights that local training starts from, by the parts' `begin` hooks."""
         params, clients = given["start"], self.clients(given, BEGIN)
         for part, client in (clients[i] for i in self.using["begin"]):
             params = aligned(call(part, "begin", params, client), params, part, "begin")
         return params
 
     def starting(self, given: Tree) -> Params:
-        """The weights that local training starts from, once `begin` has been called where a part has it."""
+        """Return the weights that local training starts from, after `begin` has been called if a part has it."""
         found: Params = given.get("begun", given["start"])
         return found
 
     def measure(self, params: Params, given: Tree, batch: Batch, when: str, number: Tensor) -> Tree:
-        """Each measuring part's sums over batch `number` of a pass over the client's data."""
+        """Return each measuring part's sums over batch `number` of a pass over the client's data."""
         found: list[Tree] = [() for _ in self.method.parts]
         for i, (part, client) in enumerate(self.clients(given, MEASURE[when] + number)):
             if part.measures == when:
                 own = call(part, "measure", params, batch, client)
-                own = self.without_personal(own) if when in ("cohort", "finish") else own  # others stay at the client
+                own = self.without_personal(own) if when in ("cohort", "finish") else own  # others stay with the client
                 found[i] = tree_map(lambda t: _summable(t, given), own)
         return found
 
@@ -185,7 +185,7 @@ class Program:
         k: Tensor,
         differentiate: Differentiate,
     ) -> Tree:
-        """One local step on the first of its batches.
+        """Take one local step, on the first of its batches.
 
         Args:
             state: The training state.
@@ -242,7 +242,7 @@ class Program:
         statistics: Params | None = None,
         row: Row | None = None,
     ) -> Tensor:
-        """The loss of each sample of a batch, through the parts' `logits` and `objective` hooks.
+        """Return the loss of each sample of a batch, through the parts' `logits` and `objective` hooks.
 
         With `row`, the batch is that row of a larger one, whose draws it has.
         """
@@ -263,7 +263,7 @@ class Program:
         return losses
 
     def _losses(self, z: Tensor, y: Tensor, changed: list[str]) -> Tensor:
-        """The loss of each sample; one that fails may fail for what `logits` hooks made of the outputs."""
+        """Return the loss of each sample. If the loss function fails, `logits` hooks may be the cause."""
         try:
             return self.loss(z, y)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -274,7 +274,7 @@ class Program:
             ) from error
 
     def multiplier(self, k: Tensor, clients: Clients, params: Params) -> Tree:
-        """The product of the parts' rates in step k: a float64 number, or a tree where one of them is."""
+        """Return the product of the parts' rates in step k: a float64 number, or a tree if one of them is."""
         product: Tree = torch.ones((), dtype=torch.float64, device=k.device)
         for part, client in (clients[i] for i in self.using["rate"]):
             rate = call(part, "rate", k.to(self.model.accum_dtype), client)
@@ -294,13 +294,13 @@ class Program:
 
     # ---- after the last step ---------------------------------------------------------------------------------
     def latest(self, before: list[Tree], after: list[Tree]) -> list[Tree]:
-        """Each part's measurements by the end of training."""
+        """Return each part's measurements at the end of training."""
         return [
             a if part.measures == "after" else b for part, b, a in zip(self.method.parts, before, after, strict=True)
         ]
 
     def conclude(self, state: Tree, given: Tree, skip: bool = False) -> Sent:
-        """What a client sends and keeps; see `Sent`. With `skip`, one whose numbers are not finite sends zeros."""
+        """Return what a client sends and keeps (`Sent`). With `skip`, a client with non-finite values sends zeros."""
         final, start, begun = state["params"], given["start"], self.starting(given)
         trained = tree_sub(final, begun)
         update = trained if begun is start else tree_sub(final, start)
@@ -336,7 +336,7 @@ class Program:
         return Sent(sent, tree_where(finite, kept, given["kept"]), finite, gathered)
 
     def without_personal(self, tree: Tree, drop: bool = False) -> Tree:
-        """The tree with zeros for what is personal, wherever it has a dict by parameter or buffer; or without it."""
+        """Return the tree without personal entries, or with zeros there, in every dict by parameter or buffer."""
         if not self.personal:
             return tree
         if isinstance(tree, dict):
@@ -349,7 +349,7 @@ class Program:
         return tree
 
     def own(self, given: Tree) -> Params:
-        """The weights that this client would use."""
+        """Return the weights that this client would use."""
         params, clients = given["start"], self.clients(given, OWN)
         for part, client in (clients[i] for i in self.using["own"]):
             params = aligned(call(part, "own", params, client), params, part, "own")
@@ -357,19 +357,19 @@ class Program:
 
 
 def with_carries(clients: Clients, carries: list[Tree]) -> Clients:
-    """The clients with each part's carry, if there are any."""
+    """Return the clients with each part's carry, if there are any."""
     if not carries:
         return clients
     return [(part, replace(client, carry=carry)) for (part, client), carry in zip(clients, carries, strict=True)]
 
 
 def _as_tensor(leaf: Any, given: Tree) -> Tensor:
-    """A tensor as it is; a Python number as one on the device, without loss of precision."""
+    """Return a tensor unchanged, and a Python number as a tensor on the device, in full precision."""
     exact = torch.float64 if isinstance(leaf, float) else None
     return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, dtype=exact, device=given["id"].device)
 
 
 def _summable(leaf: Any, given: Tree) -> Tensor:
-    """Votes and counts add up as whole numbers: bytes would overflow, and True + True is True."""
+    """Return votes and counts as integers: bytes would overflow when summed, and True + True is True."""
     leaf = _as_tensor(leaf, given)
     return leaf if leaf.is_floating_point() else leaf.long()

@@ -20,15 +20,15 @@ MEMORY_SHARE = 0.25
 """The share of a GPU's memory that all clients' states may take before they move to the host's memory."""
 
 Kept = dict[int, dict[int, Any]]
-"""By part and client: the tree that it keeps, or the slot of a file that has it."""
+"""By part and client: the tree that it keeps, or the slot of a file with the tree."""
 
 
 @dataclass(frozen=True)
 class ClientStates:
-    """The state that clients keep between rounds: a tree per part and client, for the clients that have taken part.
+    """The state that clients keep between rounds: one tree per part and client, for clients that have taken part.
 
-    A value: `updated` returns a new one, which shares the trees that have not changed. States lie where they are used,
-    or in the host's memory if those of all clients might take too much of a GPU's, or in `files`.
+    A value: `updated` returns a new one, which shares the trees that have not changed. States are on the device; or in
+    host memory, if those of all clients might take too much of a GPU's; or in `files`.
     """
 
     parts: Mapping[int, Table]
@@ -36,21 +36,22 @@ class ClientStates:
     device: torch.device
     population: int
     files: SlotFiles | None = None
-    """Where the states of clients that train go; None keeps them in memory."""
+    """The files for the states; None keeps them in memory."""
     changed: Table = field(default_factory=Table)
-    """By client: how many rounds were done when its states last changed."""
+    """By client: the number of rounds done when its states last changed."""
 
     @classmethod
     def none(
         cls, method: Method, device: torch.device, population: int, files: SlotFiles | None = None
     ) -> ClientStates:
-        """Before the first round."""
+        """Return the states before the first round."""
         return cls({i: Table() for i, _ in method.overriding("keep")}, device, population, files)
 
     def reader(self, method: Method, clients: np.ndarray, start: Params) -> Callable[[Sequence[int]], list[Tree]]:
-        """Finds the states of those at some places among `clients`: per part, along a new first axis.
+        """Return a function from positions in `clients` to these clients' states: per part, along a new first axis.
 
-        So a cohort's states need not be in memory together. A newcomer's is what `keep` returns.
+        So the states of a cohort need not be in memory together. The state of a client that is new is what `keep`
+        returns.
         """
         fresh = {i: tree_to(call(method.parts[i], "keep", start), self.device) for i in self.parts}
 
@@ -67,9 +68,9 @@ class ClientStates:
         return tree_to(state.read() if isinstance(state, Slot) else state, self.device)
 
     def keep(self, part: int, state: Tree) -> Any:
-        """What a client that has trained keeps of this state of a part: a copy, or where it was written to.
+        """Return what to keep of a client's new state of a part: a copy, or the slot that it was written to.
 
-        It goes where it will lie at once, for a large cohort's states may not fit beside one another on a GPU.
+        It is stored at once, since the states of a large cohort may not fit into a GPU's memory together.
         """
         if self.files:
             return self.files.write(part, state)
@@ -77,7 +78,7 @@ class ClientStates:
         return tree_clone(state) if home == self.device else tree_to(state, home)
 
     def updated(self, new: Kept, rounds: int) -> ClientStates:
-        """With these states in the place of what their clients had, after so many `rounds`."""
+        """Return the states with these in place of the clients' previous ones, after this number of `rounds`."""
         some = [next(iter(states.values())) for states in new.values() if states]
         home = self._home(sum(tree_bytes(state) for state in some if not isinstance(state, Slot)))
         parts = dict(self.parts)
@@ -88,16 +89,16 @@ class ClientStates:
         return replace(self, parts=parts, changed=changed)
 
     def changed_since(self, rounds: int) -> set[int]:
-        """The clients whose states have changed since so many rounds were done; -1 gives all that have any."""
+        """Return the clients whose states have changed since this round; -1 returns all that have states."""
         return {client for client, when in self.changed.items() if when > rounds}
 
     def slots(self) -> dict[int, dict[int, Slot]]:
-        """By part and client: the states that lie in files."""
+        """Return the states in files, by part and client."""
         found = {i: {c: s for c, s in states.items() if isinstance(s, Slot)} for i, states in self.parts.items()}
         return {i: slots for i, slots in found.items() if slots}
 
     def _home(self, one: int) -> torch.device:
-        """Where states lie, if that of one client takes so many bytes."""
+        """Return the device of the states, given the size of one client's in bytes."""
         if self.device.type == "cpu":
             return self.device
         room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
@@ -105,10 +106,10 @@ class ClientStates:
 
 
 def in_memory(kept: Kept) -> list[Tree]:
-    """What clients keep in memory."""
+    """Return what clients keep in memory."""
     return [state for states in kept.values() for state in states.values() if not isinstance(state, Slot)]
 
 
 def finite_in_files(kept: Kept) -> bool:
-    """Whether all that clients keep in files is finite."""
+    """Return whether all that clients keep in files is finite."""
     return all(state.finite for states in kept.values() for state in states.values() if isinstance(state, Slot))

@@ -1,10 +1,9 @@
-"""torch's compiler, with two precautions.
+"""Torch's compiler, with two precautions.
 
-Kernels are chosen by rule. By default the compiler times variants, some of which sum in another order, and takes the
-fastest; two processes could then give different bits.
-
-The first call also runs the uncompiled program and compares the results: torch 2.11 silently gets the gradient of SiLU
-before pooling wrong in bfloat16, by more than half its norm. Where the two differ, the run goes on uncompiled.
+Kernels are chosen by rule. By default, the compiler times variants, some of which sum in another order, and takes the
+fastest, so that two processes could give different bits. And the first call also runs the uncompiled program and
+compares the results: in bfloat16, torch 2.11 silently computes the gradient of SiLU before pooling incorrectly, by more
+than half its norm. If the two differ, the run continues uncompiled.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ TF32 = 2.0**-11
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function through torch's compiler, with static shapes: dynamic ones made some kernels ten times slower."""
-    from torch._inductor import config  # takes a second, which only runs that compile should pay
+    """Return the function, compiled with static shapes: dynamic ones made some kernels ten times slower."""
+    from torch._inductor import config  # takes a second, and only runs that compile need it
 
     by_rule: dict[str, Any] | None = {"deterministic": True} if hasattr(config, "deterministic") else None
     return torch.compile(function, dynamic=False, options=by_rule, **options)
 
 
 class Tried:
-    """A program and its compiled form. The first call runs both and compares; later calls run the one to be trusted."""
+    """A program and its compiled form. The first call runs both and compares; later calls run the correct one."""
 
     def __init__(self, program: Callable[..., list[Tensor]], compute: torch.dtype) -> None:
         self.program, self.compute = program, compute
@@ -48,9 +47,9 @@ class Tried:
 
 
 def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> float:
-    """‖found − wanted‖ / ‖wanted − start‖ over all tensors of floats as one vector.
+    """Return ‖found − wanted‖ / ‖wanted − start‖ over all floating-point tensors as one vector.
 
-    NaN where that says nothing: `wanted` is not finite, or it equals `start` and `found` equals it.
+    NaN if that is not informative: if `wanted` is not finite, or if `found` and `wanted` both equal `start`.
     """
     error, size = 0.0, 0.0
     for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -66,10 +65,10 @@ def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[
 
 
 def trusted(off: float, compute: torch.dtype) -> bool:
-    """Whether rounding alone explains a distance, in the precision of the products.
+    """Return whether rounding alone explains a distance, in the precision of the products.
 
     A rounding error of u flips about that share of a model's kinks (ReLU, pooling), whose gradients are then entirely
-    wrong: √u of the norm. The bound is four times that. NaN says nothing, so it passes.
+    wrong, which is √u of the norm. The bound is four times that. NaN is not informative, so it passes.
     """
     tf32 = compute == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     bound = 4 * math.sqrt(TF32 if tf32 else ROUNDING[compute])

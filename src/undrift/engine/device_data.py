@@ -1,4 +1,4 @@
-"""The clients' data on the device, or on the host for lack of room there."""
+"""The clients' data on the device, or on the host if they do not fit there."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DeviceData:
         self.measure_width = -(-most // -(-most // MEASURE_BATCH))  # the largest client in equal batches
 
     def place(self, samples: Rows) -> Rows:
-        """These samples where they are evaluated from; those of the clients' own store are there already."""
+        """Return these samples placed for evaluation; those of the clients' own store are in place already."""
         own = samples.store is self.data.store
         if self.host if own else self.stays(samples.store):
             return HostRows(samples.store, samples.index, samples.take, self._host(samples.store, samples.take))
@@ -67,16 +67,16 @@ class DeviceData:
         return self.data.take(self.store, torch.zeros(1, dtype=torch.int64, device=where))[0]
 
     def indices(self, clients: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Indices into the store, from positions within each client's data (clients along the first axis)."""
+        """Return indices into the store, from positions within each client's data (clients along the first axis)."""
         offsets = self.data.offsets[clients].reshape(-1, *[1] * (positions.ndim - 1))
         return self.index[offsets + positions]
 
     def rows(self, indices: np.ndarray) -> Tree:
-        """On the device: what the samples at `indices`, of any number of axes, are made from."""
+        """Return, on the device, the rows from which the samples at `indices`, of any number of axes, are made."""
         return self.host.rows(indices) if self.host else to_device(torch.from_numpy(indices), self.device)
 
     def batch(self, rows: Tree, mask: Tensor) -> Batch:
-        """The samples of `rows`, which have the axes of `mask`."""
+        """Return the samples of `rows`, with the axes of `mask`."""
         if self.host:
             x, y = self.host.finish(rows, mask.dim())
         else:
@@ -85,7 +85,7 @@ class DeviceData:
         return Batch(x, y, mask.to(self.dtype))
 
     def feed(self, items: Iterable[Arrays]) -> contextlib.AbstractContextManager[Iterator[Iterable[Any]]]:
-        """Per item, its arrays on the device in pieces along the first axis; with `rows` for indices, the first."""
+        """Yield each item's arrays on the device, in pieces along the first axis, with `rows` in place of indices."""
         if self.host:
             return Feed(items, self.host.on_host, self.host.sample_bytes, self.device)
         return contextlib.nullcontext([self._moved(arrays)] for arrays in items)

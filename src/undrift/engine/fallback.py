@@ -1,5 +1,4 @@
-"""From the lanes engine to fewer lanes, when memory runs out; or to the plain one, when training shows that lanes
-cannot run the model, the loss or a hook."""
+"""Fallbacks of the lanes engine: to fewer lanes if memory runs out, and to the plain engine if lanes fail otherwise."""
 
 from __future__ import annotations
 
@@ -20,19 +19,17 @@ log = logging.getLogger("undrift")
 
 
 class Fallback:
-    """Trains with lanes until that fails; from then on, that round included, with fewer lanes or the plain engine.
+    """Trains with lanes until they fail, and from that round on with fewer lanes or the plain engine.
 
-    Where memory runs out, the number of lanes is halved until it does not. Where lanes fail otherwise, or one is still
-    too many, everything goes to what `plain` makes.
-
-    A round is a function of its inputs, so the one that failed is run again from its beginning. If the plain engine
-    fails on it too, that error is the user's to see.
+    If memory runs out, the number of lanes is halved until it suffices. If lanes fail otherwise, or one lane is still
+    too many, the engine that `plain` builds takes over. A round is a function of its inputs, so the one that failed
+    restarts from its beginning. If the plain engine fails on it too, the user sees that error.
 
     Args:
-        lanes: Makes the engine for a number of lanes.
-        count: How many to begin with.
-        plain: Makes the engine that runs everything; None where lanes were asked for, and their failure is an error.
-        narrowed: Called with the round in which memory ran out, from 0, and the lanes that are left.
+        lanes: Builds the engine for a number of lanes.
+        count: The initial number of lanes.
+        plain: Builds the plain engine; None if the user asked for lanes, whose failure is then an error.
+        narrowed: Called with the round in which memory ran out, from 0, and the new number of lanes.
         switched: Called with the round in which lanes failed, from 0, and the reason.
     """
 
@@ -64,7 +61,7 @@ class Fallback:
         return found
 
     def narrow(self, t: int, lanes: int) -> None:
-        """Train with so many lanes from now on."""
+        """Train with this number of lanes from now on."""
         self.engine = self.lanes(lanes)
         self.narrowed(t, lanes)
 
@@ -79,7 +76,7 @@ class Fallback:
         while not self.fallen:
             try:
                 return work(self.engine)
-            except Exception as error:  # whatever a model, a loss or a hook may raise under vmap or while it is traced
+            except Exception as error:  # a model, a loss or a hook may raise anything under vmap or while it is traced
                 memory = out_of_memory(error)
                 halve = memory and self.width > 1
                 if not halve:
@@ -108,7 +105,7 @@ class Fallback:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether a GPU's memory has run out: also where that broke off a capture or a hook, whose error hides it."""
+    """Return whether a GPU's memory has run out, also if the error of a capture or a hook hides it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error):
             return True
@@ -117,7 +114,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def explained(error: Exception) -> UndriftError:
-    """A sentence on what to do."""
+    """Return advice for the user, in one sentence."""
     return UndriftError(
         f'The lanes engine failed ({first_sentence(error)}). engine="auto" goes on with the plain engine where it must.'
     )

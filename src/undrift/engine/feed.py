@@ -1,8 +1,8 @@
-"""Data that are not on the device: read ahead in a thread and sent there while the device computes.
+"""Data that are not on the device: read ahead in a thread, and sent there while the device computes.
 
-A feed is given what will be needed, in order. It cuts that into pieces of several steps, gathers a piece in the
-background, starts its transfer on a stream of its own, and hands it over when the training gets there. It stays a few
-pieces ahead of the device, not of the host, which on a GPU runs far ahead itself: so memory is bounded.
+A feed gets what will be needed, in order. It cuts that into pieces of several steps, gathers each piece in the
+background, starts its transfer on a separate stream, and returns it when training gets there. It stays a few pieces
+ahead of the device rather than of the host, which runs far ahead of a GPU. So memory is bounded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from undrift.engine.graph import CAPTURING, piece_steps
 from undrift.tree import Tree, to_device, tree_leaves, tree_map
 
 AHEAD = 4
-"""How many pieces may be on their way: read, in transfer, or not yet used by the device."""
+"""The number of pieces that may be read, in transfer, or not yet used by the device."""
 CPU_AHEAD = 2
 """The same without a GPU, where nothing is in transfer."""
 CPU_PIECE_BYTES = 2**22
-"""How large a piece is there; on a GPU, as large as a graph's buffers."""
+"""The size of a piece there. On a GPU, it is that of a graph's buffers."""
 
 Arrays = tuple[np.ndarray, ...]
 """Indices of samples, and whatever goes with them, with steps along the first axis."""
@@ -66,14 +66,14 @@ class Feed:
             yield self._pieces()
 
     def _pieces(self) -> Iterator[Any]:
-        """The pieces of the item that has just begun."""
+        """Yield the pieces of the current item."""
         while (found := self._next()) is not None:
             piece, sent = found
             if sent is not None:
                 now = torch.cuda.current_stream(self.device)
                 now.wait_event(sent)
                 for tensor in tree_leaves(piece):
-                    tensor.record_stream(now)  # its memory is not used again before this stream has got here
+                    tensor.record_stream(now)  # its memory is not reused before this stream has reached this point
             yield piece
             del piece, found
             self.free.put(torch.cuda.current_stream(self.device).record_event() if sent is not None else None)
@@ -85,7 +85,7 @@ class Feed:
         return found
 
     def _fill(self) -> None:
-        """In the background: an item is a mark, its pieces, and None; None alone ends it all."""
+        """In the background, put a mark, the pieces and None into the queue for each item, and None at the end."""
         try:
             with torch.no_grad(), self._on_side_stream():
                 for arrays in self.items:
@@ -103,22 +103,22 @@ class Feed:
             self.ready.put(error)
 
     def _wait(self) -> None:
-        """Until the device is done with an earlier piece."""
+        """Wait until the device is done with an earlier piece."""
         used = self.free.get()
         if used is not None and not self.stopped:
             with CAPTURING:
                 used.synchronize()
 
     def _piece(self, arrays: list[np.ndarray]) -> Any:
-        """The samples, and what goes with them, on the device."""
+        """Return the samples and their other arrays, on the device."""
         rows = self.gather(arrays[0])
         with CAPTURING:
             piece = tree_map(lambda t: to_device(t, self.device), (rows, *map(torch.from_numpy, arrays[1:])))
-            del rows  # pinned memory, whose return is a matter of events too
+            del rows  # pinned memory, whose release also depends on events
             return piece, self.stream.record_event() if self.stream is not None else None
 
     def _on_side_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Where transfers are launched; a thread has its own current device."""
+        """Return the context in which to launch transfers; a thread has its own current device."""
         if self.stream is None:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -132,12 +132,12 @@ def mark_as_of_data(error: BaseException) -> None:
 
 
 def of_data(error: BaseException) -> bool:
-    """Whether an error is one of reading data, which no other engine would read better."""
+    """Return whether an error comes from reading data, so that another engine would not help."""
     return "of_data" in vars(error)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory to gather into; for a GPU of a kind that it can read without the host's help."""
+    """Return memory to gather into: for a GPU, pinned memory, which it reads without the host's help."""
     if device.type != "cuda":
         return torch.empty(shape, dtype=dtype)
     with CAPTURING:
@@ -148,7 +148,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
-    """One stream per device for all transfers."""
+    """Return one stream per device for all transfers."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 Differentiate = Callable[[Callable[[Params], tuple[Tensor, Params]], Params], tuple[Params, Params]]
 """The gradient of a function of the weights, as an engine computes it. The function also returns the buffers that it
-changed, which are passed on beside the gradient."""
+changed, which are returned with the gradient."""
 
 AUGMENT = 2**16 - 1
-"""The stream of a step's draws that changes its batch: the last of the model's own, before those of the parts."""
+"""The stream of a step's augmentation: the last of the model's own, before those of the parts."""
 
 
 class StepGradients:
@@ -52,9 +52,9 @@ class StepGradients:
         self.buffers: Params = {}
 
     def first(self, params: Params, statistics: Params) -> tuple[Params, Params]:
-        """The gradient of the step itself, which is kept for hooks that ask for it again, and the buffers after it.
+        """Return the gradient of the step itself and the buffers after it, and keep both for hooks that ask again.
 
-        The buffers before the step are kept, too: gradients at other weights start from these.
+        The buffers before the step are kept too, since gradients at other weights start from them.
         """
         self.buffers = statistics
         g, after = self._at(params, 0)
@@ -94,7 +94,7 @@ class StepGradients:
         data, key = self.batches[batch], self.keys[batch]
 
         def loss(w: Params) -> tuple[Tensor, Params]:
-            buffers = tree_map(torch.clone, self.buffers)  # here, for `grad` refuses to write to what is outside of it
+            buffers = tree_map(torch.clone, self.buffers)  # here, since `grad` refuses to write to tensors from outside
             return mean_loss(self.program.objective(w, data, key, self.clients, buffers), data.mask), buffers
 
         with self.program.model.seeding(key):
@@ -120,6 +120,6 @@ class StepGradients:
 
 
 def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the losses over real samples."""
+    """Return the mean of the losses over real samples."""
     mask = mask.to(losses.dtype)
     return (losses * mask).sum() / mask.sum()

@@ -1,11 +1,11 @@
 """A local step on a GPU: captured once as a CUDA graph, then replayed.
 
-Everything the step reads lies in buffers with fixed addresses: the training state, which replays change in place, what
-lanes have of their own, and the batches of several steps, from which a counter on the device selects the current one.
-So a segment of steps is one replay per step, and none of them waits for the host.
+Everything that the step reads is in buffers with fixed addresses: the training state, which replays change in place,
+the lanes' own entries, and the batches of several steps, from which a counter on the device selects the current one. So
+a segment of steps is one replay per step, and none of them waits for the host.
 
-The graph is captured when it is built, before the buffers hold anything, and never again: a segment longer than the
-buffers goes through them in pieces. So no warm-up can run on the state of a client that is in the middle of training.
+The graph is captured when it is built, before the buffers contain anything, and never again: a segment longer than the
+buffers goes through them in pieces. So a warm-up never runs on the state of a client in the middle of training.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 Program = Callable[..., list[Tensor]]
 
 PIECE_STEPS = 64
-"""How many steps' batches the buffers hold at most: filling them takes microseconds, far less than the steps."""
+"""The largest number of steps whose batches the buffers hold. Filling them takes far less time than the steps."""
 PIECE_BYTES = 16 * 2**20
-"""How much memory these batches may take; a step whose own batch is larger has buffers for itself alone."""
+"""The memory that these batches may take. If one step's batch is larger, the buffers hold a single step."""
 
 CAPTURING = threading.RLock()
 """Held while a graph is captured, when no other thread may allocate memory or wait for events."""
 
 
 def piece_steps(step_bytes: int, most: int | None = None) -> int:
-    """How many steps' batches the buffers hold, given what one takes; or others that hold at most so many bytes."""
+    """Return how many steps' batches the buffers hold, given the size of one, within a limit in bytes."""
     return max(1, min(PIECE_STEPS, (most or PIECE_BYTES) // max(1, step_bytes)))
 
 
 def captures(device: torch.device) -> bool:
-    """Whether steps on this device are captured as graphs."""
+    """Return whether steps on this device are captured as graphs."""
     return device.type == "cuda"
 
 
@@ -51,7 +51,7 @@ class StepGraph:
     def __init__(
         self, program: Program, state: Tree, rest: Tree, batch: tuple[Tensor, ...], compiled: torch.dtype | None = None
     ) -> None:
-        """`state`, `rest` and `batch` only show their shapes. `compiled`: see `Traced`."""
+        """`state`, `rest` and `batch` only provide shapes. For `compiled`, see `Traced`."""
         self.state_tree = tree_structure(state)
         self.state = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(state)]
         self.rest = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tree_leaves(rest)]
@@ -65,7 +65,7 @@ class StepGraph:
         self.graph = self._capture()
 
     def run(self, state: Tree, rest: Tree, batches: tuple[Tensor, ...]) -> Tree:
-        """Take the steps that `batches` holds along its first axis. Returns the state, which lies in the buffers."""
+        """Take the steps that `batches` holds along its first axis. Returns the state, which is in the buffers."""
         leaves, others = tree_leaves(state), tree_leaves(rest)
         if self.untried:
             self._try(leaves, others, [t[0] for t in batches], self.untried)
@@ -87,7 +87,7 @@ class StepGraph:
         return tree_unflatten(self.state, self.state_tree)
 
     def _try(self, state: list[Tensor], rest: list[Tensor], batch: list[Tensor], compute: torch.dtype) -> None:
-        """Take the first step on copies, as compiled and as it was before, and keep the latter where they differ.
+        """Take the first step on copies, compiled and uncompiled, and keep the uncompiled step if they differ.
 
         No buffer holds live state yet, so another graph may still be captured.
         """
@@ -111,7 +111,7 @@ class StepGraph:
                 self._once()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile: NCCL's looks at its events.
+        # Other threads may use the GPU meanwhile: NCCL's polls its events.
         with CAPTURING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._once()
         return graph
@@ -123,7 +123,7 @@ class StepGraph:
 
 
 def _mutating(program: Program, count: int, compiled: bool) -> Callable[..., Any]:
-    """The program with its first `count` arguments, the state, changed in place instead of returned anew."""
+    """Return the program with its first `count` arguments, the state, changed in place rather than returned."""
     moved = _moved(program, count) if compiled and isinstance(program, GraphModule) else {}
 
     def step(*leaves: Tensor) -> None:
@@ -139,7 +139,7 @@ def _mutating(program: Program, count: int, compiled: bool) -> Callable[..., Any
 
 
 def _moved(program: GraphModule, count: int) -> dict[int, int]:
-    """Which tensors of the new state are mere copies of which of the old: a carry hands them on to the next step."""
+    """Return which tensors of the new state are copies of which of the old, since a carry passes them on."""
     nodes = list(program.graph.nodes)
     inputs, (outputs,) = [n for n in nodes if n.op == "placeholder"], nodes[-1].args
     found = {}
@@ -153,7 +153,7 @@ def _moved(program: GraphModule, count: int) -> dict[int, int]:
 
 
 def _moving(step: Callable[..., Any], moved: dict[int, int]) -> Callable[..., Any]:
-    """A compiled step, around which the state `moved` is copied by hand.
+    """Return a compiled step that copies the state `moved` by hand.
 
     Torch's compiler (2.11, 2.13) drops the copy of an argument and reads it after overwriting it.
     """
@@ -200,7 +200,7 @@ _made = itertools.count()
 
 
 def _of_its_own(function: Any) -> Any:
-    """A copy of the function with its own code object: torch compiles each for at most eight sets of shapes."""
+    """Return a copy of the function with its own code object: torch compiles each for at most eight sets of shapes."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_made)}")
     return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
@@ -221,7 +221,7 @@ def _update_in_place(program: GraphModule, count: int) -> None:
 
 
 def _readers(node: Node) -> set[Node]:
-    """The nodes that read a tensor or a view of it."""
+    """Return the nodes that read a tensor or a view of it."""
     found: set[Node] = set()
     waiting = [node]
     while waiting:

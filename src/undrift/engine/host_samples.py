@@ -18,28 +18,28 @@ from undrift.tree import Tree, to_device, tree_bytes, tree_leaves, tree_map
 
 
 class HostSamples:
-    """A store on the host, from which samples are gathered there and finished on the device.
+    """A store on the host, from which samples are gathered there and completed on the device.
 
-    A `take` in two halves (`in_halves`) gathers on the host in the types of the store, so that pictures travel as
-    bytes, and computes on the device what it would compute there anyway. Any other runs on the host as a whole.
+    A `take` in two halves (`in_halves`) gathers on the host in the dtypes of the store, so that images travel as bytes,
+    and computes the rest on the device. Any other `take` runs on the host as a whole.
     """
 
     def __init__(self, store: Store, take: Take, device: torch.device) -> None:
         self.store, self.whole, self.device = store, take, device
         self.gather: Any = getattr(take, "gather", None)
         self.rest: Store = {}
-        """What the second half of `take` reads beside the rows, such as means; on the device."""
+        """What the second half of `take` reads in addition to the rows, such as means; on the device."""
         if self.gather is not None:
             rows = self.gather(store, torch.zeros(1, dtype=torch.int64))
             self.rest = {name: t.to(device) for name, t in store.items() if name not in rows}
 
     @cached_property
     def sample_bytes(self) -> int:
-        """What one sample takes on its way to the device."""
+        """The size of one sample in transfer, in bytes."""
         return tree_bytes(self.on_host(np.zeros(1, np.int64)))
 
     def on_host(self, indices: np.ndarray) -> Tree:
-        """What the samples at `indices`, of any number of axes, are made from on the device."""
+        """Return the rows at `indices`, of any number of axes, from which the device makes samples."""
         flat = torch.from_numpy(np.ascontiguousarray(indices).reshape(-1))
         if self.gather is not None:
             rows = self.gather(self.store, flat, self._pick)
@@ -48,11 +48,11 @@ class HostSamples:
         return tree_map(lambda t: t.reshape(*indices.shape, *t.shape[1:]), rows)
 
     def rows(self, indices: np.ndarray) -> Tree:
-        """The same on the device."""
+        """Return the same, on the device."""
         return tree_map(lambda t: to_device(t, self.device), self.on_host(indices))
 
     def finish(self, rows: Tree, axes: int = 1) -> tuple[Samples, Tensor]:
-        """The samples, from rows on the device; `axes` is how many axes the indices had."""
+        """Return the samples, from rows on the device; `axes` is the number of axes of the indices."""
         shape = tree_leaves(rows)[0].shape[:axes]
         flat = tree_map(lambda t: t.reshape(-1, *t.shape[axes:]), rows)
         take: Any = self.whole

@@ -32,9 +32,9 @@ def build_inputs(
     seed: int,
     fills: bool,
 ) -> RoundInputs:
-    """The cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds.
+    """Return the cohort of `plan` as tensors on the device. Without `states`, clients have none from earlier rounds.
 
-    `fills` is whether cohorts of this run may be filled up, in this round or in another.
+    `fills` says whether cohorts of this run may be filled up, in this round or in another.
     """
     real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
     sizes, device = data.data.sizes_of(ids), data.device
@@ -72,12 +72,12 @@ def build_inputs(
 
 
 def mean_weights(method: Method, sizes: np.ndarray) -> np.ndarray:
-    """The weights in the mean, before normalisation, of clients of these sizes: their samples, or 1 each."""
+    """Return the unnormalized weights in the mean of clients of these sizes: their sizes, or 1 each."""
     return sizes if method.weighting == "samples" else np.ones(len(sizes))
 
 
 def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> Tensor:
-    """Samples per output of the model; without columns where targets are not classes."""
+    """Return the number of samples per output of the model; without columns if targets are not classes."""
     if data.labels is None or not 0 < data.classes <= outputs:
         return torch.zeros(len(clients), 0, dtype=torch.int64)
     counts = data.label_counts(clients)
@@ -85,7 +85,7 @@ def _label_counts(data: FederatedDataset, clients: np.ndarray, outputs: int) -> 
 
 
 def on_device(numbers: Tree, device: torch.device) -> Tree:
-    """Python's numbers as float64 scalars, in one transfer. A scalar never raises a float32 tensor's precision."""
+    """Return Python numbers as float64 scalars, in one transfer. A scalar does not promote a float32 tensor."""
     leaves = tree_leaves(numbers)
     tensors = to_device(torch.tensor(leaves, dtype=torch.float64), device).unbind() if leaves else ()
     return tree_unflatten(list(tensors), tree_structure(numbers))

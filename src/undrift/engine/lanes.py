@@ -1,8 +1,8 @@
-"""The lanes engine: a whole cohort's local training as one program.
+"""The lanes engine: the local training of a whole cohort as one program.
 
-Parameters are stacked along a lane axis, and one local step of all lanes is one call (`vectorized.py`, traced). A lane
-takes its next client when one finishes, so a cohort of any size runs in the memory of its lanes, and uneven clients
-leave few of them idle. Sums are added in the order that the packing fixes.
+Parameters are stacked along a lane axis, and one local step of all lanes is one call (`vectorized.py`, traced). When a
+client finishes, its lane takes the next one. So a cohort of any size runs in the memory of its lanes, and few lanes are
+idle if clients take different numbers of steps. Sums are added in the order that the packing fixes.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class LanesEngine:
         return sums
 
     def sums(self, inputs: RoundInputs) -> Sums:
-        """Where what the clients of a round send is added up."""
+        """Return the accumulator of what the clients of a round send."""
         return Sums(self.program, inputs)
 
     def groups(self, pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
-        """(lane, client) pairs to handle together: all lanes, or one by one. Two shapes, so two traces, suffice."""
+        """Return (lane, client) pairs to handle together: all lanes, or one at a time, for two traces in all."""
         if len(pairs) == lanes:
             return [([lane for lane, _ in pairs], [client for _, client in pairs])]
         return [([lane], [client]) for lane, client in pairs]
 
     def visit(self, visit: Callable[..., None], params: Params, inputs: RoundInputs, clients: list[int]) -> None:
-        """Show the weights of clients that have trained, but for those that only fill up the cohort."""
+        """Pass on the weights of clients that have trained, except those that only fill up the cohort."""
         real = [j for j, c in enumerate(clients) if c < inputs.cohort]
         if real:
             with CALLING:
@@ -123,7 +123,7 @@ class LanesEngine:
         return sums.total
 
     def measure(self, params: Params, lanes: Tree, inputs: RoundInputs, clients: list[int], when: str) -> list[Tree]:
-        """A pass over all data of these clients without training, side by side. See `Vectorized.measure`."""
+        """Run over all data of these clients without training, side by side. See `Vectorized.measure`."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         ids = inputs.filled.clients[clients]
@@ -143,7 +143,7 @@ class LanesEngine:
         return contiguous(found)
 
     def batches(self, inputs: RoundInputs, segment: Segment) -> Arrays:
-        """Per step and lane of a segment: indices of each batch's samples, how many are real, and the local step."""
+        """Return, per step and lane of a segment, each batch's indices and real size, and the local step."""
         per_step = inputs.batches.per_step
         rows = (inputs.batches.first[segment.clients][None] + segment.steps * per_step)[..., None] + np.arange(per_step)
         positions = inputs.batches.positions[rows].swapaxes(0, 1)
@@ -151,7 +151,7 @@ class LanesEngine:
         return np.ascontiguousarray(indices), inputs.batches.counts[rows], segment.steps
 
     def own(self, inputs: RoundInputs, clients: list[int]) -> dict[str, Tree]:
-        """What clients that start have of their own; what they kept is fetched now, not for the whole cohort.
+        """Return the own entries of clients that start. Their states are fetched now, not for the whole cohort at once.
 
         Where they are of several runs, also what each of them shares with its own run's clients.
         """
@@ -172,7 +172,7 @@ class LanesEngine:
         return old
 
     def take(self, tree: Tree, where: list[int]) -> Tree:
-        """The entries at `where` along the trees' first axis; of one lane, as views, which cost a GPU nothing."""
+        """Return the entries at `where` along the trees' first axis; of one lane as views, which is free on a GPU."""
         if len(where) == 1:
             return tree_map(lambda t: t[where[0] : where[0] + 1], tree)
         index = to_device(torch.tensor(where), self.data.device)

@@ -10,9 +10,9 @@ import numpy as np
 
 
 def pack(steps: np.ndarray, lanes: int) -> list[list[int]]:
-    """Each lane's clients, in order: the longest first, always to the lane that is free soonest.
+    """Return each lane's clients, in order: the longest first, always to the lane that is free soonest.
 
-    Ties go to the lower client and the lower lane, so the packing is a function of the step counts alone.
+    Ties go to the lower client and the lower lane, so the packing is a function of the step counts only.
     """
     queues: list[list[int]] = [[] for _ in range(lanes)]
     free = [(0, lane) for lane in range(lanes)]
@@ -24,7 +24,7 @@ def pack(steps: np.ndarray, lanes: int) -> list[list[int]]:
 
 
 def busy(steps: np.ndarray, queues: list[list[int]]) -> float:
-    """The share of the steps in which a lane is not idle."""
+    """Return the share of the steps in which a lane is not idle."""
     return float(steps.sum() / (len(queues) * max(steps[queue].sum() for queue in queues)))
 
 
@@ -43,7 +43,7 @@ class Segment:
 
 
 def segments(steps: np.ndarray, queues: list[list[int]]) -> Iterator[Segment]:
-    """The whole round as segments between changes of client, given each lane's clients."""
+    """Yield the whole round as segments between changes of client, given each lane's clients."""
     lanes, queues = len(queues), [queue[::-1] for queue in queues]
     clients, done = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
     busy = np.zeros(lanes, bool)

@@ -1,4 +1,4 @@
-"""Where the clients' data lie while they are trained on: on the device, in the host's memory, or on disk."""
+"""Where the clients' data are during training: on the device, in host memory, or on disk."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ DEVICE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Placement:
-    """Decides for one store after another. The bits of a run do not depend on it.
+    """Decides where each store is. The results of a run do not depend on it.
 
     Args:
         device: Where the training runs.
-        asked: "device" or "host", for all stores; "auto" goes by their size.
+        asked: "device" or "host", for all stores; "auto" decides by their size.
     """
 
     device: torch.device
     asked: str
 
     def stays(self, store: Store) -> bool:
-        """Whether batches are gathered on the host, and not all of this moved to the device."""
+        """Return whether the store stays on the host, where batches are gathered."""
         return self.reason(store)[0] != "device"
 
     def reason(self, store: Store) -> tuple[str, str]:
-        """Where a store lies, "device", "host" or "disk", and why."""
+        """Return where a store is, "device", "host" or "disk", and why."""
         if not all(isinstance(t, Tensor) for t in store.values()):
             if self.asked == "device":
                 raise UndriftError(
@@ -51,5 +51,5 @@ class Placement:
 
 
 def store_bytes(store: Store) -> int:
-    """The memory of a store's tensors; several may be views of the same."""
+    """Return the memory of a store's tensors, some of which may be views of the same."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in store.values()}.values())

@@ -1,6 +1,6 @@
-"""The plain engine: one client at a time, with ordinary autograd. Slow, simple, and right for every module.
+"""The plain engine: one client at a time, with ordinary autograd. Slow, simple, and correct for every module.
 
-It is the reference for the lanes engine, the place to debug a hook, and the engine for models that do not vmap
+It is the reference for the lanes engine, the place to debug a hook, and the engine for models that do not support vmap
 (`nn.RNN`) or that change buffers in ways of their own.
 """
 
@@ -54,7 +54,7 @@ class PlainEngine:
         return sums.outcome()
 
     def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
-        """The inputs of the client at position `c` of the cohort."""
+        """Return the inputs of the client at position `c` of the cohort."""
         return self.program.given(inputs.shared, inputs.own(c))
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
@@ -66,7 +66,7 @@ class PlainEngine:
         return sums.total
 
     def measure(self, params: Params, given: Tree, client: int, when: str) -> list[Tree]:
-        """A pass over all of a client's data without training."""
+        """Run over all of a client's data without training."""
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         n, width, found = int(self.data.data.sizes_of(np.array([client]))[0]), self.data.measure_width, None
@@ -77,7 +77,7 @@ class PlainEngine:
         return found  # type: ignore[return-value]
 
     def batch_at(self, inputs: RoundInputs, client: int, i: int) -> Batch:
-        """The i-th batch of the round, without its padding."""
+        """Return the i-th batch of the round, without its padding."""
         return self.batch(client, inputs.batches.positions[i, : inputs.batches.counts[i]])
 
     def batch(self, client: int, positions: np.ndarray) -> Batch:
@@ -86,7 +86,7 @@ class PlainEngine:
 
 
 def refuse_late_writes(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Refuse a model that begins to change what it left alone in its first passes: clients would share the change."""
+    """Reject a model that starts to change what it left alone in its first passes: clients would share the change."""
     for name, version in before.items():
         if after[name] != version:
             raise UndriftError(

@@ -1,8 +1,8 @@
-"""One cohort on the engines of several processes: each trains its share, and all know the outcome of the whole.
+"""One cohort on the engines of several processes: each trains its share, and all get the outcome of the whole.
 
-Every process plans the round, for a plan is a function of the seed and the round. What it then adds up over its share
-is added up over the processes, so that each has the same sums, to the bit, and does the server's work on them for
-itself: weights never travel.
+Every process plans the round, since a plan is a function of the seed and the round. The sums over each share are then
+summed over the processes, so that each process has the same sums, bit by bit, and computes the server's side itself.
+Weights are never sent.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from undrift.tree import Tree, to_device, tree_map
 
 
 def shares(clients: np.ndarray, work: np.ndarray, size: int, width: int, owned: bool) -> list[np.ndarray]:
-    """Which clients each of `size` processes trains, by their places in the cohort, ascending.
+    """Return which clients each of `size` processes trains, as ascending positions in the cohort.
 
     Clients are assigned to the lanes of all processes as an engine assigns them to its own, the longest first. With
-    `owned`, a client keeps state between rounds, and always trains where that lies.
+    `owned`, clients keep state between rounds, and each always trains in the process that has its state.
     """
     if owned:
         return [np.flatnonzero(clients % size == rank) for rank in range(size)]
@@ -78,7 +78,7 @@ class RankedEngine:
         )
 
     def _updates(self, own: Tree, shares: list[list[int]], device: torch.device) -> Tree:
-        """Every client's update, in the order of the cohort."""
+        """Return every client's update, in the order of the cohort."""
         counts = [len(share) for share in shares]
         if not own:  # no client trained here
             own = tree_map(lambda w: w.new_zeros(0, *w.shape), self.program.model.start)

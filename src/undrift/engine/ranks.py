@@ -1,9 +1,10 @@
-"""The processes of one run, as torchrun starts them: who this one is, and what they tell each other.
+"""The processes of one run, as torchrun starts them: this process's rank, and their communication.
 
-All communication is `torch.distributed`'s: NCCL between GPUs of their own, else gloo. Every process does the same
-things in the same order, so a collective operation of one meets the same operation of the others; where something can
-go wrong in one of them alone, `together` and `first` let all of them know. A process that was started otherwise is
-alone: all of this is then the identity, and costs nothing.
+All communication goes through `torch.distributed`: NCCL if every process has a GPU of its own, else gloo. Every process
+does the same things in the same order, so a collective operation of one meets the same operation of the others. Where
+something can fail in one of them only, `together` and `first` inform all of them.
+
+A process that was not started by torchrun is alone. All of this is then the identity, and costs nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 T = TypeVar("T")
 
 PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others. One that has ended is noticed at once; this is for one that hangs."""
+"""How long a process waits for one that hangs. One that has ended is noticed at once."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by the bytes they take, as which the bits of other numbers are read."""
+"""Integer dtypes by size in bytes, to read the bits of other numbers."""
 LOST = (
     "Another process of this run has ended or cannot be reached ({0}); its own message, if it left one, says why. "
     "Resume the run from its last checkpoint, with as many processes as you like"
@@ -45,18 +46,18 @@ class LostError(ConnectionError):
 
 
 class Ranks:
-    """The processes of a run, and this one's place among them.
+    """The processes of a run, and this one's rank.
 
     Args:
         rank: This process's number, from 0. The first one leads: it alone writes files and talks to the caller.
-        size: How many there are.
-        group: Where they talk about anything that lies in the host's memory; None for a process that is alone.
+        size: The number of processes.
+        group: The group for anything in host memory; None for a process that is alone.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.nccl: Any = None
-        """Where tensors on GPUs are exchanged; without it they go through the host's memory."""
+        """The group for tensors on GPUs; without it, they go through host memory."""
         self.busy = self.lost = False
 
     @property
@@ -82,7 +83,7 @@ class Ranks:
         self.busy = False
 
     def owns(self, client: int) -> bool:
-        """Whether the state that this client keeps between rounds lies in this process."""
+        """Return whether this process has the state that the client keeps between rounds."""
         return client % self.size == self.rank
 
     # ---- numbers ---------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Ranks:
             self.nccl = None
 
     def sum(self, tree: Tree) -> Tree:
-        """The sum of all processes' trees, the same bits in each of them. All leaves of a type go as one."""
+        """Return the sum of all processes' trees, bitwise equal in all of them. Leaves of one dtype travel together."""
         if self.group is None:
             return tree
         leaves = tree_leaves(tree)
@@ -112,13 +113,13 @@ class Ranks:
         return tree_unflatten(added, tree_structure(tree))
 
     def every(self, flag: Tensor) -> Tensor:
-        """Whether it holds in all processes, as a tensor on its device."""
+        """Return whether the condition holds in all processes, as a tensor on its device."""
         if self.group is None:
             return flag
         return self._reduced(flag.reshape(1).long(), dist.ReduceOp.MIN)[0].bool()
 
     def rows(self, own: Tensor, counts: list[int]) -> Tensor:
-        """All processes' rows, process after process; this one has `counts[rank]` of them."""
+        """Return the rows of all processes, one process after another; this one has `counts[rank]` of them."""
         if self.group is None:
             return own
         padded = own.new_zeros(max(counts), *own.shape[1:])
@@ -136,7 +137,7 @@ class Ranks:
         return here.to(flat.device)
 
     def _way(self, tensor: Tensor) -> tuple[Any, Tensor]:
-        """The group that exchanges this tensor, and the tensor where that group reads it."""
+        """Return the group that exchanges this tensor, and the tensor in the memory that the group uses."""
         if tensor.device.type == "cuda" and self.nccl is not None:
             return self.nccl, tensor
         return self.group, tensor.cpu()
@@ -155,7 +156,7 @@ class Ranks:
 
     # ---- anything else ---------------------------------------------------------------------------------------
     def gathered(self, value: T) -> list[T]:
-        """Every process's value, in their order."""
+        """Return the values of all processes, in their order."""
         if self.group is None:
             return [value]
         found: list[Any] = [None] * self.size
@@ -164,7 +165,7 @@ class Ranks:
         return found
 
     def handed_in(self, value: T) -> list[T]:
-        """The same at the first process alone; the others get nothing."""
+        """Return the same in the first process only; None in the others."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.leads else None
@@ -173,11 +174,11 @@ class Ranks:
         return found or []
 
     def said(self, work: Callable[[], T]) -> T:
-        """What `work` returns in the first process, which alone calls it; its error is everyone's."""
+        """Return what `work` returns in the first process, which alone calls it. All processes raise its error."""
         return self._first(work, shared=True)
 
     def first(self, work: Callable[[], T]) -> T | None:
-        """The same, but the others get nothing. They wait until it is done."""
+        """Do the same, but return None in the other processes, which wait until it is done."""
         return self._first(work, shared=False)
 
     def _first(self, work: Callable[[], T], shared: bool) -> Any:
@@ -197,7 +198,7 @@ class Ranks:
         return value if self.leads else found[1]
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns here. If it fails in some process, all of them raise the error of the first of these."""
+        """Return what `work` returns here. If it fails in any process, all raise the error of the first of those."""
         if self.group is None:
             return work()
         value, error = None, None
@@ -222,18 +223,18 @@ class Ranks:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Around a collective operation: what torch raises if a process is gone becomes a sentence."""
+        """A context for collective operations: turns torch's error about a lost process into a clear message."""
         if self.lost:
             raise LostError(LOST.format("as was found before"))
         try:
             yield
-        except (RuntimeError, OSError) as error:  # of torch.distributed's own kinds, or of gloo's sockets
+        except (RuntimeError, OSError) as error:  # torch.distributed's own errors, or those of gloo's sockets
             self.lost = True
             raise LostError(LOST.format(plainly(error))) from error
 
 
 def plainly(error: BaseException) -> str:
-    """What torch says of a broken connection, without the place in its source."""
+    """Return torch's message about a broken connection, without the location in its source."""
     return re.sub(r"^\[[^]]*\] *", "", first_line(error)).partition(". ")[0][:120]
 
 
@@ -242,7 +243,7 @@ _known: list[Ranks] = []
 
 
 def launched() -> Ranks:
-    """This process's place among those that torchrun has started. Connects them when it is called first."""
+    """Return this process's place among those that torchrun has started. The first call connects them."""
     if not dist.is_available():
         return ALONE
     initialized = dist.is_initialized()
@@ -257,21 +258,21 @@ def launched() -> Ranks:
             group = dist.group.WORLD
         _known.append(Ranks(dist.get_rank(), dist.get_world_size(), group))
         if not _known[0].leads:
-            logging.getLogger("undrift").setLevel(logging.ERROR)  # the first process says it
+            logging.getLogger("undrift").setLevel(logging.ERROR)  # the first process reports it
     return _known[0]
 
 
 def _leave() -> None:
-    """Close the connections, before Python takes down the threads that serve them.
+    """Close the connections, before Python stops the threads that serve them.
 
-    Of GPUs whose other process is gone there is no parting: waiting for it would take long.
+    With GPUs, if another process is gone, there is no clean end: waiting for it would take long.
     """
     for ranks in _known:
         stuck = ranks.lost and ranks.nccl is not None
         ranks.group = ranks.nccl = None
         if dist.is_initialized() and not stuck:
             dist.destroy_process_group()
-            gc.collect()  # so that nothing holds a group any more: torch aborts if its threads outlive Python
+            gc.collect()  # so that nothing references a group: torch aborts if its threads outlive Python
 
 
 def local_rank() -> int | None:
@@ -280,13 +281,13 @@ def local_rank() -> int | None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the tensor's bits, read as whole numbers: the same in any order of addition."""
+    """Return the sum of the tensor's bits, read as integers, which does not depend on the order of addition."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(WORDS.get(flat.element_size(), torch.uint8)).sum(dtype=torch.int64)
 
 
 def described(error: BaseException | None) -> tuple[str, str] | None:
-    """An error as other processes are told of it: what kind it is of, as far as anyone asks, and its message."""
+    """Return an error as it is sent to other processes: its type, as far as it matters, and its message."""
     if error is None:
         return None
     kinds = {
@@ -310,7 +311,7 @@ KINDS: dict[str, type[BaseException]] = {
 
 
 def relayed(told: tuple[str, str], source: int) -> BaseException:
-    """The error that process `source` has told of."""
+    """Return the error that process `source` has reported."""
     error = shared_by_all(KINDS[told[0]](told[1]), relayed=True)
     if told[0] == "data":
         mark_as_of_data(error)

@@ -1,11 +1,11 @@
-"""What clients keep, in files: for states that together are larger than the host's memory should hold.
+"""What clients keep, in files: for states that are too large for host memory together.
 
 A file has slots of one size, each for the state of one client at one time. A state is written to a free slot and never
-changed there. As long as anything refers to a `Slot`, be it the run's state, the state before a round that may have to
-be undone, or one of the last two checkpoints, it is taken; the last reference that goes sets it free. So whatever has
-been written since a checkpoint lies in slots that the checkpoint does not name.
+changed there. A `Slot` is taken as long as anything references it: the run's state, the state before a round that may
+have to be undone, or one of the last two checkpoints. When the last reference goes, the slot is free. So what has been
+written since a checkpoint is in slots that the checkpoint does not name.
 
-States are written with ordinary writes, which report a full disk, and read from the mapped file.
+States are written with ordinary writes, which report a full disk, and read from the memory-mapped file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from undrift.files import DamagedError, regular, sync
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 FILE_BYTES = 1 << 30
-"""The size of a file; what has not been written to takes no room on the disk."""
+"""The size of a file. It is sparse: unwritten parts take no disk space."""
 ALIGNED = 64
 """Tensors begin at multiples of this many bytes."""
 NAME = re.compile(r"kept-\d+\.bin")
@@ -38,13 +38,13 @@ NAME = re.compile(r"kept-\d+\.bin")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in a slot the tensors of a state lie."""
+    """Where in a slot the tensors of a state are."""
 
     structure: Any
     kinds: tuple[tuple[torch.dtype, torch.Size], ...]
     places: tuple[int, ...]
     size: int
-    """Of the slot, in bytes."""
+    """The size of a slot, in bytes."""
 
     @classmethod
     def of(cls, state: Tree) -> Layout:
@@ -66,20 +66,20 @@ class SlotFile:
         self.handle, self.size, self.path = handle, size, path
         self.count = os.fstat(handle).st_size // size
         self.used = 0
-        """Slots from this one on have never been taken."""
+        """The first slot that has never been taken."""
         self.free: deque[int] = deque()
         self.dirty = False
         self.mapped = mmap.mmap(handle, self.count * size)
 
     def take(self) -> int | None:
-        """A free slot, if there is one. Not for two threads at a time."""
+        """Return a free slot, if there is one. Not thread-safe."""
         if self.free:
             return self.free.popleft()
         self.used += 1
         return self.used - 1 if self.used <= self.count else None
 
     def write(self, place: int, tensor: Tensor) -> None:
-        # As bytes: numpy does not know all of torch's types.
+        # As bytes, since numpy does not have all of torch's dtypes.
         view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
         self.dirty = True
         try:
@@ -100,12 +100,12 @@ class SlotFile:
 
 
 class Slot:
-    """A client's state in a file. Nothing but this object knows of it: when it goes, the slot is free again."""
+    """A client's state in a file. When this object is garbage-collected, the slot is free again."""
 
     def __init__(self, file: SlotFile, number: int, layout: Layout) -> None:
         self.file, self.number, self.layout = file, number, layout
         self.finite = True
-        """Whether all numbers of the state are."""
+        """Whether all numbers of the state are finite."""
         self.sha256: bytes | None = None
 
     def __del__(self) -> None:
@@ -116,7 +116,7 @@ class Slot:
         return self.number * self.file.size
 
     def read(self) -> Tree:
-        """The state, in memory of its own."""
+        """Return a copy of the state in memory."""
         leaves = []
         for (dtype, shape), place in zip(self.layout.kinds, self.layout.places, strict=True):
             count = shape.numel()
@@ -128,25 +128,25 @@ class Slot:
         return tree_unflatten(leaves, self.layout.structure)
 
     def digest(self) -> bytes:
-        """The SHA-256 of what the file has."""
+        """Return the SHA-256 of the slot's content."""
         with memoryview(self.file.mapped) as whole, whole[self.begin : self.begin + self.layout.size] as mine:
             return hashlib.sha256(mine).digest()
 
 
 class SlotFiles:
-    """The files of a run: in its checkpoints' folder, or without one, temporary files that have no name any more."""
+    """The files of a run: in its checkpoint folder or, without one, temporary files that are already unlinked."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.files: dict[str, SlotFile] = {}
         self.layouts: dict[int, Layout] = {}
-        """By part: that of its states."""
+        """The layout of each part's states."""
         self.lock = threading.Lock()
         self._known: dict[str, dict[int, Slot]] = {}
-        """By file of an earlier process: its slots that checkpoints name, while these are read."""
+        """By file of an earlier process: the slots that checkpoints name, while checkpoints are being read."""
 
     def write(self, part: int, state: Tree) -> Slot:
-        """Put a state of a part in a free slot. Threads may do so at the same time."""
+        """Write a state of a part to a free slot. Thread-safe."""
         leaves = [leaf.detach().cpu().contiguous() for leaf in tree_leaves(state)]
         with self.lock:
             layout = self.layouts.get(part)
@@ -168,7 +168,7 @@ class SlotFiles:
         return Slot(file, number, layout)
 
     def _new(self, size: int) -> SlotFile:
-        """Another file, made exclusively, so that no other is ever written to."""
+        """Create another file, exclusively, so that no existing file is ever written to."""
         path = self._named() if self.folder else None
         if path is None:
             with tempfile.TemporaryFile(buffering=0) as unnamed:
@@ -192,7 +192,7 @@ class SlotFiles:
         return path
 
     def reopened(self, name: str, size: int) -> SlotFile:
-        """A file that an earlier process made. Raises `DamagedError` if it cannot be one."""
+        """Return a file that an earlier process created. Raises `DamagedError` if it is not one."""
         if name not in self.files:
             assert self.folder
             path = self.folder / name
@@ -207,7 +207,7 @@ class SlotFiles:
         return self.files[name]
 
     def known(self, name: str, number: int, layout: Layout, sha256: bytes) -> Slot:
-        """The slot that a checkpoint names. Two checkpoints that name the same share it."""
+        """Return the slot that a checkpoint names. Two checkpoints that name the same share it."""
         file = self.reopened(name, layout.size)
         if file.size != layout.size or not 0 <= number < file.count:
             raise DamagedError(f"{file.path} has no slot {number}.")
@@ -218,7 +218,7 @@ class SlotFiles:
         return known[number]
 
     def settle(self) -> None:
-        """All checkpoints have been read: slots that none of them names are free."""
+        """Free the slots that no checkpoint names, after all checkpoints have been read."""
         for name, known in self._known.items():
             file = self.files[name]
             file.used = max(known, default=-1) + 1
@@ -235,12 +235,12 @@ class SlotFiles:
 
 
 def digests(slots: list[Slot]) -> list[bytes]:
-    """What is in these slots now, hashed in threads."""
+    """Return the digests of these slots' current content, computed in threads."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return list(threads.map(Slot.digest, slots))
 
 
 def damaged(slots: list[Slot]) -> Slot | None:
-    """The first slot that does not have what was written to it."""
+    """Return the first slot whose content is not what was written."""
     found = zip(slots, digests(slots), strict=True)
     return next((slot for slot, sha256 in found if sha256 != slot.sha256), None)

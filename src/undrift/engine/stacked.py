@@ -1,8 +1,8 @@
-"""Cohorts of several runs as one: runs that differ only in numbers and draws share the lanes of one program.
+"""The cohorts of several runs as one: runs that differ only in numbers and draws share the lanes of one program.
 
-Each client is given the weights, the broadcast and the numbers of its own run, and what it sends is added to its own
-run's sums. The program is that of one of the runs: it makes no difference to it whether what a client is given is its
-cohort's or its own (`Program.given`).
+Each client gets the weights, the broadcast and the numbers of its own run, and what it sends is added to its own run's
+sums. The program is that of one of the runs: for it, it makes no difference whether an entry is the cohort's or the
+client's own (`Program.given`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stacked(RoundInputs):
             yield run, where, [clients[j] - self.begins[run] for j in where]
 
     def own_kept(self, clients: Sequence[int]) -> list[Tree]:
-        """What clients at these positions have kept, each in its own run."""
+        """Return what clients at these positions have kept, each in its own run."""
         found, order = [], []
         for run, where, own in self.split(clients):
             found.append(self.each[run].kept(own))
@@ -56,7 +56,7 @@ class Stacked(RoundInputs):
 
 
 def stacked(each: Sequence[RoundInputs], firsts: Sequence[int]) -> Stacked:
-    """These runs' rounds as one. `firsts`: where each run's clients begin in the data of all (`data_of`)."""
+    """Return these runs' rounds as one. `firsts`: where each run's clients begin in the data of all (`data_of`)."""
     sizes = [len(inputs.filled.clients) for inputs in each]
     steps = np.concatenate([inputs.filled.steps for inputs in each])
     clients = np.concatenate([inputs.filled.clients + first for inputs, first in zip(each, firsts, strict=True)])
@@ -85,7 +85,7 @@ def stacked(each: Sequence[RoundInputs], firsts: Sequence[int]) -> Stacked:
 
 
 def data_of(each: Sequence[DeviceData]) -> DeviceData:
-    """The clients of several runs, whose stores are the same, as the clients of one data set."""
+    """Return the clients of several runs, whose stores are the same, as the clients of one data set."""
     first = each[0]
     ends = np.cumsum([0, *(len(own.index) for own in each)])
     offsets = [own.data.offsets[:-1] + begin for own, begin in zip(each, ends[:-1], strict=True)]
@@ -103,9 +103,9 @@ class StackedEngine(LanesEngine):
     def run_all(
         self, inputs: Stacked, visit: Callable[[int, Params, np.ndarray], None] | None, skip: bool
     ) -> list[Outcome]:
-        """Train the cohorts of several runs together. Returns each run's outcome.
+        """Train the cohorts of several runs together, and return each run's outcome.
 
-        `visit` is called with the position of a run, and what `Visit` is called with.
+        `visit` is called with the position of a run, and with the arguments of `Visit`.
         """
         steps = inputs.filled.steps
         sums = self.train(pack(steps, min(self.lanes, len(steps))), inputs, visit, skip)
@@ -117,7 +117,7 @@ class StackedEngine(LanesEngine):
         return StackedSums(self.program, inputs)
 
     def groups(self, pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
-        """All lanes; or by powers of two, since lanes of many clients often end together, and shapes are still few."""
+        """Return all lanes, or groups by powers of two, since lanes often end together and this keeps shapes few."""
         if self.compiled or len(pairs) == lanes:  # compiling takes long, for each shape
             return super().groups(pairs, lanes)
         found, begin = [], 0
@@ -148,7 +148,7 @@ class StackedSums(Sums):
 
 
 def _some(sent: Sent, where: list[int]) -> Sent:
-    """These lanes of what lanes send; as views, where they lie side by side."""
+    """Return these lanes of what lanes send, as views if they are adjacent."""
     if where[-1] - where[0] == len(where) - 1:
         return tree_map(lambda t: t[where[0] : where[-1] + 1], sent)
     index = torch.tensor(where)

@@ -57,7 +57,7 @@ class GraphSteps:
 
 
 def traced_step(step: Traced, state: Tree, lanes: Tree, shared: Tree, batches: Batches) -> tuple[Any, Any]:
-    """The program for steps of these shapes, and the structure of the state that it returns."""
+    """Return the program for steps of these shapes, and the structure of the state that it returns."""
     program, tree = step.at(state, lanes, shared, *tree_map(lambda t: t[0], batches))
     assert tree == tree_structure(state), "a step must keep the structure of the training state"
     return program, tree

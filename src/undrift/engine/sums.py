@@ -27,7 +27,7 @@ class Sums:
     def add(self, sent: Tree) -> None:
         """Add what one client, or the sum of several lanes, sends."""
         if self.total is None:
-            self.total = tree_clone(sent)  # added to in place from now on; a part may send what it was given
+            self.total = tree_clone(sent)  # a copy, since it is added to in place and a part may send what it was given
         else:
             tree_add_(self.total, sent)
 
@@ -37,7 +37,7 @@ class Sums:
         self.collect(sent, clients)
 
     def join(self, other: Sums) -> None:
-        """Add what others have added up."""
+        """Add the sums of others."""
         self.add(other.total)
         for i, states in other.kept.items():
             self.kept.setdefault(i, {}).update(states)
@@ -45,7 +45,7 @@ class Sums:
         self.updates |= other.updates
 
     def collect(self, sent: Sent, clients: list[int]) -> None:
-        """Take what clients that have trained send and keep, along a first axis, but for their sums.
+        """Collect what clients that have trained send and keep, along a first axis, except for their sums.
 
         `clients` are positions in the cohort; those that only fill it up are left out.
         """
@@ -62,13 +62,13 @@ class Sums:
             self.noted.append((sent.finite, clients))
 
     def finite(self) -> Tensor:
-        """Whether what each client sent and kept is finite, in the order of the cohort."""
+        """Return whether what each client sent and kept is finite, in the order of the cohort."""
         order = np.argsort([client for _, clients in self.noted for client in clients])[: self.inputs.cohort]
         flags = torch.cat([finite for finite, _ in self.noted])
         return flags[to_device(torch.from_numpy(order), flags.device)]
 
     def outcome(self) -> Outcome:
-        """The means over the clients that count; if there are none, the update is zero."""
+        """Return the means over the clients that count; if there are none, the update is zero."""
         cohort = self.inputs.cohort
         weights, finite = self.inputs.clients["weight"][:cohort], self.finite() if self.noted else None
         if finite is None:
@@ -83,14 +83,14 @@ class Sums:
 
 
 def means(program: Program, totals: Tree, weight: Tensor, finite: Tensor | None, cohort: int) -> tuple[Params, Params]:
-    """The mean update and the mean running statistics of a cohort, whose clients that count have this weight."""
+    """Return the mean update and the mean running statistics of a cohort, whose clients that count have this weight."""
     whole = weight if finite is None and cohort else torch.where(weight > 0, weight, 1)
     update = tree_map(lambda total, w: (total / whole).to(w.dtype), totals[0], program.model.start)
     return update, tree_map(lambda total: total / whole, totals[1]) if cohort else {}
 
 
 def only_real(found: Tree, clients: Tree) -> Tree:
-    """Sums per client along a first axis, with zeros for clients that only fill up the cohort."""
+    """Return sums per client along a first axis, with zeros for clients that only fill up the cohort."""
     if "real" not in clients:
         return found
     real: Tensor = clients["real"]

@@ -1,4 +1,4 @@
-"""A map from clients to values that is itself a value: a changed one shares with the old what has not changed."""
+"""A persistent map from clients to values: a changed copy shares with the old one what has not changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 BITS = 8
-"""How many bits of a client's id a level distinguishes, but for the top, which has the rest."""
+"""The bits of a client's id per level, except for the top level, which has the rest."""
 PLACES = (1 << BITS) - 1
 
 
@@ -25,7 +25,7 @@ class Table(Mapping[int, Any]):
         self._length = 0
 
     def updated(self, new: Mapping[int, Any]) -> Table:
-        """With these values in the place of what their clients had."""
+        """Return the table with these values in place of the clients' previous ones."""
         other, mine = Table(), set()
         other._top, other._length = dict(self._top), self._length
         for client, value in new.items():
@@ -44,7 +44,7 @@ class Table(Mapping[int, Any]):
         return self._top[client >> 2 * BITS][client >> BITS][client & PLACES]
 
     def __iter__(self) -> Iterator[int]:
-        """All clients, ascending."""
+        """Yield all clients, ascending."""
         for _, branch in sorted(self._top.items()):
             for middle, twig in sorted(branch.items()):
                 yield from (middle << BITS | low for low in sorted(twig))

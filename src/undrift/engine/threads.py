@@ -1,7 +1,7 @@
 """Clients on the threads of a CPU: each thread trains one client at a time, on its share of the cores.
 
-Where a model is large enough for one client at a time, one core per client beats all cores on each operation of one
-client. What a thread runs must be traced: modules must not be called from two threads.
+If a model is large enough to train one client at a time, one core per client is faster than all cores on each operation
+of one client. What a thread runs must be traced, since two threads must not call a module at the same time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ThreadedEngine:
 
 
 def at_once(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The function's results in the order of the items, with one thread per item."""
+    """Return the function's results in the order of the items, with one thread per item."""
     threads = torch.get_num_threads()
 
     def alone(item: Any) -> Any:

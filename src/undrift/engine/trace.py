@@ -1,7 +1,7 @@
 """A function of trees of tensors, traced into one flat program.
 
-For small models `vmap(grad(…))` costs far more in Python and dispatch than in arithmetic. Tracing it once gives a list
-of tensor operations, which then runs without autograd, functorch or our own code.
+For small models, `vmap(grad(…))` spends far more time in Python and dispatch than in arithmetic. Tracing it once gives
+a list of tensor operations that runs without autograd, functorch or our own code.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Traced:
         return pytree.tree_unflatten(program(*pytree.tree_leaves(args)), out)
 
     def at(self, *args: Any) -> tuple[Callable[..., list[Tensor]], Any]:
-        """The program for arguments like these, from leaves to leaves, and the tree that the latter make up."""
+        """Return the program for arguments of these shapes, from leaves to leaves, and the structure of its result."""
         leaves, spec = pytree.tree_flatten(args)
         signature = (spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if signature not in self.programs:
             with CALLING:
-                if signature not in self.programs:  # another thread may have been first
+                if signature not in self.programs:  # another thread may have traced it first
                     self.programs[signature] = self._trace(leaves, spec)
         return self.programs[signature]
 
@@ -61,8 +61,8 @@ class Traced:
             shape.append(out)
             return found
 
-        # Tracing tells tensors apart by identity: one that is passed twice must look like two, or later calls with
-        # different ones would read the first for both. And views are traced for contiguous tensors.
+        # Tracing identifies tensors by identity: one that is passed twice must look like two, or later calls with
+        # two different ones would use the first for both. Views are traced as contiguous tensors.
         copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
         with blaming_the_model(" in lanes"), _one_mode():
             program = make_fx(flat)(*copies)
@@ -72,7 +72,7 @@ class Traced:
 
 
 def _refuse_dynamic_shapes(program: GraphModule) -> None:
-    """Refuse operations whose result's shape depends on values: the program is right for the first values only."""
+    """Reject operations whose result's shape depends on values: the program is correct only for the first values."""
     for node in program.graph.nodes:
         masks = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
         by_mask = any(m is not None and m.meta["val"].dtype == torch.bool for m in masks)
@@ -84,7 +84,7 @@ def _refuse_dynamic_shapes(program: GraphModule) -> None:
 
 
 def _one_mode() -> Any:
-    """One fake-tensor mode for the whole trace: without it, tracing creates a new one per operation."""
+    """Return one fake-tensor mode for the whole trace: without it, tracing creates a new one per operation."""
     try:
         from torch._guards import TracingContext, tracing
         from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,6 +1,6 @@
-"""One client's functions (`client.py`) for every lane at once: `vmap` over the lanes.
+"""One client's functions (`client.py`) for all lanes at once, by `vmap` over the lanes.
 
-`lanes` is what each lane's client has of its own, along a first axis; `shared` what all have in common.
+`lanes` has the entries of each lane's client, along a first axis; `shared` has what all clients have in common.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from undrift.tree import Tree, tree_leaves, tree_map, tree_structure, tree_unfla
 
 
 class Vectorized:
-    """The functions of all lanes. With `apart`, what lanes send is left to be added up by the caller."""
+    """The functions of all lanes. With `apart`, the caller adds up what lanes send."""
 
     def __init__(self, program: Program, data: DeviceData, apart: bool = False) -> None:
         self.program, self.data, self.apart = program, data, apart
 
     def begin(self, lanes: Tree, shared: Tree) -> Params:
-        """The weights that each lane's client starts from."""
+        """Return the weights that each lane's client starts from."""
         return contiguous(vmap(lambda own: self.program.begin(self.program.given(shared, own)))(lanes))
 
     def start(self, lanes: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        """The parts' `prepared`, and the training state before the first step."""
+        """Return the parts' `prepared`, and the training state before the first step."""
 
         def one(own: Tree) -> tuple[Tree, Tree]:
             given = self.program.given(shared, own)
@@ -42,7 +42,7 @@ class Vectorized:
         return contiguous(prepared), state
 
     def step(self, state: Tree, lanes: Tree, shared: Tree, rows: Tree, counts: Tensor, k: Tensor) -> Tree:
-        """One local step, on the samples of `rows` (lanes × batches × samples).
+        """Take one local step, on the samples of `rows` (lanes × batches × samples).
 
         Of each batch the first `counts` (lanes × batches) are real.
         """
@@ -62,7 +62,7 @@ class Vectorized:
         return distinct(contiguous(after), (state, lanes, shared, rows))
 
     def conclude(self, skip: bool, state: Tree, lanes: Tree, shared: Tree) -> Sent:
-        """What each lane's client sends and keeps, along a first axis; the sums are of all lanes, unless `apart`."""
+        """Return what each lane's client sends and keeps, along a first axis; sums are of all lanes unless `apart`."""
 
         def one(state: Tree, own: Tree) -> Sent:
             return self.program.conclude(state, self.program.given(shared, own), skip=skip)
@@ -74,7 +74,7 @@ class Vectorized:
     def measure(
         self, when: str, params: Params, lanes: Tree, shared: Tree, rows: Tree, mask: Tensor, number: Tensor
     ) -> Any:
-        """The parts' measurements on one batch, at each lane's `params`; without any, at the weights it starts from."""
+        """Return the parts' measurements on one batch, at each lane's `params`, or at the weights it starts from."""
         batch = self.data.batch(rows, mask)
 
         def one(params: Params, own: Tree, x: Tree, y: Tree, mask: Tensor) -> Tree:
@@ -85,16 +85,16 @@ class Vectorized:
 
 
 def functional_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
-    """The gradient of `loss` by `torch.func`, which holds under vmap, and the buffers that it changed."""
+    """Return the gradient of `loss` by `torch.func`, which works under vmap, and the buffers that it changed."""
     with explaining_single_samples():
         found: tuple[Params, Params] = grad(loss, has_aux=True)(params)
     return found
 
 
 def distinct(new: Tree, given: Tree) -> Tree:
-    """`new` with every tensor in memory of its own, apart from `given`.
+    """Return `new` with every tensor in memory of its own, separate from `given`.
 
-    A carry may hand on the weights of the step before, or the same gradient twice. But graphs copy the new state into
+    A carry may pass on the weights of the previous step, or the same gradient twice. But graphs copy the new state into
     the old one tensor by tensor, and lanes that take their next client are written in place.
     """
     taken = {t.untyped_storage().data_ptr() for t in tree_leaves(given)}
@@ -107,5 +107,5 @@ def distinct(new: Tree, given: Tree) -> Tree:
 
 
 def contiguous(tree: Tree) -> Tree:
-    """A traced program is right only for the strides it was traced with, so what goes round must keep them."""
+    """Return contiguous tensors: a traced program is correct only for the strides it was traced with."""
     return tree_map(torch.Tensor.contiguous, tree)

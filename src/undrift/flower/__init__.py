@@ -1,1 +1,1 @@
-"""Real federations: an experiment file runs on Flower, which brings transport, TLS, authentication and scheduling."""
+"""Real federations: an experiment file runs on Flower, which provides transport, TLS, authentication and scheduling."""

@@ -28,20 +28,20 @@ from undrift.training.result import Result
 
 RECORD, ENTRY, FORMAT = "undrift", "message", "safetensors"
 KINDS = {"hello": "query.hello", "train": "train", "measure": "query.measure", "evaluate": "evaluate"}
-"""What the server asks for, and Flower's type of that message."""
+"""The server's requests, and Flower's type of each message."""
 PAUSE = 0.2
-"""Seconds between two looks at whether replies are there."""
+"""Seconds between two checks for replies."""
 WAIT, DEADLINE = 300.0, 3600.0
-"""Seconds to wait for the nodes before a run starts, and for their replies in a round, if the app does not say."""
+"""Default seconds to wait for the nodes before a run starts, and for their replies in a round."""
 
 
 def wrapped(data: bytes) -> RecordDict:
-    """Bytes as Flower carries them, in pieces if there are many."""
+    """Return bytes as Flower carries them, in pieces if there are many."""
     return RecordDict({RECORD: ArrayRecord({ENTRY: Array("uint8", (len(data),), FORMAT, data)})})
 
 
 def unwrapped(content: RecordDict) -> bytes:
-    """The bytes in a message."""
+    """Return the bytes in a message."""
     record: Any = content.get(RECORD)
     array = record.get(ENTRY) if isinstance(record, ArrayRecord) else None
     return bytes(array.data) if array is not None and array.stype == FORMAT else b""
@@ -49,18 +49,18 @@ def unwrapped(content: RecordDict) -> bytes:
 
 @dataclass
 class GridLink:
-    """The way to the nodes through Flower's grid."""
+    """The connection to the nodes through Flower's grid."""
 
     grid: Grid
     deadline: float
     """Seconds until replies of a round are too late."""
 
     def online(self) -> dict[str, int]:
-        """Flower's ids of the nodes that are there, by the digest of their keys."""
+        """Return Flower's ids of the nodes that are online, by the digest of their keys."""
         return {_key(node): node.node_id for node in self.grid.get_nodes()}
 
     def found(self, count: int, wait: float) -> list[str]:
-        """The keys of the nodes that are there, once there are enough of them."""
+        """Return the keys of the nodes that are there, once there are enough of them."""
         end = time.monotonic() + wait
         while len(there := self.online()) < count:
             if time.monotonic() > end:
@@ -95,7 +95,7 @@ def _reason(reply: Message) -> str:
 
 
 def server_app(experiment: str | Path, **given: Any) -> ServerApp:
-    """The `ServerApp` for an experiment file; `given` takes the place of values in the app's config."""
+    """Return the `ServerApp` for an experiment file; `given` takes the place of values in the app's config."""
     app = ServerApp()
 
     @app.main()
@@ -106,7 +106,7 @@ def server_app(experiment: str | Path, **given: Any) -> ServerApp:
 
 
 def run_server(experiment: Experiment, grid: Grid, given: Mapping[str, Any]) -> Result:
-    """A run with these values of the app's config; raises unless it ends well, so that Flower calls it failed."""
+    """Run with these values of the app's config. Raises if the run fails, so that Flower reports a failure."""
     nodes, replies = int(given.get("min-nodes", 1)), int(given.get("min-replies", 1))
     link = GridLink(grid, float(given.get("deadline", DEADLINE)))
     wait, out = float(given.get("wait", WAIT)), Path(str(given.get("out") or "federation")).expanduser()
@@ -121,13 +121,13 @@ def run_server(experiment: Experiment, grid: Grid, given: Mapping[str, Any]) -> 
 
 
 def tell(rounds: int, row: dict[str, Any]) -> None:
-    """A round's line in the server's log."""
+    """Write a line about a round to the server's log."""
     print(described(row, rounds), flush=True)
 
 
 @contextmanager
 def standing(out: Path) -> Iterator[None]:
-    """Say in a file how the run stands: whoever started it need not ask Flower, which hides why an app failed."""
+    """Write the status of the run to a file, since Flower does not say why an app failed."""
     write_text(out / STATUS, json.dumps({"status": "running"}))
     try:
         yield
@@ -139,7 +139,7 @@ def standing(out: Path) -> Iterator[None]:
 
 
 def client_app(experiment: str | Path, **given: Any) -> ClientApp:
-    """The `ClientApp` for an experiment file; `given` is for what a node's config does not say."""
+    """Return the `ClientApp` for an experiment file; `given` is for what a node's config does not say."""
     app = ClientApp()
 
     def answer(kind: str, message: Message, context: Context) -> Message:

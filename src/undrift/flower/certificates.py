@@ -20,7 +20,7 @@ from undrift.errors import UndriftError, require
 DAYS = 365
 """How long certificates are valid."""
 LOOPBACK = ("localhost", "127.0.0.1")
-"""Where the SuperLink's own processes reach it; without these names no run ever starts."""
+"""The names under which the SuperLink's own processes reach it. Without them, no run starts."""
 
 
 def make_certificates(folder: Path, hosts: list[str]) -> None:
@@ -75,7 +75,7 @@ def make_key(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def write_new(file: Path, content: bytes, secret: bool = False) -> None:
-    """Write a file that is not there yet; one with a secret can be read by its owner alone."""
+    """Write a new file, which must not exist. A file with a secret is readable by its owner only."""
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Replies are checked before they are added: names, shapes, types, size, and whether all numbers are finite."""
+"""Checks of replies before they are added: names, shapes, dtypes, size, and whether all numbers are finite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_finite(tree: Tree, what: str = "the reply") -> None:
 
 
 def reordered(tree: Tree, form: Tree) -> Tree:
-    """The tree with its dicts in the order of `form`, since trees are added leaf by leaf."""
+    """Return the tree with its dicts in the order of `form`, since trees are added leaf by leaf."""
     if isinstance(form, dict):
         return {name: reordered(tree[name], branch) for name, branch in form.items()}
     if isinstance(form, list | tuple):
@@ -49,7 +49,7 @@ def reordered(tree: Tree, form: Tree) -> Tree:
 
 
 def as_ints(notes: dict[str, Any], name: str) -> list[int]:
-    """A list of whole numbers from a message's notes."""
+    """Return a list of whole numbers from a message's notes."""
     found = notes.get(name)
     if not isinstance(found, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in found):
         raise RefusedError(f"its {name} are no list of whole numbers")
@@ -61,7 +61,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def flags(tree: Tree, count: int) -> Tensor:
-    """One truth value per client."""
+    """Return one truth value per client."""
     if not isinstance(tree, Tensor) or tree.dtype != torch.bool or tree.shape != (count,):
         raise RefusedError("it does not say of each client whether its numbers are finite")
     return tree

@@ -36,7 +36,7 @@ def up(
 ) -> None:
     """Start a SuperLink and nodes on this machine, run the experiment on them, and stop what was started.
 
-    The same command with the same --out goes on with a run that was stopped.
+    The same command with the same --out continues a run that was stopped.
     """
     from undrift.flower.launch import launch, simulated
 

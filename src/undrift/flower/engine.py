@@ -1,4 +1,4 @@
-"""The engine whose clients are elsewhere: it asks the nodes, checks their replies, and adds them in client order."""
+"""The engine for remote clients: it sends requests to nodes, checks their replies, and adds them in client order."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ log = logging.getLogger("undrift.flower")
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a node has not answered."""
+    """Why a node has not replied."""
 
     why: str
 
 
 class Link(Protocol):
-    """The way to the nodes."""
+    """The connection to the nodes."""
 
     def ask(self, kind: str, requests: dict[str, bytes]) -> dict[str, bytes | Trouble]:
         """Send each node its request, by key, and collect what comes back before the deadline."""
 
 
 class Versions(ClientStates):
-    """At the server, what clients keep is the number of the round after which their node has kept it."""
+    """The states of clients as the server knows them: the number of the round after which their node has kept them."""
 
     def reader(self, method: Method, clients: np.ndarray, start: Params) -> Callable[[Sequence[int]], list[Tree]]:
         def found(where: Sequence[int]) -> list[Tree]:
@@ -65,7 +65,7 @@ class FlowerEngine:
     federation: Federation
     link: Link
     least: int = 1
-    """How many nodes must answer for a round to go on."""
+    """The number of nodes that must reply for a round to count."""
     width: int = 1
     form: Tree = field(default=None, init=False)
     measured: dict[str, Tree] = field(default_factory=dict, init=False)
@@ -76,7 +76,7 @@ class FlowerEngine:
 
     # ---- what is sent ----------------------------------------------------------------------------------------
     def requests(self, inputs: RoundInputs, **notes: Any) -> dict[str, bytes]:
-        """One request per node that has clients of the cohort."""
+        """Return one request per node that has clients of the cohort."""
         plan, without = inputs.plan, self.program.without_personal
         sent: dict[str, Tree] = {name: without(inputs.shared[name], drop=True) for name in ("start", "tracked")}
         sent |= {"received": inputs.shared["received"]} if "received" in inputs.shared else {}
@@ -100,7 +100,7 @@ class FlowerEngine:
     def collect(
         self, kind: str, requests: dict[str, bytes], accept: Callable[[str, bytes], Any]
     ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-        """What nodes replied, as `accept` reads it; and of the others, whether they are missing or refused, and why."""
+        """Return the nodes' replies, as `accept` reads them, and why the others are missing or were rejected."""
         replies, accepted, others = self.link.ask(kind, requests), {}, {}
         for key in requests:
             reply = replies.get(key, Trouble("no answer"))
@@ -155,7 +155,7 @@ class FlowerEngine:
     def _outcome(
         self, inputs: RoundInputs, owners: dict[str, np.ndarray], accepted: dict[str, Any], others: Any, skip: bool
     ) -> Outcome:
-        """The sums of all replies, added in the order of the nodes' first clients."""
+        """Return the sums of all replies, added in the order of the nodes' first clients."""
         plan, sums = inputs.plan, Sums(self.program, inputs)
         lost, after = np.zeros(len(plan.clients), bool), torch.tensor(plan.round + 1)
         whose: dict[str, list[int]] = {"missing": [], "refused": []}
@@ -183,7 +183,7 @@ class FlowerEngine:
         return replace(found, columns=columns | ({"nodes": names} if names else {}))
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
-        """As every engine. All nodes must answer: a sum over some of the clients would pass for one over all.
+        """Measure, as every engine does. All nodes must reply: a partial sum would look like a complete one.
 
         Raises `UndriftError` if one does not. A run that is started again asks all of them once more.
         """
@@ -213,7 +213,7 @@ class FlowerEngine:
 
     # ---- the form of replies ---------------------------------------------------------------------------------
     def _form(self, inputs: RoundInputs) -> Tree:
-        """What a client sends, found by training one on made-up samples for one step."""
+        """Return what a client sends, found by training one on made-up samples for one step."""
         if self.form is None:
             found = self._alone(inputs, cohort=1)
             self.form = tree_map(Tensor.cpu, {"total": found.total, "updates": found.updates})
@@ -237,12 +237,12 @@ class FlowerEngine:
 
 
 def has_versions(kept: list[Tree]) -> bool:
-    """Whether the clients of a round's inputs have states, which at the server are versions."""
+    """Return whether the clients of a round's inputs have states, which at the server are versions."""
     return any(isinstance(tree, Tensor) for tree in kept)
 
 
 def most_bytes(form: Tree, clients: int) -> int:
-    """The most that a reply of this form may take: its tensors, their names, and some notes."""
+    """Return the most that a reply of this form may take: its tensors, their names, and some notes."""
     return tree_bytes(form) + 256 * len(tree_leaves(form)) + 64 * clients + SLACK
 
 

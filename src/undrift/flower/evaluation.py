@@ -1,4 +1,4 @@
-"""Evaluation on the nodes' held-out data: nodes send sums, of which the server makes the history's columns."""
+"""Evaluation on the nodes' held-out data: nodes send sums, from which the server computes the history's columns."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_sums(found: Sums, ids: list[int], forms: dict[str, torch.Tensor]) -> N
 
 
 def added(one: Sums, other: Sums) -> Sums:
-    """The sums of two nodes as those of one."""
+    """Return the sums of two nodes as those of one."""
     splits = dict(one["splits"])
     for name, sums in other["splits"].items():
         splits[name] = tree_add(splits[name], sums) if name in splits else sums
@@ -73,7 +73,7 @@ def added(one: Sums, other: Sums) -> Sums:
 
 
 def columns(run: Run, found: Sums, last: bool) -> dict[str, Any]:
-    """The history's columns, as `evaluate` and `Personal` name them."""
+    """Return the history's columns, as `evaluate` and `Personal` name them."""
     row: dict[str, Any] = {}
     for split, sums in found["splits"].items():
         prefix = "" if split == "test" else f"{split}_"

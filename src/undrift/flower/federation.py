@@ -1,6 +1,6 @@
 """Who takes part: nodes by their key, the clients that each of them has, and what they report about their data.
 
-It is fixed when a run starts, and kept in a file beside it, so that a server which restarts knows the same nodes, also
+It is fixed when a run starts, and kept in a file next to it, so that a server which restarts knows the same nodes, also
 those that are not back yet. Flower's ids of nodes change; keys do not.
 """
 
@@ -51,7 +51,7 @@ class Federation:
         return agreed({member.name: member.report for member in self.members.values()})
 
     def data(self, **rest: Any) -> FederatedDataset:
-        """The data without a sample."""
+        """Return the data without a sample."""
         common, sizes = self.common, np.zeros(self.total, np.int64)
         counted = all(member.report["counts"] is not None for member in self.members.values())
         counts = np.zeros((self.total, common["classes"]), np.int64) if counted and common["classes"] else None
@@ -74,7 +74,7 @@ class Federation:
 
 
 def read(folder: Path) -> Federation | None:
-    """The federation of a run that was started before."""
+    """Return the federation of a run that was started before."""
     if not (folder / FILE).exists():
         return None
     body = unseal(folder / FILE)
@@ -83,7 +83,7 @@ def read(folder: Path) -> Federation | None:
 
 
 def founded(reports: dict[str, tuple[str, Report]]) -> Federation:
-    """A new federation, from nodes' names and reports by key.
+    """Return a new federation, from nodes' names and reports by key.
 
     Where the experiment's clients are shared out, nodes say which of them they have. Nodes with data of their own get
     the next free numbers, in the order of their names, then of their keys.
@@ -107,7 +107,7 @@ def founded(reports: dict[str, tuple[str, Report]]) -> Federation:
 
 
 def _dealt(reports: dict[str, tuple[str, Report]]) -> tuple[int, dict[str, list[int]]]:
-    """How many clients the experiment has, and which are whose. Raises `UndriftError` if a client is claimed twice."""
+    """Return the number of clients, and which node has which. Raises `UndriftError` if a client is claimed twice."""
     totals = {report["total"] for _, report in reports.values()}
     if len(totals) != 1:
         raise UndriftError(f"The nodes count {sorted(totals)} clients of the experiment; give them the same data.")

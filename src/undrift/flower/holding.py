@@ -1,4 +1,4 @@
-"""The data of one node: its own, from a path in its config, or its share of the clients that the experiment names."""
+"""The data of one node: its own, from a path in its config, or its share of the experiment's clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undrift.tools.experiment import loaded
 
 OWN = {"label": "label", "client": "client", "test-fraction": "test_fraction"}
 OWN |= {"client-test-fraction": "client_test_fraction", "data-dir": "data_dir"}
-"""Keys of a node's config, and the keys of `[data]` that they stand for."""
+"""Keys of a node's config, and the keys of `[data]` that they set."""
 KNOWN = {"partition-id", "num-partitions", "data", "state", "name", *OWN}
 
 
@@ -24,11 +24,11 @@ class Holding:
     """A node's data."""
 
     data: FederatedDataset
-    """Where the experiment's clients are shared out, those of all nodes; a node takes its own."""
+    """The data. If nodes share the experiment's clients, those of all nodes, of which a node takes its own."""
     clients: list[int]
     """The node's clients, by their position in the data."""
     shared: bool
-    """Whether these positions are their ids, as the experiment's data are shared out among the nodes."""
+    """Whether these positions are their ids, since nodes share the experiment's data."""
 
     def report(self) -> Report:
         places = list(range(len(self.clients)))
@@ -37,7 +37,7 @@ class Holding:
         return report(own) | {"ids": self.clients if self.shared else None, "total": len(self.data)}
 
     def among(self, ids: list[int], total: int, common: Report) -> FederatedDataset:
-        """The data under the ids that the server has given the node's clients."""
+        """Return the data under the ids that the server has given the node's clients."""
         if len(ids) != len(self.clients) or (self.shared and ids != self.clients):
             raise UndriftError(
                 f"The server takes this node for one of {len(ids)} clients, but it has {len(self.clients)}. Its data "
@@ -47,7 +47,7 @@ class Holding:
 
 
 def holding(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
-    """The data that a node's config speaks of."""
+    """Return the data that a node's config speaks of."""
     if strange := config.keys() - KNOWN:
         raise UndriftError(f"The node's config has {quoted(min(strange))}; it may have {', '.join(sorted(KNOWN))}.")
     if "data" in config:
@@ -82,7 +82,7 @@ def _own(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
 
 
 def state_folder(config: Mapping[str, Any]) -> Path:
-    """Where what the node's clients keep lies: where its config says, or next to its data."""
+    """Return the folder of what the node's clients keep: from its config, or next to its data."""
     if "state" in config:
         return Path(str(config["state"])).expanduser()
     if "data" in config:

@@ -21,7 +21,7 @@ LONG = 30 * 24 * 3600.0
 
 
 def launch(file: Path, nodes: int, out: Path | None, deadline: float, tell: Tell) -> Path:
-    """A SuperLink and nodes with certificates and keys of their own, the run, and the end of them all."""
+    """Start a SuperLink and nodes with their own certificates and keys, run the experiment, and stop them all."""
     folder = _folder(file, out)
     app, place = folder / "app", folder / "federation"
     found = _app(app, file, nodes, deadline)
@@ -36,7 +36,7 @@ def launch(file: Path, nodes: int, out: Path | None, deadline: float, tell: Tell
 
 
 def simulated(file: Path, nodes: int, out: Path | None, deadline: float, tell: Tell) -> Path:
-    """The same through Flower's simulation engine: nodes are Ray's actors, without TLS and keys."""
+    """Do the same with Flower's simulation engine: nodes are Ray actors, without TLS and keys."""
     os.environ |= QUIET | {"RAY_USAGE_STATS_ENABLED": "0"}
     from flwr.simulation import run_simulation
 
@@ -70,7 +70,7 @@ def _settings(file: Path) -> config.Document:
 
 
 def _app(app: Path, file: Path, nodes: int, deadline: float) -> Experiment:
-    """The experiment as an app; one that is there already must be of the same experiment."""
+    """Return the experiment as an app; one that is there already must be of the same experiment."""
     if not app.exists():
         return write_app(app, file, nodes=nodes, deadline=deadline)
     there = config.read(app / "app" / "experiment.toml")

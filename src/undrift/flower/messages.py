@@ -23,11 +23,11 @@ Notes = dict[str, Any]
 
 
 class RefusedError(UndriftError):
-    """Raised for a message that is not what it should be."""
+    """Raised for a message that is invalid."""
 
 
 def encode(tree: Tree, notes: Notes) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     tensors: dict[str, Tensor] = {}
     packed = pack(tree, "tree", tensors)
     text = json.dumps({"tree": packed, "notes": notes}).encode()
@@ -36,7 +36,7 @@ def encode(tree: Tree, notes: Notes) -> bytes:
 
 
 def decode(message: bytes, most: int | None = None) -> tuple[Tree, Notes]:
-    """The tree and the notes of a message of at most so many bytes. Raises `RefusedError`."""
+    """Return the tree and the notes of a message, up to this many bytes. Raises `RefusedError`."""
     if most is not None and len(message) > most:
         raise RefusedError(f"it has {len(message):,} bytes, where at most {most:,} are expected")
     try:

@@ -108,7 +108,7 @@ def write_app(
 
 
 def as_toml(settings: config.Document) -> str:
-    """The settings as TOML: keys, then sections."""
+    """Return the settings as TOML: keys, then sections."""
     sections = {name: value for name, value in settings.items() if isinstance(value, dict)}
     lines = [f"{name} = {literal(value)}" for name, value in settings.items() if name not in sections]
     for section, values in sections.items():

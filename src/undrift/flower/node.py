@@ -1,4 +1,4 @@
-"""What a node does when the server asks: report about its data, train its clients, measure, evaluate."""
+"""What a node does on request of the server: report on its data, train its clients, measure, evaluate."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PLANNED = ("lr", "momentum", "weight_decay")
 
 
 class Node:
-    """Answers the server's requests. Whatever must last longer than an answer lies on the disk."""
+    """Answers the server's requests. Whatever must outlive a reply is on disk."""
 
     def __init__(self, experiment: Experiment, config: Mapping[str, Any]) -> None:
         self.experiment, self.config = experiment, config
 
     def answer(self, kind: str, request: bytes) -> bytes:
-        """The reply to a request, as bytes."""
+        """Return the reply to a request, as bytes."""
         sent, notes = decode(request)
         import_plugins(self.experiment.imports)
         with threads(self.experiment.threads):
@@ -57,14 +57,14 @@ class Node:
 
 
 def node_run(experiment: Experiment, held: Holding, notes: Notes) -> Run:
-    """The run as this node sees it: the same experiment, with data of the node's own clients alone."""
+    """Return the run as this node sees it: the same experiment, with data of the node's own clients alone."""
     data = held.among(notes["ids"], notes["total"], notes["common"])
     run = prepare(settings(experiment, data), cohort=notes["cohort"])
     return replace(run, files=None)  # what clients keep is on the disk anyway, and here for one answer
 
 
 def settings(experiment: Experiment, data: FederatedDataset) -> Settings:
-    """The experiment's settings for a node.
+    """Return the experiment's settings for a node.
 
     A node's process lives for one answer, so tracing or compiling would have to pay within one round; and clients that
     are sampled differ in number from round to round. So clients train one after another.
@@ -88,7 +88,7 @@ class Work:
         self.keeping = [i for i, _ in run.composed.overriding("keep")]
 
     def inputs(self) -> RoundInputs:
-        """The round's inputs, those of this node's clients."""
+        """Return the round's inputs, those of this node's clients."""
         notes, rates = self.notes, {name: self.notes[name] for name in PLANNED}
         plan = Plan(round=notes["round"], clients=self.clients, steps=np.array(notes["steps"], np.int64), **rates)
         found = self.run.inputs(plan, self.state, self.sent.get("received"), self.kept())
@@ -100,14 +100,14 @@ class Work:
         return State(params, [], tracked, self.run.no_states(), self.notes["round"])
 
     def whole(self, sent: Params, which: str) -> Params:
-        """The weights sent, with those that are personal as they began: they are not sent."""
+        """Return the weights sent, with those that are personal as they began: they are not sent."""
         mine: Params = getattr(self.run.model, which)
         if strange := (mine.keys() ^ sent.keys()) - self.run.engine.program.personal:
             raise UndriftError(f"The server's model is not this node's: {min(strange)!r} is in one of them only.")
         return {name: sent.get(name, t) for name, t in mine.items()}
 
     def kept(self) -> ClientStates | None:
-        """What these clients have kept, in the version that the server names."""
+        """Return what these clients have kept, in the version that the server names."""
         versions = self.notes["versions"]
         if versions is None:
             return None
@@ -136,5 +136,5 @@ class Work:
 
     @torch.no_grad()
     def evaluate(self) -> bytes:
-        """Sums of the loss and the metrics on this node's held-out data."""
+        """Return sums of the loss and the metrics on this node's held-out data."""
         return encode(evaluated(self.run, self.state, self.inputs), {"round": self.notes["round"]})

@@ -64,7 +64,7 @@ class NodeStates:
             self._file(client, number).unlink()
 
     def versions(self, client: int) -> list[int]:
-        """The rounds after which the client's state is there."""
+        """Return the rounds after which the client's state is there."""
         folder = self._file(client, 0).parent
         found = [(VERSION.fullmatch(file.name), file) for file in folder.iterdir()] if folder.is_dir() else []
         return sorted(int(match[1]) for match, file in found if match and regular(file))

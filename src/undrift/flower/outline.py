@@ -30,7 +30,7 @@ MOST = 1 << 40
 
 
 def report(data: FederatedDataset) -> Report:
-    """What a node tells the server about its data."""
+    """Return a node's report on its data for the server."""
     x, y = data.take(data.store, data.index[:1])
     counted = data.labels is not None and data.classes > 0
     return {
@@ -77,7 +77,7 @@ def check_report(found: Report) -> None:
 
 
 def agreed(reports: dict[str, Report]) -> Report:
-    """What all nodes' samples have in common. Raises `UndriftError` where they differ; names by node."""
+    """Return what all nodes' samples have in common. Raises `UndriftError` where they differ; names by node."""
     first_name, first = next(iter(reports.items()))
     for name, other in reports.items():
         for what in ("x", "y", "loss", "metrics"):
@@ -92,7 +92,7 @@ def agreed(reports: dict[str, Report]) -> Report:
 
 
 def outline(sizes: np.ndarray, counts: np.ndarray | None, common: Report, **rest: Any) -> FederatedDataset:
-    """A data set of made-up samples: clients of these sizes, with these numbers of samples of each class."""
+    """Return a data set of made-up samples: clients of these sizes, with these numbers of samples of each class."""
     shape, dtype = common["y"]
     if counts is None:
         y, held = torch.zeros(1, *shape, dtype=DTYPES[dtype]), sizes[:, None]
@@ -113,7 +113,7 @@ def outline(sizes: np.ndarray, counts: np.ndarray | None, common: Report, **rest
 
 
 def _made_up(form: list[Any], count: int) -> Tensor:
-    """Noise; ones where numbers are whole, which are tokens or masks that every model takes."""
+    """Return noise, and ones for integers, which are tokens or masks that every model accepts."""
     shape, dtype = form
     if not DTYPES[dtype].is_floating_point:
         return torch.ones(count, *shape, dtype=DTYPES[dtype])
@@ -121,7 +121,7 @@ def _made_up(form: list[Any], count: int) -> Tensor:
 
 
 def placed(data: FederatedDataset, own: list[int], ids: list[int], total: int, common: Report) -> FederatedDataset:
-    """The data of the clients `own` as those of clients `ids` of `total`; all others have none."""
+    """Return the data of the clients `own` as those of clients `ids` of `total`; all others have none."""
     order = np.argsort(ids)
     spans = [slice(*data.offsets[own[i] : own[i] + 2]) for i in order]
     sizes = np.zeros(total, np.int64)
@@ -139,6 +139,6 @@ def placed(data: FederatedDataset, own: list[int], ids: list[int], total: int, c
 
 
 def share(rows: Rows | None, part: int, parts: int) -> Rows | None:
-    """One of several equal parts of held-out samples, so that nodes which hold the same ones count each once."""
+    """Return one of several equal parts of held-out samples, so that nodes which hold the same ones count each once."""
     found = rows and replace(rows, index=rows.index[part::parts])
     return found if found and len(found) else None

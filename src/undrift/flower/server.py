@@ -1,4 +1,4 @@
-"""The server's side of a run: who takes part, the run on their data's outline, and its loop."""
+"""The server's side of a run: who takes part, the run on the outline of their data, and its loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from undrift.training.state import State
 log = logging.getLogger("undrift.flower")
 
 STATUS = "status.json"
-"""The file that says how a run stands."""
+"""The file with the status of a run."""
 REPORT = 1 << 26
 """The most bytes of a node's report about its data, and of its sums in an evaluation."""
 
@@ -75,7 +75,7 @@ class ServerRun(Run):
 
 
 def met(link: Link, keys: list[str]) -> Federation:
-    """A new federation of the nodes with these keys, which report about their data."""
+    """Return a new federation of the nodes with these keys, which report about their data."""
     reports: dict[str, tuple[str, Report]] = {}
     for key, reply in link.ask("hello", dict.fromkeys(keys, encode((), {}))).items():
         if not isinstance(reply, bytes):
@@ -98,7 +98,7 @@ def serve(
     replies: int = 1,
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
-    """Run an experiment on nodes, or go on with the run in `out`.
+    """Run an experiment on nodes, or continue the run in `out`.
 
     Args:
         experiment: What to run.
@@ -124,7 +124,7 @@ def serve(
 
 
 def settings(experiment: Experiment, federation: Federation, folder: Path) -> Settings:
-    """The experiment's settings for the server, which saves every round and goes on where it stopped.
+    """Return the experiment's settings for the server, which saves every round and continues where it stopped.
 
     Figures of client drift are left out: nodes would have to send more than the method needs.
     """
@@ -135,7 +135,7 @@ def settings(experiment: Experiment, federation: Federation, folder: Path) -> Se
 
 
 def served(run: Run, federation: Federation, link: Link, replies: int) -> ServerRun:
-    """The run with the nodes for an engine."""
+    """Return the run with the nodes for an engine."""
     whole = [name for name, measure in run.measures.items() if not isinstance(measure, Metric)]
     require(
         not whole,
@@ -150,7 +150,7 @@ def served(run: Run, federation: Federation, link: Link, replies: int) -> Server
 
 
 def described(row: dict[str, Any], rounds: int) -> str:
-    """A round in a line."""
+    """Return a round as one line of text."""
     shown = [f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row]
     left = [f"{how} {row[how]}" for how in ("missing", "refused") if row.get(how)]
     return "  ".join([f"round {row['round']} of {rounds}", *shown, *left])

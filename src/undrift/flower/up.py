@@ -1,4 +1,4 @@
-"""`undrift flower up`: a SuperLink and SuperNodes on this machine, an experiment on them, and the end of them all."""
+"""`undrift flower up`: start a SuperLink and SuperNodes on this machine, run an experiment on them, and stop them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""Nothing is reported, looked up or installed while it runs, and tasks start soon."""
+"""Settings without telemetry, update checks and installations, and with a short polling interval."""
 PATIENCE = 60.0
 """Seconds for the SuperLink to listen, and for processes to end before they are killed."""
 LOOK = 20.0
-"""Seconds between two questions to Flower how a run stands; its command line takes two to answer."""
+"""Seconds between two status queries to Flower, whose command line takes two seconds."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def command(name: str) -> str:
-    """One of Flower's commands, from the environment that this Python is of."""
+    """Return the path of one of Flower's commands, in the environment of this Python."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     if not found:
@@ -127,7 +127,7 @@ class Grounds:
             time.sleep(0.1)
 
     def key(self, name: str) -> Path:
-        """A node's key, made where it is not there yet."""
+        """Return a node's key, made where it is not there yet."""
         folder = self.folder / "keys"
         file = folder / f"{name}.key"
         return file if file.exists() else make_key(folder, name)[0]
@@ -153,7 +153,7 @@ class Grounds:
 
     # ---- Flower's command line -------------------------------------------------------------------------------
     def flwr(self, *words: str) -> dict[str, Any]:
-        """One of Flower's commands, whose answer is JSON. Raises `UndriftError` if it failed."""
+        """Run one of Flower's commands, and return its JSON output. Raises `UndriftError` if it fails."""
         asked = [command("flwr"), *words, "--format", "json"]
         done = subprocess.run(asked, capture_output=True, text=True, env=self.environment, timeout=300, check=False)
         try:
@@ -200,7 +200,7 @@ class Grounds:
 
 
 def standing(out: Path) -> dict[str, Any]:
-    """How the run in this folder stands, as its server says."""
+    """Return the status of the run in this folder, as its server reported it."""
     try:
         found: dict[str, Any] = json.loads((out / STATUS).read_text("utf-8"))
     except (OSError, ValueError):
@@ -209,7 +209,7 @@ def standing(out: Path) -> dict[str, Any]:
 
 
 def _groups(process: int) -> set[int]:
-    """The groups of a process and of its descendants: Flower starts some of them in groups of their own.
+    """Return the groups of a process and of its descendants: Flower starts some of them in groups of their own.
 
     Where there is no /proc, the process's group alone; Flower's processes notice after a while that it is gone.
     """

@@ -1,4 +1,4 @@
-"""How a sample becomes the arguments of `forward`, and what `forward` returns the output that losses are about.
+"""How a sample becomes the arguments of `forward`, and which of its results is the output for the loss.
 
 A sample is a tensor, a tuple or a dict of tensors: one argument, several, or keyword arguments.
 """
@@ -15,13 +15,13 @@ from undrift.errors import UndriftError, listed
 from undrift.tree import Tree, tree_leaves, tree_map
 
 WHOLE = "all"
-"""The name of the output that is everything a model returns."""
+"""The name that selects everything a model returns."""
 POSITIONAL = "*"
 """In a dict of arguments, the name of what is not a keyword argument."""
 
 
 def arguments(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of `forward` for a batch."""
+    """Return the positional and the keyword arguments of `forward` for a batch."""
     if isinstance(x, Mapping):
         rest = dict(x)
         first = arguments(rest.pop(POSITIONAL))[0] if POSITIONAL in rest else ()
@@ -30,12 +30,12 @@ def arguments(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_size(x: Tree) -> int:
-    """How many samples a batch has."""
+    """Return the number of samples in a batch."""
     return len(tree_leaves(x)[0])
 
 
 def floats_to(tree: Tree, dtype: torch.dtype) -> Tree:
-    """The tree with its tensors of floats in `dtype`; whole numbers are indices, which stay as they are."""
+    """Return the tree with its floating-point tensors in `dtype`. Integers are indices and stay unchanged."""
 
     def cast(t: Any) -> Any:
         return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
@@ -44,10 +44,11 @@ def floats_to(tree: Tree, dtype: torch.dtype) -> Tree:
 
 
 def selected(output: Any, which: str | None) -> Tree:
-    """The output that losses, metrics and hooks are given.
+    """Return the output that losses, metrics and hooks get.
 
-    A tensor is that output. Of several, it is the one that `which` names; by default the one called `logits`, as in
-    Hugging Face's models, or the only tensor. Where neither is there, it is all of them, as a dict or a tuple.
+    If the model returns a tensor, it is that. If it returns several, it is the one that `which` names; by default the
+    one called `logits`, as in Hugging Face's models, or the only tensor. Otherwise it is all of them, as a dict or a
+    tuple.
     """
     if isinstance(output, Tensor):
         return output

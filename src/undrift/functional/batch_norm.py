@@ -73,7 +73,7 @@ class LaneNorms(TorchFunctionMode):
         x = call.x
         if not call.training:
             return self._fixed(call)
-        if x.numel() == x.shape[1]:  # as torch refuses it
+        if x.numel() == x.shape[1]:  # as torch does
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         share, count = self._share(x)
         mean, var = moments(x, share)
@@ -84,7 +84,7 @@ class LaneNorms(TorchFunctionMode):
         return Normalize.apply(x, weight, bias, mean, var, share, call.eps)  # type: ignore[no-untyped-call]
 
     def _instance_norm(self, call: Call) -> Tensor:
-        """Every sample has statistics of its own, so only the running ones are affected by padding."""
+        """Normalize each sample by its own statistics; padding affects only the running ones."""
         if not call.training:
             return self._fixed(call)
         out = F.instance_norm(call.x, None, None, call.weight, call.bias, True, 0.0, call.eps)
@@ -94,7 +94,7 @@ class LaneNorms(TorchFunctionMode):
         return out
 
     def _fixed(self, call: Call) -> Tensor:
-        """A norm in evaluation mode: a linear map of every channel, with the running statistics."""
+        """Apply a norm in evaluation mode: a linear map of every channel, with the running statistics."""
         assert call.mean is not None and call.var is not None
         wide, axes = call.x.to(_precision(call.x)), call.x.dim() - 2
         scale = torch.rsqrt(self._current(call.var) + call.eps)
@@ -131,7 +131,7 @@ class LaneNorms(TorchFunctionMode):
         return 1.0 / self.changed[counter].to(dtype)
 
     def _current(self, buffer: Tensor) -> Tensor:
-        """A buffer's value by now: a norm may be called more than once in a forward pass."""
+        """Return a buffer's current value, since a forward pass may call a norm more than once."""
         return self.changed.get(self.names.get(id(buffer), ""), buffer)
 
 
@@ -150,7 +150,7 @@ class Call(NamedTuple):
     @staticmethod
     def of(func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
         renamed = {OWN_NAMES.get(name, name): value for name, value in kwargs.items()}
-        if func in (torch.batch_norm, torch.instance_norm):  # which take them in another order, and one more
+        if func in (torch.batch_norm, torch.instance_norm):  # whose arguments are in another order, with one more
             order = ("x", "weight", "bias", "mean", "var", "training", "momentum", "eps", "cudnn_enabled")
             renamed |= dict(zip(order, args, strict=False))
             renamed.pop("cudnn_enabled", None)
@@ -206,7 +206,7 @@ class NormalizeBackward(Function):
     def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, share: Tensor, eps: float) -> Any:
         axes, rstd = x.dim() - 2, torch.rsqrt(var + eps)
         scale = weight.to(mean.dtype) * rstd
-        if _has_kernel(g, x, weight, mean):  # it treats the statistics as constants, and leaves γ r g to begin with
+        if _has_kernel(g, x, weight, mean):  # it treats the statistics as constants, so the result so far is γ r g
             dx, weight_grad, bias_grad = torch.ops.aten.native_batch_norm_backward(
                 g, x, weight, mean, var, None, None, False, eps, [True, True, True]
             )
@@ -235,7 +235,7 @@ class NormalizeBackward(Function):
 def _through_statistics(
     scale: Tensor, rstd: Tensor, share: Tensor, weight_grad: Tensor, bias_grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What dx loses by the statistics' dependence on x, as c + s (x − μ): c and s, both samples × channels."""
+    """Return what dx loses by the statistics' dependence on x, as c + s (x − μ): c and s, both samples × channels."""
     return share[:, None] * (scale * bias_grad), share[:, None] * (scale * rstd * weight_grad)
 
 
@@ -284,7 +284,7 @@ def release_norms(module: nn.Module) -> None:
 
 @contextmanager
 def explaining_single_samples() -> Iterator[None]:
-    """Say what to change where torch refuses to take the statistics of one value."""
+    """A context that explains what to change if torch rejects the statistics of a single value."""
     try:
         yield
     except ValueError as error:

@@ -13,9 +13,9 @@ from undrift.errors import UndriftError, first_line
 
 
 def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on `device`, with weights of its own, without wrappers for several GPUs or for compiling.
+    """Return the module on `device`, with weights of its own, without wrappers for several GPUs or for compiling.
 
-    Frozen parameters are the caller's own where they are on `device` already: a large backbone is not held twice.
+    Frozen parameters that are on `device` already are shared with the caller, so that a large backbone is not copied.
     """
     module = _unwrapped(module)
     _check_values(module)
@@ -36,7 +36,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _check_values(module: nn.Module) -> None:
-    """Refuse parameters and buffers that have no values yet, or complex ones."""
+    """Reject parameters and buffers that have no values yet, or complex ones."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise UndriftError(
@@ -54,7 +54,7 @@ def _check_values(module: nn.Module) -> None:
 
 
 def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
-    """`copy.deepcopy` with this memo, or a sentence why it fails."""
+    """Return `copy.deepcopy` with this memo, or raise an error that explains why it fails."""
     # Older forms of weight norm and pruning keep a weight that they computed as an attribute. Autograd's tensors cannot
     # be copied, and the next forward pass computes these anew.
     known = dict(memo)
@@ -63,7 +63,7 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
         known |= {id(t): t.detach().clone() for t in made}
     try:
         return copy.deepcopy(module, known)
-    except Exception as error:  # whatever an attribute of the user's may raise
+    except Exception as error:  # a user's attribute may raise anything
         raise UndriftError(
             f"The model cannot be copied ({first_line(error)}). undrift trains a copy, so that yours stays as it is: "
             "keep locks, open files and generators out of the module, or give it a __deepcopy__."

@@ -1,7 +1,7 @@
-"""torch's random functions as functions of a key.
+"""Torch's random functions as functions of a key.
 
 Each takes `draw` first, which calls a function of (key, shape, …) with the key of this call (`KeyedDraws.draw`), and
-then what torch's function takes. A user's `generator` is left alone: the key takes its place.
+then the arguments of torch's function. A user's `generator` is ignored: the key takes its place.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Draw = Callable[..., Tensor]
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """The precision to compute draws of this type in."""
+    """Return the precision in which to compute draws of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def exponential(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """−log u, which is standard exponential, and above 0."""
+    """Return −log u, which is standard exponential, and greater than 0."""
     return -torch.log(uniform(key, shape, exact(dtype)))
 
 
 def integers(key: Key, shape: Sequence[int], low: int, high: int) -> Tensor:
-    """Whole numbers from `low` to `high` − 1, as int64."""
+    """Return integers from `low` to `high` − 1, as int64."""
     span, count = high - low, math.prod(shape)
     if span <= 2**31:  # a word times the span still fits into 63 bits
         found = bits(key, count) * span >> 32
@@ -43,7 +43,7 @@ def integers(key: Key, shape: Sequence[int], low: int, high: int) -> Tensor:
 
 
 def permutation(key: Key, shape: Sequence[int]) -> Tensor:
-    """The order of random words."""
+    """Return a random permutation, the order of random words."""
     return torch.argsort(bits(key, shape[0]), stable=True)
 
 
@@ -51,13 +51,13 @@ def permutation(key: Key, shape: Sequence[int]) -> Tensor:
 
 
 def shape_of(size: tuple[Any, ...], named: Any = None) -> tuple[int, ...]:
-    """The shape from `(2, 3)` or `((2, 3),)`, or from the argument `size`."""
+    """Return the shape from `(2, 3)` or `((2, 3),)`, or from the argument `size`."""
     size = size or (named,)
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
 def made(value: Tensor, out: Tensor | None = None, requires_grad: bool = False, **_: Any) -> Tensor:
-    """The result of a function that makes a tensor, with regard to the arguments that all of them have."""
+    """Return the result of a function that creates a tensor, applying the arguments that all of them have."""
     value = value if out is None else out.copy_(value)
     return value.requires_grad_() if requires_grad else value
 
@@ -117,7 +117,7 @@ def _bernoulli(draw: Draw, input: Tensor, p: float | None = None, **rest: Any) -
 
 
 def _with_probability(draw: Draw, shape: Sequence[int], p: Any) -> Tensor:
-    """True with probability p, a number or a tensor that spreads to the shape."""
+    """Return True with probability p, a number or a tensor that broadcasts to the shape."""
     if not isinstance(p, Tensor):
         return draw(keep_mask, shape, 1 - p)
     kind = exact(p.dtype)
@@ -179,7 +179,7 @@ def _fill_random(draw: Draw, self: Tensor, *args: int, **rest: Any) -> Tensor:
     named = {new: rest[old] for old, new in (("from", "low"), ("to", "high")) if rest.get(old) is not None}
     if args or named:
         low, high = _bounds([a for a in args if a is not None], named)
-    elif self.is_floating_point():  # all whole numbers that the type can tell apart
+    elif self.is_floating_point():  # all integers that the dtype can represent
         low, high = 0, round(2 / torch.finfo(self.dtype).eps) + 1
     else:
         low, high = 0, 2 if self.dtype == torch.bool else torch.iinfo(self.dtype).max + 1

@@ -1,8 +1,8 @@
 """Random operations inside a model draw from a key.
 
-`KeyedDraws` sees every call of a torch function in a forward pass and computes those that draw itself, from the tables
-of `distributions.py` and `dropouts.py`. What it cannot see, `NoticeDraws` finds: such models train on the plain engine
-inside `generators.seeded`.
+`KeyedDraws` sees every call of a torch function in a forward pass, and computes those that draw itself, from the tables
+of `distributions.py` and `dropouts.py`. `NoticeDraws` finds what it cannot see. Models with such draws train on the
+plain engine, inside `generators.seeded`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = tuple[Tensor, int]
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, lstm, gru)
 DRAWS: dict[Any, Callable[..., Any]] = DISTRIBUTIONS | DROPOUTS | {f: recurrent(f) for f in RECURRENT}
 INSIDE = {F.multi_head_attention_forward, F.gumbel_softmax}
-"""Functions of torch, in Python, that draw inside."""
+"""Torch functions, written in Python, that draw internally."""
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -59,7 +59,7 @@ class KeyedDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def draw(self, draw: Callable[..., Tensor], shape: Sequence[int], *args: Any) -> Tensor:
-        """`draw(key, shape, …)` with the key of this call."""
+        """Return `draw(key, shape, …)` with the key of this call."""
         key = self.key.stream_at(self.calls)
         self.calls += 1
         if self.row is None or not shape or shape[0] != 1:
@@ -114,23 +114,23 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class Trial:
-    """What passes of a model draw, whatever they draw from: the generators are as before afterwards.
+    """Finds what passes of a model draw, from whatever source, and restores the generators afterwards.
 
     Args:
         device: Where the model is.
-        who: What draws, in the sentence `unkeyed`.
+        who: What draws, for the message in `unkeyed`.
     """
 
     def __init__(self, device: torch.device, who: str = "its forward pass") -> None:
         self.key, self.who = fixed_key(device), who
         self.unkeyed = ""
-        """Draws that no key governs, as a sentence; empty if there are none."""
+        """A message about draws that no key controls; empty if there are none."""
 
     @contextmanager
     def draws(self, keyed: bool = True) -> Iterator[list[bool]]:
-        """For one pass, from the beginning of the generators. Afterwards the list says whether the pass drew.
+        """A context for one pass from the initial generators. Afterwards, the list says whether the pass drew.
 
-        With `keyed=False` every draw counts as one that no key governs, as in a backward pass.
+        With `keyed=False`, every draw counts as one that no key controls, as in a backward pass.
         """
         drew: list[bool] = []
         with seeded(self.key), NoticeDraws() as noticed:
@@ -139,7 +139,7 @@ class Trial:
             try:
                 with mode if keyed else nullcontext():
                     yield drew
-            finally:  # a pass that repeats another with other draws may fail for that very reason
+            finally:  # a pass that repeats another with different draws may fail for that reason
                 changed = [a != b for a, b in zip(before, host_states(), strict=True)]
                 sources = [noticed.found, "Python's random" if changed[0] else "", "numpy.random" if changed[1] else ""]
                 drew.append(mode.calls > 0 or any(sources))
@@ -149,6 +149,6 @@ class Trial:
 
 
 def fixed_key(device: torch.device) -> Key:
-    """The key of passes that belong to no client's step: evaluation, and trials."""
+    """Return the key of passes outside of any client's step: evaluation and trials."""
     words = torch.zeros(2, dtype=torch.int64, device=device)
     return Key(words, words[0])

@@ -49,18 +49,18 @@ def _entries(x: Tensor) -> Sequence[int]:
 
 
 def _channels(x: Tensor) -> Sequence[int]:
-    """One entry per channel: the mask spans the first two axes, or of two axes the first."""
+    """Return one entry per channel: the mask spans the first two axes, or of two axes the first."""
     first = 1 if x.dim() == 2 else 2
     return (*x.shape[:first], *[1] * (x.dim() - first))
 
 
 def _features(x: Tensor) -> Sequence[int]:
-    """One entry per feature, along the first two axes."""
+    """Return one entry per feature, along the first two axes."""
     return (*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 def _of(kind: Callable[..., Tensor], mask: Callable[[Tensor], Sequence[int]], always: bool = False) -> Any:
-    """A dropout function of `torch.nn.functional`; or of `torch`, which writes in place or never does."""
+    """Run a dropout function of `torch.nn.functional`, or one of `torch`, which writes in place or never does."""
 
     def function(
         draw: Draw, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = always, **named: Any
@@ -153,7 +153,7 @@ def _attention(
 def recurrent(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """`torch.lstm` or one of its kind, with keyed dropout: its layers one by one, and the dropout between them.
 
-    So cuDNN, whose dropout draws from a state of its own that nobody can seed again, draws nothing.
+    So cuDNN, whose dropout draws from a state of its own that cannot be reseeded, draws nothing.
     """
 
     def drawn(draw: Draw, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ def recurrent(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tupl
 
 
 def _part(states: Any, i: int, count: int) -> Any:
-    """The i-th layer's own of hidden states, layers · directions × batch × units; of an LSTM's pair, a pair."""
+    """Return the i-th layer's own of hidden states, layers · directions × batch × units; of an LSTM's pair, a pair."""
     if isinstance(states, list | tuple):
         return tuple(_part(state, i, count) for state in states)
     return states.chunk(count)[i]

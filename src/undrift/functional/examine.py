@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Findings(NamedTuple):
-    """What passes of a model show of it."""
+    """What passes of a model show about it."""
 
     output: Tree
     """In evaluation mode."""
     changed: list[str]
     """The names of the buffers and frozen parameters that training changes."""
     unkeyed: str
-    """The draws that no key governs, as a sentence; empty if there are none."""
+    """A message about draws that no key controls; empty if there are none."""
     draws_in_evaluation: bool
     rebinds: str
     """The name of a weight whose `.data` the forward pass sets; empty if it sets none."""
@@ -56,7 +56,7 @@ def examine(model: Model, x: Tree) -> Findings:
     trial = Trial(tree_leaves(x)[0].device)
 
     def once() -> Tree:
-        """A training pass on a copy of the samples, which it may write to."""
+        """Run a training pass on a copy of the samples, which it may write to."""
         args, kwargs = arguments(tree_map(torch.clone, floats_to(x, model.input_dtype)))
         with trial.draws():
             output = twin.module(*args, **kwargs)
@@ -66,7 +66,7 @@ def examine(model: Model, x: Tree) -> Findings:
     with torch.no_grad(), guard:
         with trial.draws() as draws_in_evaluation:
             output = twin(twin.trial(), tree_map(torch.clone, x))
-        _changed(twin.module, before, values, versions)  # observers watch in evaluation mode, too
+        _changed(twin.module, before, values, versions)  # observers also record in evaluation mode
         twin.set_mode(True)
         first = once()
         rebinds = _rebound(twin.module, data, model)
@@ -79,7 +79,7 @@ def examine(model: Model, x: Tree) -> Findings:
         for p in weights.values():
             p.mul_(1.0625).add_(0.01)
         data = {n: p.data for n, p in twin.module.named_parameters()}
-        with contextlib.suppress(Exception):  # weights like these may be none that the model takes
+        with contextlib.suppress(Exception):  # the model may not accept weights like these
             once()
         rebinds = rebinds or _rebound(twin.module, data, model)
         changed = sorted({*changed, *_changed(twin.module, before, values, versions)})
@@ -93,16 +93,16 @@ def examine(model: Model, x: Tree) -> Findings:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters and buffers."""
+    """Return the module's parameters and buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _changed(
     module: nn.Module, before: dict[str, Tensor], values: dict[str, Tensor], versions: dict[str, int]
 ) -> list[str]:
-    """The names of the tensors that a forward pass has replaced or written to; they are put back as they were.
+    """Return the names of the tensors that a forward pass has replaced or written to, after restoring them.
 
-    A running maximum, for one, may be written without being changed. `versions` are brought up to date.
+    A running maximum, for example, may be written to without being changed. `versions` is updated.
     """
     found, now = [], named_tensors(module)
     for name, value in values.items():
@@ -120,7 +120,7 @@ def _changed(
 
 
 def _rebound(module: nn.Module, data: dict[str, Tensor], model: Model) -> str:
-    """The name of a weight that a forward pass has given new values by `w.data = …`; empty if there is none."""
+    """Return the name of a weight whose `.data` a forward pass has set; empty if there is none."""
     new = {
         name: p
         for name, p in module.named_parameters()
@@ -135,7 +135,7 @@ def _rebound(module: nn.Module, data: dict[str, Tensor], model: Model) -> str:
 
 
 def find_obstacle(model: Model) -> str | None:
-    """Why a model cannot run under vmap: by its layers, or by trying. None if it can."""
+    """Return why a model cannot run under vmap: by its layers, or by trying. None if it can."""
     for layer in model.module.modules():
         name = type(layer).__name__
         if isinstance(layer, nn.RNNBase) and type(layer) not in THEIRS:
@@ -146,9 +146,9 @@ def find_obstacle(model: Model) -> str | None:
 
 
 def _vmap_failure(model: Model) -> str | None:
-    """Why vmap refuses the model, from a tiny step of two lanes, or None."""
+    """Return why vmap refuses the model, from a tiny step of two lanes, or None."""
     assert model.sample is not None
-    # A copy, since a module may keep what it computes, which outside of vmap is a dead tensor.
+    # A copy, since a module may keep what it computes, and such a tensor is invalid outside of vmap.
     model = model._with(module=deep_copy(model.module, {id(t): t for t in named_tensors(model.module).values()}))
     key, x = fixed_key(tree_leaves(model.sample)[0].device), tree_expand(model.sample, 2)
 
@@ -162,13 +162,13 @@ def _vmap_failure(model: Model) -> str | None:
         torch.func.vmap(torch.func.grad(output))(tree_expand(model.trial(), 2), x)
     except UndriftError:
         raise
-    except Exception as error:  # whatever a user's forward pass may raise under vmap
+    except Exception as error:  # a user's forward pass may raise anything under vmap
         return f"the model does not run under vmap ({first_sentence(error)})"
     return None
 
 
 def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two outputs are the same up to rounding; a GPU may add up in another order."""
+    """Return whether two outputs are equal up to rounding; a GPU may sum in another order."""
     return len(a) == len(b) and all(_same(one, other) for one, other in zip(a, b, strict=True))
 
 

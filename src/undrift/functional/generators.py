@@ -1,8 +1,8 @@
-"""The process's random generators, borrowed for a while: seeded from a key, and put back as they were.
+"""The process's random generators, borrowed for a while: seeded from a key, and restored afterwards.
 
-Some draws no key can govern: those of operations that only torch's dispatcher sees (`torch.poisson`), of Python's
-`random` and of `numpy.random`, and those that torch itself repeats from the generators' states (checkpointing). A model
-with such draws trains on the plain engine, inside `seeded`.
+Some draws cannot come from a key: those of operations that only torch's dispatcher sees (`torch.poisson`), those of
+Python's `random` and of `numpy.random`, and those that torch itself repeats from the generators' states
+(checkpointing). A model with such draws trains on the plain engine, inside `seeded`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from undrift.random import Key, philox
 SEED = 1
 """The last word of the counter that a seed comes from. Keyed draws have 0 there, so they are independent of it."""
 
-_borrowing = threading.RLock()  # generators belong to the process: two threads cannot borrow them at once
+_borrowing = threading.RLock()  # generators belong to the process, so two threads cannot use them at the same time
 _current = threading.local()
 
 
@@ -49,7 +49,7 @@ def seeded(key: Key, row: Tensor | None = None) -> Iterator[None]:
 
 
 def seeded_depth() -> int:
-    """How many contexts of `seeded` this thread is in."""
+    """Return the number of `seeded` contexts that this thread is in."""
     return len(_sources())
 
 
@@ -76,7 +76,7 @@ def seed_of(key: Key, row: int = 0) -> tuple[int, int]:
 
 
 def host_states() -> tuple[Any, Any]:
-    """The states of Python's and of numpy's generator, each comparable with itself."""
+    """Return the states of Python's and of numpy's generator, each comparable with itself."""
     return random.getstate(), repr(sorted(_flat(np.random.get_state(legacy=False))))
 
 

@@ -18,10 +18,10 @@ Params = dict[str, Tensor]
 
 
 class Held:
-    """Calls a module with other weights, which stay in it for as long as `open` lasts.
+    """Calls a module with other weights, which stay in it while `open` lasts.
 
     Gradient checkpointing calls the module again in the backward pass, and must find the weights of the forward pass.
-    These are the weights of the first call; others inside it are over when they return, as they are without `open`.
+    These are the weights of the first call. Calls inside it end when they return, as they do without `open`.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Held:
 
 
 def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
-    """The gradient of `loss` by ordinary autograd, which takes every module, also those that vmap refuses.
+    """Return the gradient of `loss` by ordinary autograd, which supports every module, also those that vmap rejects.
 
-    `loss` also returns the buffers that it changed, which are handed on.
+    `loss` also returns the buffers that it changed, which are passed on.
     """
     with torch.enable_grad():
         leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
@@ -87,4 +87,4 @@ EXPLAINED = {
         "use_reentrant=False to torch.utils.checkpoint."
     ),
 }
-"""Sentences for errors of torch's, by words of theirs."""
+"""Clearer messages for some of torch's errors, by words in them."""

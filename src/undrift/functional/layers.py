@@ -21,19 +21,19 @@ from undrift.errors import UndriftError
 CONV_OUTPUT_AXIS = {f"conv{kind}{d}d": axis for d in (1, 2, 3) for kind, axis in (("", 0), ("_transpose", 1))}
 """The axis of the output channels in the weight of each convolution."""
 RECURRENT_GATES = {"gru": 3, "lstm": 4, "rnn_tanh": 1, "rnn_relu": 1}
-"""How many gates are stacked in the weights of each recurrent layer."""
+"""The number of gates that are stacked in the weights of each recurrent layer."""
 NORM_FUNCTIONS = ("batch_norm", "instance_norm", "group_norm")
 NONLINEARITIES = frozenset(
     """relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid logsigmoid tanh hardtanh hardswish
     hardsigmoid softplus softsign hardshrink softshrink tanhshrink threshold clamp clamp_min maximum""".split()  # noqa: SIM905
 )
 CHANNEL_MOVES = frozenset("cat concat concatenate stack permute transpose movedim moveaxis swapaxes swapdims".split())  # noqa: SIM905
-"""After these functions, channels are no longer where their layer put them."""
+"""After these functions, channels are no longer on their original axis."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's neurons and the parameters that each of them owns."""
+    """A layer's neurons, and the parameters that each of them owns."""
 
     name: str
     """The name of the module, or of its weight if that is not called `weight`."""
@@ -156,10 +156,10 @@ class Watch(TorchFunctionMode):
             x = hidden
 
     def layers(self, rows: int) -> list[Layer]:
-        """Each layer once, in the order of the forward pass, with the affine parameters of norms on its channels.
+        """Return each layer once, in the order of the forward pass, with the norms' affine parameters on its channels.
 
-        Layers whose first axis is not that of the samples, `rows` of them, are left out: which neuron is active for
-        which sample cannot be told.
+        Layers whose first axis is not that of the samples, `rows` of them, are left out, since it is unknown which
+        neuron is active for which sample.
         """
         found: dict[str, Layer] = {}
         for call in self._of_samples(rows):
@@ -171,7 +171,7 @@ class Watch(TorchFunctionMode):
         return list(found.values())
 
     def _of_samples(self, rows: int) -> list[Call]:
-        """The calls of layers all of whose calls have that many rows."""
+        """Return the calls of layers all of whose calls have that many rows."""
         others = {call.layer.name for call in self.calls if len(call.raw) != rows}
         return [call for call in self.calls if call.layer.name not in others]
 
@@ -184,7 +184,7 @@ class Watch(TorchFunctionMode):
 
 
 class LastInput(TorchFunctionMode):
-    """Records what the last linear or convolution layer of a forward pass is given, and nothing else."""
+    """Records only the input of the last linear or convolution layer of a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,19 +20,19 @@ STREAMS = 3 << 13
 
 
 def with_draws_of_loss(model: Model, trial: Trial, drew: bool) -> Model:
-    """The model that knows whether its loss draws, and of draws that no key governs."""
+    """Return the model with the information whether its loss draws, and draws that no key controls."""
     return model._with(loss_draws=drew, unkeyed=model.unkeyed or trial.unkeyed) if drew else model
 
 
 def in_step(model: Model, key: Key, row: Row | None = None) -> AbstractContextManager[Any]:
-    """Around the loss of a local step."""
+    """A context for the loss of a local step."""
     if not model.loss_draws:
         return nullcontext()
     return model.seeding(key, row) if model.unkeyed else KeyedDraws(key.stream_at(STREAMS), row)
 
 
 def repeating(model: Model, function: Any) -> Any:
-    """The loss or a metric with fixed draws, for evaluation and for hooks."""
+    """Return the loss or a metric with fixed draws, for evaluation and for hooks."""
     if not model.loss_draws:
         return function
 

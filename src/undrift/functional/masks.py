@@ -1,8 +1,8 @@
 """Attention masks of Hugging Face's transformers in lanes.
 
-Before they build a mask, transformers ask whether it masks anything (`if mask.all()`), and leave it out where it does
-not: attention without a mask is faster. Under vmap and while a step is traced such a question has no answer, as each
-lane has a mask of its own. With the answer "it does" the mask is built, which is right for every mask.
+Before they build a mask, transformers check whether it masks anything (`if mask.all()`). If not, they leave it out,
+since attention without a mask is faster. Under vmap and while a step is traced, this check has no answer, as each lane
+has a mask of its own. With the answer "it does", the mask is built, which is correct for every mask.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 def masks() -> AbstractContextManager[Any]:
-    """A context in which transformers keep their attention masks, if values cannot be asked for."""
+    """Return a context in which transformers keep their attention masks, if values are not available."""
     loaded = any(name in sys.modules for name in ASKING)
     return KeepMasks() if loaded and values_unknown() else nullcontext()
 
 
 def values_unknown() -> bool:
-    """Whether code runs under `torch.func`, or while `make_fx` traces it."""
+    """Return whether code runs under `torch.func`, or while `make_fx` traces it."""
     return peek_interpreter_stack() is not None or get_proxy_mode() is not None
 
 
@@ -45,7 +45,7 @@ class KeepMasks(TorchFunctionMode):
 
 
 def _asker() -> tuple[str, str]:
-    """The module and the function that ask; this module, torch and other modes stand between them and here."""
+    """Return the module and the function of the caller, skipping this module, torch and other modes."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("undrift", "torch"):
         frame = frame.f_back

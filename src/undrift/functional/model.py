@@ -35,19 +35,19 @@ log = logging.getLogger("undrift")
 
 
 class Model:
-    """`model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
+    """A module as a function: `model(params, x)` in evaluation mode, `model.train(params, x, key)` in training mode.
 
-    Trainable parameters are the function's argument; frozen ones (`requires_grad=False`) stay in the module, one
-    copy for all clients, and are never sent. So do buffers, except for those that training changes, such as a norm's
-    running statistics: `tracked` has their values, and `at` gives the same model with others.
+    Trainable parameters are the function's argument. Frozen ones (`requires_grad=False`) stay in the module, one copy
+    for all clients, and are never sent. So do buffers, except for those that training changes, such as a norm's running
+    statistics: `tracked` has their values, and `at` returns the same model with others.
     """
 
     def __init__(
         self, module: nn.Module, device: torch.device, precision: str = "auto", output: str | None = None
     ) -> None:
-        """`output` names the output that losses are about, where the module returns several."""
+        """`output` names the output for the loss, if the module returns several."""
         self.module = copy_of(module, device)
-        # What a caller has set to evaluation mode stays there, unless that is all of the module.
+        # Submodules that the caller has set to evaluation mode stay there, unless that is the whole module.
         self.still = [n for n, layer in self.module.named_modules() if not layer.training] if module.training else []
         self.module.eval()  # so that the first training pass calls `train`, which the module may have overridden
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
@@ -61,7 +61,7 @@ class Model:
         self.low = precision == "bfloat16" and self.dtype != torch.bfloat16
         """Whether the model computes in a lower precision than its own."""
         self.input_dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        """The precision of floats that go into the module as it is: that of its first weights, frozen or not."""
+        """The precision of floating-point inputs of the original module: that of its first weights, frozen or not."""
         self.compute_dtype = torch.bfloat16 if precision == "bfloat16" else self.input_dtype
         self.norms = _of_norms(self.module)
         self.output, self.outputs = output, 0
@@ -76,24 +76,24 @@ class Model:
         self.sample: Tree = None
         self.held = Held()
         self.owns_frozen = not any(not p.requires_grad for p in self.module.parameters())
-        """Whether frozen parameters are this model's own, which a forward pass may then change."""
+        """Whether this model has its own copy of frozen parameters, which a forward pass may then change."""
         self.vectorized = False
         """Whether this is the model as lanes train it."""
 
     def examined(self, x: Tree) -> tuple[Model, Tree]:
-        """This model with what a run on `x` shows of it (buffers that training changes, outputs), and its output.
+        """Return this model with what a run on `x` shows about it (its outputs, buffers that change), and its output.
 
-        Runs a copy a few times, in evaluation and in training mode. Raises `UndriftError` for outputs that do not
-        repeat, and whatever the module itself raises.
+        Runs a copy a few times, in evaluation and in training mode. Raises `UndriftError` if outputs do not repeat, and
+        whatever the module itself raises.
         """
         try:
             found = examine(self, x)
-        except FrozenWriteError:  # which may be the caller's own; from now on they are not
+        except FrozenWriteError:  # which the caller may own; from now on they are copies
             return self._unshared().examined(x)
         except BufferShapeError:
             return self._shaped(x).examined(x)
         if not self.owns_frozen and any(name not in self.norms for name in found.changed):
-            # It changes buffers of its own making, so it may write to frozen weights too, if only now and then.
+            # It creates and changes buffers of its own, so it may occasionally write to frozen weights too.
             return self._unshared().examined(x)
         output = found.output
         outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else 0
@@ -103,11 +103,11 @@ class Model:
         return self._with(outputs=outputs, tracked=tracked, sample=x, **noted), output
 
     def _unshared(self) -> Model:
-        """This model with frozen parameters of its own."""
+        """Return this model with its own copy of frozen parameters."""
         return self._with(module=deep_copy(self.module, {}), owns_frozen=True)
 
     def _shaped(self, x: Tree) -> Model:
-        """This model after a training pass that gives its buffers their shapes."""
+        """Return this model after a training pass that gives its buffers their shapes."""
         log.warning("The model's buffers get their shapes from the first batch, so it was called once on a sample.")
         other = self._unshared()
         other.set_mode(True)
@@ -117,14 +117,14 @@ class Model:
         return other
 
     def in_lanes(self) -> Model:
-        """This model with recurrent layers and batch norms that run under vmap, where it has torch's own."""
+        """Return this model with recurrent layers and batch norms that support vmap in place of torch's own."""
         module = deep_copy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
         adopt(module)
         adopt_norms(module)
         return self._with(module=module, vectorized=True)
 
     def versions(self) -> dict[str, tuple[int, int]]:
-        """What tells whether a forward pass has written to a buffer or frozen weight that was taken for constant."""
+        """Return version counters that show whether a forward pass has written to a buffer or a frozen weight."""
         return {
             n: (id(t), t._version)
             for n, t in named_tensors(self.module).items()
@@ -132,11 +132,11 @@ class Model:
         }
 
     def trial(self) -> Params:
-        """The starting weights, copied: a forward pass may write to them, as that of `Embedding(max_norm=…)` does."""
+        """Return a copy of the starting weights, since a forward pass may write to them (`Embedding(max_norm=…)`)."""
         return {name: w.clone() for name, w in self.start.items()}
 
     def perturbed(self) -> Params:
-        """Weights near the starting ones, which may be special: a head of zeros hides what comes before it."""
+        """Return weights near the starting ones, which may be special: a head of zeros hides what comes before it."""
         device = next(iter(self.start.values())).device
         keys = (fixed_key(device).stream_at(i) for i in range(len(self.start)))
         return {
@@ -144,11 +144,11 @@ class Model:
         }
 
     def at(self, tracked: Params) -> Model:
-        """This model with these running statistics."""
+        """Return this model with these running statistics."""
         return self._with(tracked=tracked) if self.tracked else self
 
     def _with(self, **changes: Any) -> Model:
-        """A copy with these attributes changed. What was found out about another module or sample is dropped."""
+        """Return a copy with these attributes changed, without cached findings about another module or sample."""
         other = copy.copy(self)
         if changes.keys() & {"module", "sample", "unkeyed"}:
             for name in ("layers", "squares", "obstacle", "refuses_single"):
@@ -168,7 +168,7 @@ class Model:
     def squares(self) -> int | None:
         """The most numbers per sample that one backward pass for squared gradients makes; None if it needs several."""
         assert self.sample is not None
-        found = [Uses(3), Uses(5)]  # two numbers of rows, of which one is not by chance the length of another axis
+        found = [Uses(3), Uses(5)]  # two numbers of rows, one of which differs from the length of another axis
         for uses in found:
             with torch.no_grad():
                 rows = tree_map(lambda t, n=uses.rows: t[:1].expand(n, *t.shape[1:]), self.sample)
@@ -186,13 +186,13 @@ class Model:
         return refuses_single(self)
 
     def __call__(self, params: Params, x: Tree) -> Tree:
-        """Outputs in evaluation mode: no dropout, running statistics as they are."""
+        """Return the outputs in evaluation mode: without dropout, and with fixed running statistics."""
         return self._call(params, x, {}, training=False)
 
     def train(
         self, params: Params, x: Tree, key: Key, statistics: Params | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Outputs in training mode, with every draw from `key`. Writes what it tracks into `statistics`, if given."""
+        """Return the outputs in training mode, with every draw from `key`. Writes tracked buffers into `statistics`."""
         return self.train_features(params, x, key, statistics, watch=False, mask=mask)[0]
 
     def train_features(
@@ -222,7 +222,7 @@ class Model:
 
     @contextlib.contextmanager
     def seeding(self, key: Key, row: Row | None = None) -> Iterator[None]:
-        """Around a pass and its gradient: seeds the global generators, if the model's draws need them."""
+        """A context for a pass and its gradient that seeds the global generators, if the model's draws need them."""
         if not self.unkeyed:
             yield
             return
@@ -232,7 +232,7 @@ class Model:
             yield
 
     def _repeating(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Around a pass in evaluation mode: fixed draws, if the model draws there at all."""
+        """A context for a pass in evaluation mode with fixed draws, if the model draws there at all."""
         if not self.draws_in_evaluation:
             return contextlib.nullcontext()
         key = fixed_key(device)
@@ -246,27 +246,27 @@ class Model:
         return self._call(params, x, {}, False, Squares())
 
     def activations(self, params: Params, x: Tree) -> dict[str, Tensor]:
-        """The activations of each layer's neurons in evaluation mode: by layer, samples × neurons."""
+        """Return the activations of each layer's neurons in evaluation mode: by layer, samples × neurons."""
         return self.watch(params, x).activations(batch_size(x))
 
     def features(self, params: Params, x: Tree) -> Tensor:
-        """The input of the last layer in evaluation mode: samples × features."""
+        """Return the input of the last layer in evaluation mode: samples × features."""
         return self.watch(params, x).calls[-1].input
 
     def watch(self, params: Params, x: Tree) -> Watch:
-        """A forward pass in evaluation mode, watched."""
+        """Run a forward pass in evaluation mode, and record what it does."""
         seen = Watch()
         self._call(params, x, {}, training=False, watch=seen)
         return seen
 
     def gradient(self, loss: Callable[[Params], Tensor], params: Params) -> Params:
-        """The gradient of a loss that calls this model, by ordinary autograd."""
+        """Return the gradient of a loss that calls this model, by ordinary autograd."""
         return self.gradient_and_buffers(lambda w: (loss(w), {}), params)[0]
 
     def gradient_and_buffers(
         self, loss: Callable[[Params], tuple[Tensor, Params]], params: Params
     ) -> tuple[Params, Params]:
-        """The same for a `loss` that also returns the buffers it changed."""
+        """Return the same for a `loss` that also returns the buffers it changed."""
         with self.held.open():
             return ordinary_gradient(loss, params)
 
@@ -294,7 +294,7 @@ class Model:
         with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
             output = self.held.call(self.module, tensors, statistics, *arguments(x))
         output = selected(output, self.output)
-        if isinstance(mode, ConvolutionMode):  # its outputs may be strided as nobody outside expects
+        if isinstance(mode, ConvolutionMode):  # its outputs may have unexpected strides
             output = tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, output)
         return floats_to(output, self.dtype) if self.low else output
 
@@ -314,7 +314,7 @@ class Model:
                 self.module.get_submodule(name).training = False
 
     def _differentiable(self, training: bool) -> contextlib.AbstractContextManager[Any]:
-        """cuDNN has no gradient of recurrent layers in evaluation mode, where FedCurv asks for one; torch has."""
+        """A context without cuDNN for recurrent layers in evaluation mode, whose gradient (for FedCurv) cuDNN lacks."""
         theirs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
         if training or not theirs or not torch.is_grad_enabled():
             return contextlib.nullcontext()
@@ -327,7 +327,7 @@ class Model:
             self.tracked = self.tracked | new
 
     def load(self, params: Params) -> nn.Module:
-        """The module with these weights and the running statistics in it, in evaluation mode."""
+        """Return the module with these weights and the running statistics in it, in evaluation mode."""
         for name, p in self.module.named_parameters():
             if name in params:
                 p.copy_(params[name])
@@ -336,7 +336,7 @@ class Model:
         return self.released()
 
     def released(self) -> nn.Module:
-        """The module as users know it, with torch's own layers, in evaluation mode."""
+        """Return the module with torch's own layers, in evaluation mode, for the user."""
         release(self.module)
         release_norms(self.module)
         return self.module.eval()
@@ -348,11 +348,11 @@ def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
 
 
 def as_buffer(value: Tensor, like: Tensor) -> Tensor:
-    """A mean over clients as a buffer's value: a counter of batches stays a whole number."""
+    """Return a mean over clients as a buffer's value: a counter of batches stays an integer."""
     return (value if like.is_floating_point() else value.round()).to(like.dtype)
 
 
 def _of_norms(module: nn.Module) -> set[str]:
-    """The parameters and buffers of batch and instance norms, which keep their precision."""
+    """Return the parameters and buffers of batch and instance norms, which keep their precision."""
     layers = {prefix: layer for prefix, layer in module.named_modules() if isinstance(layer, NORMS)}
     return {f"{prefix}.{n}".lstrip(".") for prefix, layer in layers.items() for n in layer.state_dict()}

@@ -1,4 +1,4 @@
-"""Trials of a model with norms: whether lanes compute it as torch does, and whether it can train on one sample."""
+"""Trials of a model with norms: whether lanes match torch, and whether it can train on one sample."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ REAL, PADDED = [0, 1, 2], [0, 1, 2, 2, 2]
 
 
 def has_norms(model: Model) -> bool:
-    """Whether a trial is worth its time: the model has norms, or changes its buffers."""
+    """Return whether a trial is needed: the model has norms, or changes its buffers."""
     return bool(model.tracked) or any(isinstance(layer, NORMS) for layer in model.module.modules())
 
 
 def find_norm_obstacle(model: Model) -> str | None:
-    """Why lanes cannot train a model that has norms or changes its buffers; None if they can.
+    """Return why lanes cannot train a model that has norms or changes its buffers; None if they can.
 
     Three samples by torch's own norms and the same three, padded, by those of lanes must give the same outputs and
     buffers. This finds norms whose input does not have the samples in order along its first axis, and buffers that
@@ -50,7 +50,7 @@ def find_norm_obstacle(model: Model) -> str | None:
 
 
 def refuses_single(model: Model) -> bool:
-    """Whether a batch of one sample cannot train the model, for lack of a second value per channel."""
+    """Return whether the model cannot train on a batch of one sample, for lack of a second value per channel."""
     x = tree_map(lambda t: t[:1], model.sample)
     try:
         with torch.no_grad():
@@ -61,7 +61,7 @@ def refuses_single(model: Model) -> bool:
 
 
 def _difference(model: Model, bound: float) -> str | None:
-    """How lanes would differ from torch on a padded batch; None if they do not."""
+    """Return how lanes would differ from torch on a padded batch; None if they do not."""
     rows = tree_map(_three, model.sample)
     key, mask = (
         fixed_key(tree_leaves(rows)[0].device),
@@ -78,7 +78,7 @@ def _difference(model: Model, bound: float) -> str | None:
         with torch.no_grad():
             output = one.train(model.perturbed(), tree_map(lambda t, i=index: t[i], rows), key, statistics, which)
         for name in given if vectorized else ():
-            if statistics[name] is given[name]:  # nothing but a norm has changed it, in place
+            if statistics[name] is given[name]:  # only a norm has changed it, in place
                 return f"training changes its buffer {name!r}"
         found.append((output, statistics))
     (wanted, before), (output, after) = found

@@ -112,5 +112,5 @@ class Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def fine(self, names: Any) -> bool:
-        """Whether `Squares` covers all of these parameters."""
+        """Return whether `Squares` covers all of these parameters."""
         return not self.unsupported & set(names) and all(self.seen.count(name) == 1 for name in names)

@@ -1,8 +1,7 @@
 """What the Triton kernels have in common: where they run, and how they are launched.
 
-There are kernels where torch has no good one; what each computes is written in plain torch in the operation that calls
-it. Triton comes with torch's GPU builds. The modules that import it are themselves imported only where `available` is
-true.
+Kernels exist where torch has no good one. What each computes is written in plain torch in the operation that calls it.
+Triton comes with torch's GPU builds. The modules that import it are imported only if `available` is true.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ def _supported(device: torch.device) -> bool:
 
 
 def dot_precision() -> str:
-    """The `input_precision` of float32 products, by torch's global setting for matrix products."""
+    """Return the `input_precision` of float32 products, by torch's global setting for matrix products."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """The shared memory, in KiB, that one program may use."""
+    """Return the shared memory, in KiB, that one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
 
 
 def pipeline_stages(wanted: int, *runs: int) -> int:
-    """The `num_stages` of a loop that reads contiguous runs of so many bytes.
+    """Return the `num_stages` of a loop that reads contiguous runs of this many bytes.
 
-    Triton 3.6 pipelines loads wrongly if a run is shorter than what a thread reads at once, so such loops are not
+    Triton 3.6 pipelines loads incorrectly if a run is shorter than what a thread reads at once, so such loops are not
     pipelined.
     """
     return 1 if any(run % 16 for run in runs) else wanted

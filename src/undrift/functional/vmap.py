@@ -10,12 +10,12 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 
 
 def lanes_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """The tensor with the vmapped axis first; a tensor that is not vmapped is expanded to `size` lanes."""
+    """Return the tensor with the vmapped axis first; a tensor that is not vmapped is expanded to `size` lanes."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def fold_into_lanes(operation: Callable[..., Tensor]) -> Any:
-    """The vmap rule of an operation whose tensors all have lanes first: the vmapped axis becomes more lanes."""
+    """Return the vmap rule of an operation whose tensors all have lanes first: the vmapped axis becomes more lanes."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         size = info.batch_size
@@ -29,7 +29,7 @@ def fold_into_lanes(operation: Callable[..., Tensor]) -> Any:
 
 
 def mapped(tensor: Tensor) -> bool:
-    """Whether vmap maps this tensor over an axis."""
+    """Return whether vmap maps this tensor over an axis."""
     while is_functorch_wrapped_tensor(tensor):
         if is_batchedtensor(tensor):
             return True

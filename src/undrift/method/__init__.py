@@ -1,1 +1,1 @@
-"""A method as a sum of parts: hooks, what they are given, numbers that are schedules, local work, simulated faults."""
+"""A method as a sum of parts: hooks, their arguments, schedules, local training and simulated faults."""

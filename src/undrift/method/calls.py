@@ -1,4 +1,4 @@
-"""Calls of hooks: what a hook returns is checked, and an error in a user's hook says where it happened."""
+"""Calls of hooks: results are checked, and errors in users' hooks are reported with their location."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKS = ("check", "check_model")
 OTHERS = (*CHECKS, "plan", "history", "update_bytes")
 """The hooks that do not return trees of tensors."""
 NUMBERS = (torch.Tensor, Number, np.ndarray, np.generic)
-"""What trees may have at their leaves."""
+"""What the leaves of trees may be."""
 
 
 def call(part: Any, hook: str, *args: Any) -> Any:
@@ -50,7 +50,7 @@ def call(part: Any, hook: str, *args: Any) -> Any:
         raise UndriftError(f"{name(part)}.{hook} draws{place(error)} {error}") from error
     except UndriftError:
         raise
-    except Exception as error:  # whatever a user's code may raise
+    except Exception as error:  # a user's code may raise anything
         if machine_trouble(error):
             raise
         raise UndriftError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
@@ -65,19 +65,19 @@ def call(part: Any, hook: str, *args: Any) -> Any:
 
 @contextmanager
 def blaming_the_model(where: str = "") -> Iterator[None]:
-    """Report an error that is no hook's as the model's or the loss's, with the file and the line, if that is known."""
+    """Report an error outside of hooks as the model's or the loss's, with the file and the line if known."""
     try:
         yield
     except UndriftError:
         raise
-    except Exception as error:  # whatever a user's model may raise
+    except Exception as error:  # a user's model may raise anything
         if machine_trouble(error) or not (where or place(error)):
             raise
         raise UndriftError(f"The model failed{where}{place(error)}: {reason(error)}") from error
 
 
 def ours(part: Any) -> bool:
-    """Whether the part ships with undrift."""
+    """Return whether the part ships with undrift."""
     return type(part).__module__.startswith("undrift.")
 
 
@@ -86,7 +86,7 @@ def name(part: Any) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where a user's code raised: the innermost frame outside of torch and undrift, as " (file.py:12)"."""
+    """Return where a user's code raised: the innermost frame outside of torch and undrift, as " (file.py:12)"."""
     found = traceback.extract_tb(error.__traceback__)
     frames = [f for f in found if not f.filename.startswith((*ELSEWHERE, "<string>", "<eval_with_key>"))]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -99,13 +99,13 @@ VMAP = (
 
 
 def reason(error: BaseException) -> str:
-    """The error's type and first line; and what vmap asks for, if it was vmap."""
+    """Return the error's type and first line, and advice if vmap raised it."""
     text = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
     return f"{text}.{VMAP}" if of_vmap(error) else f"{text}."
 
 
 def of_vmap(error: BaseException) -> bool:
-    """Whether vmap or tracing refused an operation, rather than the operation itself."""
+    """Return whether vmap or tracing refused an operation, rather than the operation itself."""
     said = str(error)
     known = ("vmap", "data-dependent", "Batching rule", "is not tracing", "GuardOnDataDependent")
     kinds = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException")
@@ -139,9 +139,9 @@ def _drops(input: Any, p: float = 0.5, training: bool = True, *rest: Any, **more
 
 
 def aligned(tree: Any, params: Tree, part: Any, hook: str, spread: bool = False) -> Tree:
-    """A hook's result in the order and the precision of the parameters.
+    """Return a hook's result in the order and the precision of the parameters.
 
-    It must have their names and shapes; with `spread`, shapes that spread to theirs.
+    It must have their names and shapes; with `spread`, shapes that broadcast to theirs.
     """
     if not isinstance(tree, dict) or tree.keys() != params.keys():
         names = ", ".join(list(params)[:20]) + (" …" if len(params) > 20 else "")
@@ -170,7 +170,7 @@ def _spreads(shape: Any, whole: Any) -> bool:
 
 
 def pair(found: Any, part: Any, hook: str, first: str, second: str = "state") -> tuple[Any, Any]:
-    """A hook's result as the pair that it must be."""
+    """Return a hook's result as the pair that it must be."""
     if not isinstance(found, tuple) or len(found) != 2:
         kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
         raise UndriftError(f"{name(part)}.{hook} must return a pair, ({first}, {second}), not {kind}.")
@@ -178,7 +178,7 @@ def pair(found: Any, part: Any, hook: str, first: str, second: str = "state") ->
 
 
 def unchanged_form(new: Tree, old: Tree, part: Any, hook: str, what: str, maker: str) -> Tree:
-    """`new`, which must have the structure, shapes and types of `old`; the hook `maker` returned the first of them."""
+    """Return `new`, which must have the structure, shapes and dtypes of `old`, first returned by the hook `maker`."""
     if tree_structure(new) != tree_structure(old):
         if not tree_leaves(old):
             raise UndriftError(

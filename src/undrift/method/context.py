@@ -21,23 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of one round, fixed before it starts. A `plan` hook returns a changed copy (`dataclasses.replace`)."""
+    """Who trains in a round, and how much, fixed before it starts. Change it with `dataclasses.replace`."""
 
     round: int
     """The round, counted from 0."""
     clients: np.ndarray
     """The cohort's ids, ascending. A `plan` hook may choose others; an empty cohort is allowed."""
     steps: np.ndarray
-    """How many local steps each of them takes, in the order of `clients`."""
+    """The number of local steps of each of them, in the order of `clients`."""
     lr: float
+    """The learning rate of local steps."""
     momentum: float
+    """The momentum, from `Local(momentum)`."""
     weight_decay: float
+    """The weight decay, from `Local(weight_decay)`."""
     fates: Fates | None = None
-    """Which of them fail, if faults are simulated; drawn after the `plan` hooks."""
+    """Which of them fail, if faults are simulated. Drawn after the `plan` hooks."""
 
     @property
     def span(self) -> dict[str, float]:
-        """The cohort's step counts in three numbers, for the history."""
+        """The smallest, mean and largest number of steps in the cohort, for the history."""
         steps = self.steps if len(self.steps) else np.zeros(1, np.int64)
         return {"fewest": int(steps.min()), "mean": float(steps.mean()), "most": int(steps.max())}
 
@@ -83,15 +86,15 @@ class Client:
     """
 
     id: Tensor
-    """Its position in the data, from 0."""
+    """The client's index in the data, from 0."""
     round: Tensor
     """The round, counted from 0."""
     n: Tensor
-    """How many samples it has."""
+    """The number of its samples."""
     weight: Tensor
     """Its weight in the mean, before normalisation: its number of samples, or 1 if the mean is uniform."""
     label_counts: Tensor
-    """How many samples it has of each class, one entry per output of the model; empty if targets are not classes."""
+    """The number of its samples per class, one entry per output of the model. Empty if targets are not classes."""
     steps: Tensor
     """Its number of local steps in this round."""
     lr: Tensor
@@ -104,10 +107,11 @@ class Client:
     """The key of this part's random draws. Hooks of one local step have the same key, and so have `update` and
     `upload`; `key.stream_at(i)` gives keys whose draws are independent."""
     model: Model
-    """`client.model(params, x)` returns the model's output in evaluation mode, `client.model.features(params, x)` the
-    input of its last layer, and `client.model.activations(params, x)` the activations of each layer, by name."""
+    """The model as a function. `client.model(params, x)` returns its output in evaluation mode,
+    `client.model.features(params, x)` the input of its last layer, and `client.model.activations(params, x)` the
+    activations of each layer, by name."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """`client.loss(output, target)` returns one loss per sample."""
+    """The loss function: `client.loss(output, target)` returns one loss per sample."""
     received: Tree = None
     """The tree that this part's `broadcast` returned."""
     kept: Tree = None
@@ -181,10 +185,13 @@ class Client:
         return self.gradients_of
 
     def shared(self, tree: Tree) -> Tree:
-        """Return a dict like the parameters with the entries of personal ones set to zero.
+        """Return a dict like the parameters, with the entries of personal ones set to zero.
 
         Args:
             tree: A dict by parameter of trees of tensors.
+
+        Returns:
+            A dict of the same structure.
         """
         if not self.personal:
             return tree
@@ -196,9 +203,9 @@ class Server:
     """The server, as passed to a hook."""
 
     model: Model
-    """`server.model(params, x)` returns the model's output in evaluation mode."""
+    """The model as a function: `server.model(params, x)` returns its output in evaluation mode."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """`server.loss(output, target)` returns one loss per sample."""
+    """The loss function: `server.loss(output, target)` returns one loss per sample."""
     data: tuple[Tensor, Tensor] | None
     """The server's own samples and targets (`data.server`), on the device; None if it has none."""
     round: int
@@ -208,14 +215,14 @@ class Server:
     params: Tree
     """The weights sent to the clients in this round."""
     population: int
-    """N: how many clients have data, whether or not they take part in this round."""
+    """N, the number of clients with data, whether or not they take part in this round."""
     having_data: Callable[[], np.ndarray] = field(default=lambda: np.empty(0, np.int64), repr=False)
-    """Finds `clients`, which is an array of all clients, so it is made for hooks that ask for it."""
+    """Finds `clients`, an array over all clients, which is created only for hooks that ask for it."""
     steps: Callable[[np.ndarray], np.ndarray] = field(default=np.ones_like, repr=False)
-    """`server.steps(clients)`: how many local steps `Local` gives clients with these ids in this round."""
+    """`server.steps(clients)` returns the number of local steps per client in this round, according to `Local`."""
     augment: Callable[[Tensor, Key], Tensor] | None = None
-    """`data.augment`, the function that augments a batch before a local step; None without augmentation."""
-    # The next three are None where there are none yet. Their types leave that out, so that hooks need not ask.
+    """`data.augment`, the function that augments a batch before a local step, or None."""
+    # The next three may be None early in a round. Their types leave that out, so that hooks need not check.
     cohort: np.ndarray = field(default=None)  # type: ignore[arg-type]
     """The ids of this round's clients, ascending; in `aggregate`, of those that count. None in `plan` and `finish`."""
     client_weights: Tensor = field(default=None)  # type: ignore[assignment]
@@ -237,7 +244,7 @@ class Totals:
     sums: Any
     """The sum of what this part's `upload` returned; in `broadcast` and `finish`, of what its `measure` returned."""
     size: Tensor
-    """How many clients count: a float64 scalar on the device. Those that dropped out or were left out do not."""
+    """The number of clients that count, without those that dropped out or were left out: a float64 scalar."""
     weight: Tensor
     """The sum of their weights; 0 if no client counts."""
     update: Tree

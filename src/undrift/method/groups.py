@@ -1,4 +1,4 @@
-"""Parameter groups: factors of the learning rate and of the weight decay, by patterns of parameters' names."""
+"""Parameter groups: factors of the learning rate and of the weight decay, by patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Group:
         >>> local = ud.Local(epochs=1, batch_size=32, lr=0.01, weight_decay=1e-4, groups=groups)
 
     Args:
-        rate: The factor of the learning rate. 0 leaves these parameters as they are.
+        rate: The factor of the learning rate. 0 freezes these parameters.
         weight_decay: The factor of the weight decay.
 
     Raises:
-        UndriftError: If a factor is not a finite number from 0.
+        UndriftError: If a factor is negative or not finite.
     """
 
     rate: float = 1.0
@@ -38,7 +38,7 @@ class Group:
 
 
 def check_groups(groups: Any) -> dict[str, Group]:
-    """The groups as a dict. Raises `UndriftError` unless they are a mapping from patterns to `Group`."""
+    """Return the groups as a dict. Raise `UndriftError` unless they are a mapping from patterns to `Group`."""
     if not isinstance(groups, Mapping):
         raise UndriftError(
             'Local(groups) must be a dict from name patterns to groups, such as {"*.bias": ud.Group(weight_decay=0)}, '
@@ -55,19 +55,19 @@ def check_groups(groups: Any) -> dict[str, Group]:
 def group_factors(
     groups: Mapping[str, Group] | None, names: Iterable[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The factors of the learning rate and of the weight decay, by parameter; those that are 1 are left out.
+    """Return the factors of the learning rate and of the weight decay by parameter, without those that are 1.
 
-    Patterns are those of `fnmatch`, in which case matters; the first one that matches a name decides.
+    Patterns are those of `fnmatch`, and case matters. The first pattern that matches a name applies.
 
     Args:
         groups: The groups by pattern.
         names: The names of the model's parameters.
 
     Returns:
-        Two dicts from names to factors: the rates, and the weight decays.
+        Two dicts by parameter name: factors of the learning rate, and of the weight decay.
 
     Raises:
-        UndriftError: If a pattern matches no parameter, or none that an earlier pattern leaves to it.
+        UndriftError: If a pattern matches no parameter, or only parameters that earlier patterns match.
     """
     rates: dict[str, float] = {}
     decays: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Local work: how many steps a client takes, on which batches, at which rate."""
+"""Local training: how many steps a client takes, on which batches, at which learning rate."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from undrift.schedule import Number, StepSchedule, check_number, decay, inside, 
 Array = np.ndarray
 
 PIECE = 1 << 22
-"""How many samples' places in batches to draw at a time."""
+"""How many samples to assign to batches at a time."""
 MOST_STEPS = 10_000_000
-"""The most steps of a client in a round: their batches are made in memory before the first."""
+"""The largest number of steps of a client in a round, whose batches are all in memory before the first step."""
 ADDED = {"added": True}
-"""Marks fields that earlier versions did not have: at their defaults they are left out of a run's identity."""
+"""Marks fields that earlier versions did not have. At their defaults, they are left out of a run's identity."""
 STATES = ("reset", "keep", "average")
-"""What becomes of a local optimizer's state at the end of a round."""
+"""What can happen to a local optimizer's state at the end of a round."""
 
 
 class Spread(NamedTuple):
-    """The local steps of many clients."""
+    """The numbers of local steps of many clients."""
 
     mean: float
     largest: int
@@ -42,9 +42,9 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """A client's work in a round: SGD with PyTorch's momentum and weight decay, or another local optimizer.
+    """Local training: what a client does in a round, with SGD or another optimizer.
 
-    Any number may be a schedule, a function of the round from 0: `ud.Local(steps=ud.decay(50, 0.98), lr=0.1)`.
+    Any number may be a schedule, a function of the round counted from 0: `ud.Local(steps=ud.decay(50, 0.98), lr=0.1)`.
 
     In a local step, the gradient of the loss goes through `weight_decay`, the parts' `gradient` hooks, `clip_norm` and
     the `optimizer` (or `momentum`), in this order. The result is multiplied by the learning rate and subtracted from
@@ -53,49 +53,41 @@ class Local:
     Example:
         >>> import undrift as ud
         >>> local = ud.Local(epochs=1, batch_size=32, lr=0.1, momentum=0.9)
-        >>> local = ud.Local(
-        ...     epochs=1,
-        ...     batch_size=32,
-        ...     lr=ud.decay(0.001, 0.99),
-        ...     optimizer=ud.AdamW(weight_decay=0.01),
-        ...     clip_norm=1.0,
-        ...     step_schedule=ud.warmup(5) * ud.cosine(),
-        ...     groups={"*.bias": ud.Group(weight_decay=0.0)},
-        ... )
+        >>> schedule, groups = ud.warmup(5) * ud.cosine(), {"*.bias": ud.Group(weight_decay=0.0)}
+        >>> local = ud.Local(steps=20, lr=0.001, optimizer=ud.AdamW(), step_schedule=schedule, groups=groups)
 
     Args:
         steps: The number of local steps, or a list with one entry per client. Give either `steps` or `epochs`.
-        epochs: Passes over the client's samples: E epochs are `E·⌈n/B⌉` steps for n samples and batches of B.
-        batch_size: Samples per step; None takes all of a client's samples at each step.
-        drop_last: Leave out the last batch of a pass over the client's samples where it is short, so that E epochs are
-            `E·⌊n/B⌋` steps. Which samples these are differs from pass to pass. A client with less than one batch of
-            samples keeps its one short batch.
+        epochs: The number of passes over the client's n samples. With batch size B, E epochs are `E·⌈n/B⌉` steps.
+        batch_size: The number of samples per batch. None uses all of a client's samples in each step.
+        drop_last: Whether to leave out the last batch of each pass if it is short, so that E epochs are `E·⌊n/B⌋`
+            steps. Which samples are left out differs from pass to pass. A client with fewer samples than one batch
+            keeps its short batch.
         lr: The learning rate.
-        momentum: The momentum of SGD, as in `ud.SGD(momentum)`. Starts at zero in every round. Short form, for use
+        momentum: The momentum of SGD, as in `ud.SGD(momentum)`. It starts at zero in every round. A short form, for use
             without `optimizer`.
-        weight_decay: λ; adds `λ·w` to the gradient, before the `gradient` hooks and before clipping. Short form, for
-            use without `optimizer`; the weight decay of `ud.SGD` is added after them.
-        optimizer: The local optimizer: `ud.SGD`, `ud.Adam`, `ud.AdamW`, or your own subclass of `ud.Optimizer`. None
-            is SGD with the `momentum` and `weight_decay` given here.
-        optimizer_state: What becomes of the optimizer's state at the end of a round. `"reset"`: every round starts
-            with a new one. `"keep"`: every client continues with its own, from the last round it took part in.
+        weight_decay: λ; adds `λ·w` to the gradient, before the `gradient` hooks and before clipping. A short form, for
+            use without `optimizer`. The weight decay of `ud.SGD` comes after both.
+        optimizer: The local optimizer: `ud.SGD`, `ud.Adam`, `ud.AdamW`, or your own subclass of `ud.Optimizer`. None is
+            SGD with the `momentum` and `weight_decay` given here.
+        optimizer_state: What happens to the optimizer's state at the end of a round. `"reset"`: every round starts with
+            a new one. `"keep"`: every client continues with its own, from the last round in which it took part.
             `"average"`: the states are averaged over the cohort like the weights, and the next round starts with the
             mean.
-        clip_norm: The largest norm of the gradient, over all parameters together; longer ones are scaled down to it.
-            None does not clip.
-        sampling: `"shuffle"`: batches are cut from fresh permutations of the client's samples. `"balanced"`: samples
-            of a batch are drawn with replacement, such that all classes that the client holds are equally likely; an
-            epoch is as many draws as the client has samples.
+        clip_norm: The maximum norm of the gradient, over all parameters together. Longer gradients are scaled down to
+            it. None does not clip.
+        sampling: `"shuffle"`: batches are cut from fresh permutations of the client's samples. `"balanced"`: the
+            samples of a batch are drawn with replacement such that all classes that the client holds are equally
+            likely. An epoch is then as many draws as the client has samples.
         step_schedule: A factor of the learning rate by local step: `ud.warmup`, `ud.cosine`, their product, or a
             function `f(k, steps)` of the local step k, counted from 0, and the client's number of steps. Both are
-            tensors, so it must use tensor operations, without an `if` on k.
-        groups: Parameter groups: a dict from patterns of parameters' names, such as `"head.*"` or `"*.bias"`, to
-            `ud.Group(rate, weight_decay)`, factors of the learning rate and of the weight decay. The first pattern
-            that matches a name decides.
+            tensors, so use tensor operations, without an `if` on k.
+        groups: Parameter groups: a dict from patterns of parameter names, such as `"head.*"` or `"*.bias"`, to
+            `ud.Group(rate, weight_decay)`, factors of the learning rate and of the weight decay. The first pattern that
+            matches a name applies.
 
     Raises:
-        UndriftError: If an argument is wrong, or two contradict each other. Numbers are checked by `ud.train`, in
-            every round of the run.
+        UndriftError: If an argument is invalid, or two contradict each other. `ud.train` checks schedules as well.
     """
 
     steps: Number | Sequence[int] | None = None
@@ -170,7 +162,7 @@ class Local:
         return self.steps is not None and not callable(self.steps) and np.ndim(self.steps) > 0
 
     def step_counts(self, t: int, clients: Array, sizes: Array, per_step: int = 1) -> Array:
-        """How many steps, of `per_step` batches each, these clients take in round `t`."""
+        """Return how many steps, of `per_step` batches each, these clients take in round `t`."""
         if self.per_client:
             return self._listed[clients]
         if self.steps is not None:
@@ -180,11 +172,11 @@ class Local:
 
     @cached_property
     def _listed(self) -> Array:
-        """The steps that were given by client, which a list of many is slow to become."""
+        """The steps per client as an array, converted once since a long list is slow to convert."""
         return np.asarray(self.steps)
 
     def spread(self, t: int, data: FederatedDataset, per_step: int = 1) -> Spread:
-        """The same over all clients that have data, without an array of them: clients of a size take as many."""
+        """Return the same over all clients with data, by their sizes: clients of one size take as many steps."""
         sizes, clients = data.size_counts
         if self.per_client:
             steps = self._listed[data.nonempty]
@@ -193,30 +185,30 @@ class Local:
         return Spread(float((steps * clients).sum() / clients.sum()), int(steps.max()))
 
     def per_epoch(self, sizes: Array) -> Array:
-        """How many batches make up one pass over the samples of clients of these sizes."""
+        """Return the number of batches in one pass over the samples of clients of these sizes."""
         return steps_per_epoch(sizes, self.batch_size, self.drop_last)
 
     def order(self, data: FederatedDataset, clients: Array) -> Order | None:
-        """How these clients' samples are drawn; None for permutations."""
+        """Return how these clients' samples are drawn, or None for permutations."""
         return balanced(data, clients) if self.sampling == "balanced" else None
 
     def widest(self, sizes: Array) -> int:
-        """The largest batch that any client of these sizes can have."""
+        """Return the size of the largest batch that a client of these sizes can have."""
         return int(sizes.max()) if self.batch_size is None else min(self.batch_size, int(sizes.max()))
 
     def last_batches(self, sizes: Array) -> Array:
-        """How many samples the last batch of a pass has, for clients of these sizes. No other batch has fewer."""
+        """Return the size of the last batch of a pass, for clients of these sizes. No other batch is smaller."""
         size = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
         return np.minimum(size, sizes - (self.per_epoch(sizes) - 1) * size)
 
     def may_be_short(self, sizes: Array) -> bool:
-        """Whether a batch of a client of these sizes may have fewer samples than the largest, so that lanes pad it."""
+        """Return whether some batch may have fewer samples than the largest, so that lanes pad it."""
         some = sizes[sizes > 0]
         return bool(len(some)) and bool((self.last_batches(some) < self.widest(some)).any())
 
 
 def _check_beside(local: Local, optimizer: Any) -> None:
-    """Raise unless this is an optimizer and nothing beside it asks for another one."""
+    """Raise unless this is an optimizer, and no argument of `Local` contradicts it."""
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         raise UndriftError(f"Local(optimizer) is a class; write {optimizer.__name__}(), with its arguments.")
     if not isinstance(optimizer, Optimizer):
@@ -246,7 +238,7 @@ def _check_state(state: Any, optimizer: Optimizer | None) -> None:
 
 
 def _check_step_schedule(schedule: Any) -> None:
-    """Try a step schedule on the steps of a round, all at once as the lanes engine does."""
+    """Try a step schedule on all steps of a round at once, as the lanes engine does."""
     where = "Local(step_schedule)"
     if isinstance(schedule, decay | inverse):
         raise UndriftError(f"{where} is {schedule!r}, a function of the round; write lr={schedule!r}.")
@@ -268,7 +260,7 @@ def _check_step_schedule(schedule: Any) -> None:
 
 
 def steps_per_epoch(sizes: Array, batch_size: int | None, drop_last: bool = False) -> Array:
-    """How many batches make up one pass: all of them, or with `drop_last` the whole ones, but at least one."""
+    """Return the number of batches in one pass: all of them, or with `drop_last` the full ones, but at least one."""
     if batch_size is None:
         return np.ones_like(sizes)
     all_of_them = -(-sizes // batch_size)
@@ -277,16 +269,16 @@ def steps_per_epoch(sizes: Array, batch_size: int | None, drop_last: bool = Fals
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a cohort's whole round: one row per batch, client after client."""
+    """The batches of a cohort in one round, one row per batch, client by client."""
 
     positions: Array
-    """Positions within the client's data, batches × the widest one; a short one is padded with its last sample."""
+    """Positions within the client's data, batches × largest size. A short batch is padded with its last sample."""
     counts: Array
-    """Per batch: how many of them are real."""
+    """Per batch, the number of samples that are not padding."""
     first: Array
-    """Where each client's batches begin."""
+    """The index of each client's first batch."""
     per_step: int = 1
-    """How many batches a step takes."""
+    """The number of batches per step."""
 
 
 def cohort_batches(
@@ -301,18 +293,17 @@ def cohort_batches(
     drop_last: bool = False,
     draw: Order | None = None,
 ) -> Batches:
-    """The batches of each client's steps: step k takes those from `k·per_step` on.
+    """Return the batches of each client's steps: step k takes those from `k·per_step` on.
 
-    Batches are successive fresh permutations of a client's samples, the last of a permutation short or left out; or
-    what `draw` gives in the place of permutations.
-
-    Each is the stable order of Philox words under the key (seed, "batches", round, client), so it depends on nothing
-    else: not on the cohort, the lanes or the engine. Many clients' permutations are sorted in one call.
+    Batches are cut from successive permutations of a client's samples (or from what `draw` returns). The last batch of
+    a permutation is short, or left out. Each permutation is the stable order of Philox words under the key (seed,
+    "batches", round, client). So it depends on nothing else: not on the cohort, the lanes or the engine. The
+    permutations of many clients are sorted in one call.
     """
     per, count = steps_per_epoch(sizes, batch_size, drop_last), steps * per_step
     epochs = -(-count // per)
     piece = np.cumsum(epochs * sizes) // PIECE
-    if draw is None and len(piece) and piece[0] != piece[-1]:  # what sorting needs is several times as large
+    if draw is None and len(piece) and piece[0] != piece[-1]:  # sorting needs several times as much memory
         positions, counts = np.empty((count.sum(), width), np.int64), np.empty(count.sum(), np.int64)
         first = np.cumsum(count) - count
         for part in np.split(np.arange(len(clients)), np.flatnonzero(np.diff(piece)) + 1):
@@ -322,12 +313,12 @@ def cohort_batches(
             here = slice(first[part[0]], first[part[0]] + len(own.counts))
             positions[here], counts[here] = own.positions, own.counts
         return Batches(positions, counts, first, per_step)
-    # One segment per client and epoch: its length, and where it begins in the sequence of all of them.
+    # One segment per client and epoch: its length, and where it begins in the concatenation of all segments.
     client_of = np.repeat(np.arange(len(clients)), epochs)
     lengths = sizes[client_of]
     begins = np.cumsum(lengths) - lengths
     first_segment = np.cumsum(epochs) - epochs
-    if batch_size is None:  # all samples at each step: their order is no draw
+    if batch_size is None:  # all samples in each step, in order
         order = np.arange(lengths.sum()) - np.repeat(begins, lengths)
     else:
         epoch_of = np.arange(len(client_of)) - first_segment[client_of]
@@ -341,7 +332,7 @@ def cohort_batches(
 
 
 def slices(sizes: Array, count: Array, per: Array, batch_size: int | None) -> tuple[Array, Array, Array, Array]:
-    """Per batch of a cohort, of whose clients each takes `count`: whose it is, its number, where it begins, its size.
+    """Return every batch's client, number, start and size, for a cohort whose clients take `count` batches each.
 
     Batch j of client c is the (j mod per)-th slice of its (j div per)-th segment.
     """
@@ -353,7 +344,7 @@ def slices(sizes: Array, count: Array, per: Array, batch_size: int | None) -> tu
 
 
 def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, lengths: Array, begins: Array) -> Array:
-    """One permutation per segment, laid end to end."""
+    """Return one permutation per segment, one after another."""
     blocks = -(-lengths // 4)
     segment = np.repeat(np.arange(len(lengths)), blocks)
     block = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
@@ -366,10 +357,29 @@ def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, l
 def batches(
     data: FederatedDataset, local: Local, *, client: int, round: int, seed: int, method: Any = None
 ) -> list[Tensor]:
-    """The sample indices of each batch of `client` in `round` (from 0): a list of tensors into `data[client]`.
+    """Return the indices of the samples in each batch that a client trains on in a round.
 
-    A local step takes one batch. With a method that takes several per step (`batches = 2`), which must be given here
-    too, step k takes those from `2k` on.
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.IID(), clients=10)
+        >>> local = ud.Local(epochs=1, batch_size=32, lr=0.1)
+        >>> [len(batch) for batch in ud.batches(data, local, client=0, round=0, seed=0)]
+        [32, 32, 32, 32, 16]
+
+    Args:
+        data: The federated data set.
+        local: The local training.
+        client: The client's id.
+        round: The round, from 0.
+        seed: The seed of the run.
+        method: The method, if one of its parts takes several batches per local step (`batches = 2`). Step k then takes
+            the batches from `2k` on.
+
+    Returns:
+        One tensor of indices into `data[client]` per batch. The list is empty if the client has no samples.
+
+    Raises:
+        UndriftError: If there is no such client or round, or if `local` does not fit the data.
     """
     client, round = operator.index(client), operator.index(round)
     if not 0 <= client < len(data) or round < 0:

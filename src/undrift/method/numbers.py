@@ -1,4 +1,4 @@
-"""A part's numbers: found in its fields, taken in a round, put back as that round's tensors, checked."""
+"""A part's numbers: finding them in its fields, binding them to a round's tensors, and checking them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Local optimizers: how a client turns the gradient of a local step into the direction of that step.
 
-An optimizer is the last link of a local step: it sees the gradient after all parts' `gradient` hooks and after
-clipping. The engine multiplies the direction that it returns by the learning rate and subtracts it from the weights.
+The optimizer comes last in a local step: it sees the gradient after all parts' `gradient` hooks and after clipping. The
+engine multiplies the direction by the learning rate and subtracts it from the weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from undrift.tree import Tree, tree_zeros
 
 
 class Optimizer:
-    """A local optimizer. Subclass it as a frozen dataclass and override `step`, and `carry` if it has state.
+    """Base class of local optimizers: subclass it as a frozen dataclass and override `step` (and `carry` for state).
 
-    Fields annotated `Number` may be values or schedules; inside `carry` and `step` they are that round's tensor. Both
-    must be pure tensor functions that hold under `torch.func.vmap`, without an `if` on the value of a tensor.
+    Fields annotated `Number` may be values or schedules. Inside `carry` and `step`, they are that round's value, as a
+    scalar tensor. Both must be pure tensor functions that work under `torch.func.vmap`, without an `if` on the value of
+    a tensor.
 
     Example:
         >>> from dataclasses import dataclass
@@ -38,9 +39,9 @@ class Optimizer:
     """
 
     ranges: ClassVar[dict[str, str]] = {}
-    """The interval of each number, written "[0, 1)". A number that is not named here is in "[0, inf)"."""
+    """The interval of each number, such as "[0, 1)". The default is "[0, inf)"."""
     _off: ClassVar[frozenset[str]] = frozenset()
-    """The numbers that are a plain 0. Inside the hooks they are tensors, so this is settled when they are given."""
+    """The names of numbers that are 0, found at construction since inside hooks they are tensors."""
 
     @property
     def stateful(self) -> bool:
@@ -48,23 +49,30 @@ class Optimizer:
         return type(self).carry is not Optimizer.carry
 
     def carry(self, params: Tree, client: Client) -> Tree:
-        """Return the state before the first local step: a tree of tensors.
+        """Return the state before the first local step, a tree of tensors.
 
         Args:
             params: The weights that the client starts from.
-            client: The client; None where the state outlives the round (`optimizer_state="keep"` or `"average"`).
+            client: The client; None if the state outlives the round (`optimizer_state="keep"` or `"average"`).
+
+        Returns:
+            The state.
         """
         return ()
 
     def step(self, g: Tree, carry: Tree, params: Tree, client: Client) -> tuple[Tree, Tree]:
-        """Return the direction of a local step and the state after it; the step is `w ← w − rate · direction`.
+        """Return the direction of a local step and the state after it. The step is `w ← w − lr · direction`.
 
         Args:
             g: The gradient, after the `gradient` hooks and clipping.
-            carry: The state before the step. The one that is returned must have the same structure, shapes and dtypes.
-            params: The weights before the step. The direction must have their names, shapes and dtypes.
-            client: The client. `client.decay` has the factor of the weight decay of each parameter in a group, by
-                name; a parameter that is not there has the factor 1.
+            carry: The state before the step.
+            params: The weights before the step.
+            client: The client. `client.decay` has the weight decay factor of each parameter in a group, by name; other
+                parameters have the factor 1.
+
+        Returns:
+            The direction, with the names, shapes and dtypes of `params`; and the state, with the structure, shapes and
+            dtypes of `carry`.
         """
         raise NotImplementedError
 
@@ -74,7 +82,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent, as `torch.optim.SGD` without dampening.
 
     With `g ← g + λ·w`, the velocity is `v ← μ·v + g`, from `v = 0`. The direction is v, or `g + μ·v` with Nesterov's
-    momentum. Weight decay comes after the `gradient` hooks and clipping, while that of `Local(weight_decay)` comes
+    momentum. This weight decay comes after the `gradient` hooks and clipping; that of `Local(weight_decay)` comes
     before them.
 
     Example:
@@ -86,6 +94,9 @@ class SGD(Optimizer):
         momentum: The momentum μ.
         nesterov: Whether to use Nesterov's momentum.
         weight_decay: The weight decay λ.
+
+    Raises:
+        UndriftError: If `nesterov` is set without momentum. `ud.train` checks the numbers.
     """
 
     momentum: Number = 0.0
@@ -122,8 +133,8 @@ class Adam(Optimizer):
     """Adam, as `torch.optim.Adam`: weight decay is added to the gradient.
 
     Kingma and Ba, *Adam: A Method for Stochastic Optimization* (2015). With `g ← g + λ·w`: `m ← β₁·m + (1−β₁)·g`,
-    `v ← β₂·v + (1−β₂)·g²`, both from 0. The direction of step t, counted from 1, is
-    `m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + ε)`. t is part of the state: if that is kept, t goes on counting in the next round.
+    `v ← β₂·v + (1−β₂)·g²`, from `m = v = 0`. The direction of step t, counted from 1, is
+    `m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + ε)`. t is part of the state: if the state is kept, t goes on in the next round.
 
     Example:
         >>> import undrift as ud
@@ -180,15 +191,15 @@ class AdamW(Adam):
 
 
 def is_sgd(optimizer: Any) -> TypeGuard[SGD]:
-    """Whether its steps are those of `SGD`; a subclass may have others."""
+    """Return whether its steps are those of `SGD`, which a subclass may have changed."""
     return isinstance(optimizer, SGD) and type(optimizer).step is SGD.step
 
 
 def _moments(params: Tree) -> Tree:
-    """Adam's state. The powers `β₁ᵗ` and `β₂ᵗ` stand for the step count t, in float64 to keep their digits.
+    """Return Adam's initial state. The powers `β₁ᵗ` and `β₂ᵗ` stand for the step count t, in float64 for precision.
 
-    Averaged over clients, they are what corrects the bias of averaged moments. And a compiler may compute them once per
-    weight, where a product costs nothing and `pow` as much as all else.
+    Averaged over clients, they still correct the bias of averaged moments. And a compiler that computes them per weight
+    spends nothing on a product, but as much on `pow` as on everything else.
     """
     device = next(iter(params.values())).device
     powers = {name: torch.ones((), dtype=torch.float64, device=device) for name in ("beta1_power", "beta2_power")}
@@ -198,7 +209,7 @@ def _moments(params: Tree) -> Tree:
 def _adam(optimizer: Adam, g: Tree, carry: Tree, params: Tree) -> tuple[Tree, Tree]:
     beta1, beta2 = optimizer.beta1, optimizer.beta2
     power1, power2 = carry["beta1_power"] * beta1, carry["beta2_power"] * beta2
-    # Scalars are float64. They do not raise the precision of other tensors, except of parameters that are scalars too.
+    # Scalars are float64. They do not promote other tensors, except for parameters that are scalars too.
     m = {n: (beta1 * carry["m"][n] + (1 - beta1) * g[n]).to(w.dtype) for n, w in params.items()}
     v = {n: (beta2 * carry["v"][n] + (1 - beta2) * g[n] * g[n]).to(w.dtype) for n, w in params.items()}
 
@@ -211,7 +222,7 @@ def _adam(optimizer: Adam, g: Tree, carry: Tree, params: Tree) -> tuple[Tree, Tr
 
 
 def _add_decay(optimizer: SGD | Adam, g: Tree, params: Tree, client: Client) -> Tree:
-    """`g + λ·w`, with λ as it is for each parameter's group."""
+    """Return `g + λ·w`, with each parameter's λ from its group."""
     if "weight_decay" in optimizer._off:
         return g
     factors = client.decay
@@ -232,14 +243,14 @@ def _find_zeros(optimizer: Optimizer) -> None:
 
 
 def clip_by_norm(g: Tree, max_norm: Tensor | float) -> Tree:
-    """The gradient scaled to a norm of at most `max_norm` over all parameters, as `torch.nn.utils.clip_grad_norm_`."""
+    """Scale the gradient to a norm of at most `max_norm` over all parameters, as `torch.nn.utils.clip_grad_norm_`."""
     norm = torch.stack([torch.linalg.vector_norm(leaf) for leaf in g.values()]).norm()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return {n: (leaf * factor).to(leaf.dtype) for n, leaf in g.items()}
 
 
 def check_optimizer(optimizer: Any, rounds: int) -> None:
-    """Raise `UndriftError` if a number is out of range in some round of the run, or the class is incomplete."""
+    """Raise `UndriftError` if the class is incomplete, or a number is out of range in some round of the run."""
     name = type(optimizer).__name__
     require(is_dataclass(optimizer), f"{name} must be a dataclass: put @dataclass(frozen=True) above it.")
     if type(optimizer).step is Optimizer.step:

@@ -15,7 +15,7 @@ from undrift.schedule import StepSchedule, cosine, decay, inverse, warmup
 
 
 def as_method(method: Any) -> Method:
-    """A part, a sum of parts, or their expression in a string, as a `Method`."""
+    """Return a part, a sum of parts, or their expression in a string, as a `Method`."""
     if isinstance(method, Method):
         return method
     if isinstance(method, Part):
@@ -32,12 +32,12 @@ def parse_method(text: str) -> Method:
 
 
 def known_parts() -> dict[str, Callable[..., Any]]:
-    """Every part: the package's own, and those that users have defined or imported, the newest of each name."""
+    """Return every part: the package's own, and those that users have defined or imported, the newest of each name."""
     return _known(Part, [*undrift.METHODS, *undrift.PARTS])
 
 
 def known_optimizers() -> dict[str, Callable[..., Any]]:
-    """Every local optimizer, as `known_parts`."""
+    """Return every local optimizer, as `known_parts`."""
     return _known(Optimizer, undrift.OPTIMIZERS)
 
 
@@ -61,7 +61,7 @@ def parse_step_schedule(text: str) -> StepSchedule:
 
 
 def parse_local(key: str, value: Any) -> Any:
-    """The value of a key of `[local]` as `ud.Local` takes it; most strings are schedules of the round."""
+    """Return the value of a key of `[local]` as `ud.Local` takes it; most strings are schedules of the round."""
     if key == "groups" and value is not None:
         return {pattern: Group(**factors) for pattern, factors in value.items()}
     if not isinstance(value, str) or key in ("optimizer_state", "sampling"):
@@ -72,7 +72,7 @@ def parse_local(key: str, value: Any) -> Any:
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    """All classes below `cls`, in the order in which they were defined among their siblings."""
+    """Yield all classes below `cls`, in the order in which they were defined among their siblings."""
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)

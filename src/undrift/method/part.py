@@ -1,6 +1,6 @@
 """A method is a sum of parts: the hooks that a part may override, and `+`.
 
-Everything is FedAvg plus changes. Within each hook, parts apply in the order of `+`. Client hooks must be pure tensor
+Every method is FedAvg plus changes. Within each hook, parts apply in the order of `+`. Client hooks must be pure tensor
 functions that work under `torch.func.vmap`. State is passed in and returned as trees of tensors, never kept on `self`.
 """
 
@@ -22,7 +22,7 @@ from undrift.method.numbers import bind, check_numbers, numbers_at
 from undrift.method.rules import check_definition, hooks_in, overrides, refuse_contradictions, weighting
 from undrift.tree import Tree, tree_map
 
-# The step that stands in the key of each server hook, far above local steps.
+# The step in the key of each server hook, far above the numbers of local steps.
 BROADCAST, REFINE, FINISH, PLAN, TRANSFORM, AGGREGATE, OBSERVE = (2**31 + i for i in range(7))
 
 
@@ -30,7 +30,7 @@ class Part:
     """One change to FedAvg. Subclass it as a frozen dataclass and override the hooks you need.
 
     Fields annotated `Number` may be given as numbers or as schedules. Inside a hook, they are that round's value, as a
-    scalar tensor.
+    scalar tensor. Parts combine with `+` to a `Method`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -44,10 +44,10 @@ class Part:
     """
 
     measures: ClassVar[str | None] = None
-    """When `measure` passes over clients' data: "cohort" (before `broadcast`, for sums over the cohort), "before" or
+    """When `measure` runs over clients' data: "cohort" (before `broadcast`, for sums over the cohort), "before" or
     "after" a client trains, or "finish" (once, after the last round, over all clients)."""
     batches: ClassVar[int] = 1
-    """How many batches a local step takes. `client.gradient(weights, batch=1)` uses the second of them."""
+    """The number of batches per local step. `client.gradient(weights, batch=1)` uses the second of them."""
     personal: tuple[str, ...] = ()
     """Patterns such as "head.*". Parameters and buffers whose names match are each client's own and are never sent."""
     replaces_gradient: ClassVar[bool] = False
@@ -56,15 +56,15 @@ class Part:
     """Whether `update` or `upload` reads `client.rate_sum` or `client.work`. If False, they need not be computed."""
     harmless_sums: ClassVar[bool] = False
     """Whether the sums of `upload` may include clients whose updates another part's `aggregate` rejects. If False, this
-    part is refused beside one that aggregates."""
+    part cannot be combined with one that aggregates."""
     starts_at_sent: ClassVar[bool] = False
     """Whether the part assumes that clients start from the weights sent. If True, parts with `begin` are refused."""
     implies_weighting: ClassVar[str | None] = None
-    """The weights of clients in the mean that this part assumes: "uniform", or None if it works with any."""
+    """The mean over clients that this part assumes: "uniform", or None if it works with any weights."""
     contradicts: ClassVar[tuple[str, ...]] = ()
     """Names of parts, or of their base classes, that cannot be combined with this one."""
     ranges: ClassVar[dict[str, str]] = {}
-    """The interval of each number, written "[0, 1)". A number that is not named here is in "[0, inf)"."""
+    """The interval of each number, such as "[0, 1)". The default is "[0, inf)"."""
 
     # ---- server, before the clients --------------------------------------------------------------------------
     def start(self, params: Tree) -> Tree:
@@ -213,7 +213,7 @@ class Part:
         """Raise `UndriftError` if the part cannot be used with this model. Its layers are in `model.layers`."""
 
     def update_bytes(self, size: int, params: Tree) -> int:
-        """Return how many bytes a client sends for its update, for the history.
+        """Return the number of bytes that a client sends for its update, for the history.
 
         `size` is the size of its tensors in bytes, or what the part before returned; `params` has these tensors.
         """
@@ -232,14 +232,26 @@ HOOKS = hooks_in(Part)
 
 
 class Method:
-    """A sum of parts. The server's hooks of the sum are here, the clients' in `engine/client.py`."""
+    """A sum of parts, such as `ud.FedDyn(0.1) + ud.FedNLR()`.
+
+    Example:
+        >>> import undrift as ud
+        >>> ud.Method(ud.FedProx(mu=0.1), ud.ServerSGD(momentum=0.9))
+        FedProx(mu=0.1, target=None) + ServerSGD(lr=1.0, momentum=0.9)
+
+    Args:
+        *parts: The parts, in the order in which they apply within each hook.
+
+    Raises:
+        UndriftError: If parts cannot be combined.
+    """
 
     def __init__(self, *parts: Part) -> None:
         self.parts = parts
         refuse_contradictions(parts)
         self.weighting = weighting(parts)
         self.batches = max((part.batches for part in parts), default=1)
-        """How many batches a local step takes."""
+        """The number of batches per local step."""
 
     def __add__(self, other: Part | Method) -> Method:
         if not isinstance(other, Part | Method):
@@ -250,20 +262,20 @@ class Method:
         return " + ".join(repr(part) for part in self.parts)
 
     def followed_by(self, parts: list[Part]) -> Method:
-        """This method and parts of undrift's own behind it, whose names a user's parts may have too."""
+        """Return this method with parts of undrift's own appended, whose names a user's parts may share."""
         longer = copy.copy(self)
         longer.parts = (*self.parts, *parts)
         return longer
 
     def overriding(self, *hooks: str) -> list[tuple[int, Part]]:
-        """The parts, with their positions, that change one of these hooks; the others cost nothing."""
+        """Return the parts that override one of these hooks, given by name, with their positions."""
         return [(i, p) for i, p in enumerate(self.parts) if any(overrides(p, hook) for hook in hooks)]
 
     def measuring(self, when: str) -> list[tuple[int, Part]]:
         return [(i, p) for i, p in enumerate(self.parts) if p.measures == when]
 
     def personal(self, names: list[str]) -> frozenset[str]:
-        """Which of these parameters and buffers are the clients' own."""
+        """Return which of these parameters and buffers are the clients' own."""
         found: set[str] = set()
         for part in self.parts:
             for pattern in part.personal:
@@ -278,11 +290,11 @@ class Method:
 
     # ---- numbers ---------------------------------------------------------------------------------------------
     def numbers(self, t: int) -> list[dict[str, Any]]:
-        """Every part's numbers as they are in round `t`."""
+        """Return every part's numbers in round `t`."""
         return [numbers_at(part, t) for part in self.parts]
 
     def bind(self, numbers: list[dict[str, Any]]) -> Method:
-        """The same method with its numbers replaced: by this round's tensors, under `vmap` one per lane."""
+        """Return the method with these numbers in place of its own: this round's tensors, one per lane under `vmap`."""
         bound = copy.copy(self)
         bound.parts = tuple(bind(part, own) for part, own in zip(self.parts, numbers, strict=True))
         return bound
@@ -301,7 +313,7 @@ class Method:
         return self._chain("plan", PLAN, plan, states, server)
 
     def broadcast(self, params: Tree, states: list[Tree], server: Server) -> list[Tree]:
-        """What each part's clients receive. Only parts that measure the cohort have totals by then."""
+        """Return what each part's clients receive. Only parts that measure the cohort have totals at this point."""
         found: list[Tree] = [() for _ in self.parts]
         for i, part in self.overriding("broadcast"):
             own = _own(server, part, BROADCAST, i)
@@ -310,7 +322,7 @@ class Method:
         return found
 
     def aggregate(self, updates: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
-        """The update, from those of all clients along a first axis."""
+        """Return the update, given all clients' updates along a first axis."""
         ((i, part),) = self.overriding("aggregate")
         found = call(part, "aggregate", updates, states[i], _own(server, part, AGGREGATE, i))
         update, state = pair(found, part, "aggregate", "update")
@@ -338,7 +350,7 @@ class Method:
         return params
 
     def update_bytes(self, update: Tree, size: int) -> int:
-        """The bytes of one client's update, as the parts say it is sent."""
+        """Return the size of one client's update in bytes, as its parts send it."""
         for _, part in self.overriding("update_bytes"):
             found = call(part, "update_bytes", size, update)
             if not nonnegative(found):
@@ -370,7 +382,7 @@ class Method:
 
 
 def part_stream(part: Part) -> int:
-    """Where a part's draws begin among a step's streams: by its name, so that what stands beside it changes nothing.
+    """Return where a part's draws begin among a step's streams: by its name, so that other parts do not change them.
 
     The first 2¹⁶ streams are the model's own (dropout).
     """
@@ -378,7 +390,7 @@ def part_stream(part: Part) -> int:
 
 
 def _own(server: Server, part: Part, hook: int, i: int) -> Server:
-    """The server as this part's hook sees it: with its own sums, and a key whose draws are its own."""
+    """Return the server as this part's hook sees it: with the part's own sums, and a key for its draws."""
     key = replace(server.key, step=torch.full_like(server.key.step, hook), stream=part_stream(part))
     totals = server.totals
     if totals is not None:

@@ -1,4 +1,4 @@
-"""What parts may stand together, and how a part must be written: checked before anything runs."""
+"""Which parts can be combined, and how a part must be written: checked before anything runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ WHEN = ("cohort", "before", "after", "finish")
 
 
 def base_of(part: Any) -> Any:
-    """The class `Part`, whose module imports this one."""
+    """Return the class `Part`, whose module imports this one."""
     return next(c for c in type(part).__mro__ if (c.__module__, c.__name__) == ("undrift.method.part", "Part"))
 
 
 def hooks_in(base: type) -> set[str]:
-    """The names of everything that a part may override, given the class `Part`."""
+    """Return the names of everything that a part may override, given the class `Part`."""
     return {key for key, value in vars(base).items() if inspect.isfunction(value) and not key.startswith("_")}
 
 
 def overrides(part: Any, hook: str) -> bool:
-    """Whether a part changes this hook."""
+    """Return whether a part changes this hook."""
     return getattr(type(part), hook) is not getattr(base_of(part), hook)
 
 
 def refuse_contradictions(parts: tuple[Any, ...]) -> None:
-    """Refuse parts that cannot stand together, and parts that contradict themselves."""
+    """Reject parts that cannot be combined, and parts that contradict themselves."""
     for j, later in enumerate(parts):
         _check_attributes(later)
         for earlier in parts[:j]:
@@ -86,7 +86,7 @@ def _check_aggregation(parts: tuple[Any, ...]) -> None:
 
 
 def weighting(parts: tuple[Any, ...]) -> str:
-    """By samples, unless parts imply something else; they must agree."""
+    """Return the weighting of clients in the mean: by samples, unless parts imply otherwise. Parts must agree."""
     implying = [part for part in parts if part.implies_weighting]
     for part in implying[1:]:
         if part.implies_weighting != implying[0].implies_weighting:
@@ -96,11 +96,11 @@ def weighting(parts: tuple[Any, ...]) -> str:
 
 
 FORMER = {"after": "observe"}
-"""Hooks that had another name."""
+"""Hooks that have been renamed."""
 
 
 def check_definition(part: Any) -> None:
-    """Refuse a user's part that would change nothing, old signatures, and methods that are probably meant as hooks."""
+    """Reject a user's part that changes nothing, old signatures, and methods that are probably meant as hooks."""
     if ours(part):  # tests show that ours have their effect; FedAvg has no hook
         return
     own_name, base = name(part), base_of(part)
@@ -131,7 +131,7 @@ def check_definition(part: Any) -> None:
 
 
 def _check_signature(part: str, hook: str, found: Any, wanted: Any) -> None:
-    """Refuse a hook that cannot be called as hooks are, or has the arguments of an earlier version."""
+    """Reject a hook with a wrong signature, or with the arguments of an earlier version."""
     given, new = (list(inspect.signature(f).parameters.values()) for f in (found, wanted))
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
         return

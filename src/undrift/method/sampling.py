@@ -11,12 +11,12 @@ from undrift.random import philox
 
 Array = np.ndarray
 Order = Callable[[tuple[Array, Array], Array, Array, Array, Array], Array]
-"""Positions within a client's data, segment after segment. The arguments: a key per client; per segment, the client's
-place among them, the pass over its data, and the segment's length; and where each segment begins."""
+"""Returns positions within a client's data, one segment after another. The arguments are a key per client; per segment,
+the client's index, the pass over its data and the segment's length; and where each segment begins."""
 
 
 def balanced(data: FederatedDataset, clients: Array) -> Order:
-    """A draw takes one of the client's classes, each as likely as the others, and then one of its samples.
+    """Return draws of one of the client's classes, all equally likely, and then of one of its samples.
 
     Both are `⌊u·count / 2³²⌋` of a Philox word u under the client's key. Samples without a label are one class.
     """

@@ -1,4 +1,4 @@
-"""Local work as parts: what `Local` asks for beyond plain SGD, and personal parameters, at the end of the chain.
+"""Local training as parts: what `Local` adds to plain SGD, and personal parameters, at the end of the chain.
 
 A local step is a chain of `gradient` and `step` hooks. Clipping, momentum and the local optimizer are its last links,
 rates by step and by parameter group its last `rate` hook, so engines know nothing of them.
@@ -26,7 +26,7 @@ from undrift.tree import Tree, tree_map, tree_zeros
 def with_local_work(
     method: Method, local: Local, rates: dict[str, float], buffers: Tree, personal: frozenset[str]
 ) -> Method:
-    """The method with the parts that `Local`'s settings and personal names stand for, which the engine runs.
+    """Return the method that the engine runs: with parts for the settings of `Local` and for personal parameters.
 
     Args:
         method: The method as the user wrote it.
@@ -51,7 +51,7 @@ def with_local_work(
 
 
 def _check_compatible(method: Method, local: Local, personal: frozenset[str]) -> None:
-    """Raise `UndriftError` where `Local`'s settings and the method's parts contradict each other."""
+    """Raise `UndriftError` if the settings of `Local` and the method's parts contradict each other."""
     replacing = [part for part in method.parts if part.replaces_gradient]
     if replacing and (callable(local.weight_decay) or local.weight_decay):
         raise UndriftError(
@@ -89,7 +89,7 @@ class LocalRates(Part):
 
 @dataclass(frozen=True)
 class ClipNorm(Part):
-    """Gradients longer than `max_norm` are scaled down, as `torch.nn.utils.clip_grad_norm_` does it."""
+    """Clips the norm of the gradient to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
 
     max_norm: Number
 
@@ -166,7 +166,7 @@ class OptimizeAveraged(Optimize):
         weight = server.totals.weight
         whole = torch.where(weight > 0, weight, 1.0)
 
-        def mean(total: Tensor, old: Tensor) -> Tensor:  # where nobody has trained, the state stays as it is
+        def mean(total: Tensor, old: Tensor) -> Tensor:  # if no client has trained, the state does not change
             return torch.where(weight > 0, as_buffer(total / whole, old), old)
 
         return update, tree_map(mean, server.totals.sums, state)
@@ -194,6 +194,6 @@ class PersonalState(Part):
 
 
 def momentum_of(parts: list[Part], short: Tensor) -> Tensor:
-    """The momentum ρ of a step, for `client.work`: that of the optimizer, or `short`, that of the short form."""
+    """Return the momentum ρ of a step, for `client.work`: that of the optimizer, or `short`, that of the short form."""
     optimizers = [part.optimizer for part in parts if isinstance(part, Optimize)]
     return optimizers[0].momentum if optimizers and is_sgd(optimizers[0]) else short

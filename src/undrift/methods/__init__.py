@@ -1,1 +1,1 @@
-"""Every method, a file a family. A file's docstring is the paper and the equation."""
+"""The methods, one file per family. Each class's docstring has the reference, the equations and the arguments."""

@@ -1,4 +1,4 @@
-"""What methods that account for every local step's rate cannot account for."""
+"""Checks for methods that divide by the sum of the learning rates of all local steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from undrift.method.optimizers import is_sgd
 
 
 def refuse_unaccountable(name: str, local: Any) -> None:
-    """Refuse local work whose steps are not a fixed multiple of the gradients: `name` divides by the sum of rates."""
+    """Refuse settings of `Local` whose steps are not a fixed multiple of the gradients; `name` is the method's."""
     optimizer = local.optimizer
     if local.clip_norm is not None:
         raise UndriftError(f"{name} cannot account for clipped gradients; leave out Local(clip_norm).")

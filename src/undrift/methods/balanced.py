@@ -1,4 +1,4 @@
-"""A loss in which the classes of each client count equally: BalancedLoss."""
+"""BalancedLoss: every class that a client holds counts equally in its loss."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from undrift.schedule import Number
 
 @dataclass(frozen=True)
 class BalancedLoss(ByClass):
-    """Weigh each sample's loss by how rare its class is at the client. `power=0` is FedAvg.
+    """Class-balanced loss: weight each sample by how rare its class is at the client. `power=0` is FedAvg.
 
-    A sample of class c has the weight `n·n_c^(−p) / Σ_k n_k^(1−p)`, with n_c the client's number of samples of class c
-    and n of all classes. Its mean over the client's data is 1, so that the step size stays what it was. With `p = 1`
-    it is `n / (C·n_c)`, with C the number of classes that the client holds: all of them count equally. Samples with
-    labels below 0, which stand for none, keep the weight 1.
+    Not the method of a paper. A sample of class c has the weight `n·n_c^(−p) / Σ_k n_k^(1−p)`, where n_c is the
+    client's number of samples of class c and n that of all its samples. The mean weight over the client's data is 1, so
+    the step size stays the same. With `p = 1` the weight is `n / (C·n_c)`, where C is the number of classes that the
+    client holds: scikit-learn's `class_weight="balanced"`, per client. Samples with negative labels, which have no
+    class, keep the weight 1.
+
+    Needs targets that are classes, and a model with one output per class.
 
     Example:
         >>> import undrift as ud
         >>> method = ud.FedProx(mu=0.01) + ud.BalancedLoss()
 
     Args:
-        power: The exponent p; 0.5 is halfway between the data's own mix of classes and an even one.
+        power: The exponent p. 0.5 is halfway between the client's own class distribution and a uniform one.
     """
 
     power: Number = 1.0

@@ -21,20 +21,27 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class CCVR(Part):
-    """After the last round, the classifier is retrained on features drawn from one Gaussian per class.
+    """Calibrate the classifier after the last round, on virtual features drawn from one Gaussian per class.
 
     Luo, Chen, Hu, Zhang, Liang and Feng, *No Fear of Heterogeneity: Classifier Calibration for Federated Learning with
-    Non-IID Data* (2021). Every client sends the counts, sums and outer products of its penultimate features per class.
-    The server computes each class's mean and covariance (with `n − 1`), draws virtual features, and continues to train
-    only the last layer on them, with SGD.
+    Non-IID Data* (2021). Every client sends, per class, the count, the sum and the sum of outer products of its
+    penultimate features. From these the server computes the mean `μ_c` and the covariance `Σ_c` of each class (with
+    `n_c − 1`), draws virtual features from `N(μ_c, Σ_c)`, and trains only the last layer on them, with SGD.
 
-    The paper gives neither rate nor epochs. A class with one sample has covariance 0; one with none is not drawn.
+    The paper gives neither the learning rate nor the number of epochs, so the defaults are ours. A class with one
+    sample has covariance 0. A class without samples is not drawn.
+
+    Needs targets that are classes, and a model that ends with a trainable linear layer.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedAvg() + ud.CCVR(samples_per_class=100)
 
     Args:
         samples_per_class: How many virtual features to draw per class.
-        lr: The learning rate.
-        epochs: How many passes over the virtual features.
-        batch_size: The batch size.
+        lr: The learning rate of the calibration.
+        epochs: The number of passes over the virtual features.
+        batch_size: The batch size of the calibration.
     """
 
     samples_per_class: int = 200
@@ -85,7 +92,7 @@ class CCVR(Part):
         return {**params, **{getattr(layer, kind): w for kind, w in head.items()}}
 
     def virtual(self, sums: Tree, server: Server) -> tuple[Tensor, Tensor]:
-        """Features drawn from each class's Gaussian, and their classes."""
+        """Return features drawn from each class's Gaussian, and their classes."""
         n, total, outer = sums["n"], sums["sum"], sums["outer"]
         mean = total / n.clamp(min=1)[:, None]
         scatter = outer - n[:, None, None] * mean[:, :, None] * mean[:, None, :]
@@ -99,7 +106,7 @@ class CCVR(Part):
 
 
 def classifier(model: Model) -> tuple[Tensor | None, Tensor | None]:
-    """The last layer's weight, if it is linear and trainable, and its bias, frozen or not."""
+    """Return the last layer's weight, if it is linear and trainable, and its bias, frozen or not."""
     if not model.layers:
         return None, None
     layer, everything = model.layers[-1], dict(model.module.named_parameters())
@@ -108,7 +115,7 @@ def classifier(model: Model) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _ends_with(model: Model, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the model's outputs are this layer's, or their log-softmax, as tested on a sample."""
+    """Return whether the model's outputs are this layer's, or their log-softmax, by trying it on a sample."""
     assert model.sample is not None
     with torch.no_grad():
         features, output = model.features(model.trial(), model.sample), model(model.trial(), model.sample)

@@ -1,7 +1,7 @@
 """Penalties weighted by curvature: FedCurv and FedCL.
 
-Both use the diagonal of the empirical Fisher information, the mean over samples of squared per-sample gradients of
-the true label's log-likelihood, which is minus the loss.
+Both use the diagonal of the empirical Fisher information: the mean over samples of the squared per-sample gradients of
+the true label's log-likelihood, which is the negative loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ELEMENTS, ON_GPU = 2**26, 2**29
 
 
 def squared_gradients(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    """The sum of squared per-sample gradients over a batch, without its padding."""
+    """Return the sum of squared per-sample gradients over a batch, padding excluded."""
     compute = _one_by_one if model.obstacle else _vmapped if model.squares is None else _one_pass
     # One pass needs memory for one layer's per-sample gradients at a time, the others for those of all layers.
     each = model.squares if compute is _one_pass else sum(w.numel() for w in params.values())
@@ -54,7 +54,7 @@ def _vmapped(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tre
 
 
 def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Batch) -> Tree:
-    """The same with ordinary autograd, for models that `vmap` does not support."""
+    """Compute the same with ordinary autograd, for models that `vmap` does not support."""
     total = tree_zeros(params)
     for x, y, real in zip(split(batch.x, 1), batch.y.split(1), batch.mask, strict=True):
 
@@ -68,14 +68,22 @@ def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: 
 
 @dataclass(frozen=True)
 class FedCurv(Part):
-    """A penalty on moving away from the previous cohort's models, weighted by their Fisher information.
+    """Curvature penalty: stay close to the previous cohort's models where their Fisher information is large.
 
     Shoham, Avidor, Keren, Israel, Benditkis, Mor-Yosef and Zeitak, *Overcoming Forgetting in Federated Learning on
-    Non-IID Data* (2019). The penalty is `λ·Σ_{j≠i}(w − ŵⱼ)ᵀ diag(Fⱼ)(w − ŵⱼ)`, over the clients j of the previous
-    round and their local models ŵⱼ; there is none in the first round. `weight=0` is FedAvg.
+    Non-IID Data* (2019). The loss of client i gets the penalty `λ·Σ_{j≠i}(w − ŵⱼ)ᵀ diag(Fⱼ)(w − ŵⱼ)`, over the clients
+    j of the previous round with their local models ŵⱼ and diagonal Fisher information Fⱼ. The first round has no
+    penalty. `weight=0` is FedAvg.
 
-    Only `ΣFⱼ` and `ΣFⱼŵⱼ` are sent: the gradient is `2λ(w·ΣF − ΣFŵ)`, from which a client that was in the previous
-    cohort subtracts its own terms.
+    Only `ΣFⱼ` and `ΣFⱼŵⱼ` are sent. The gradient of the penalty is `2λ(w·ΣF − ΣFŵ)`, from which a client that was in
+    the previous cohort subtracts its own terms. The sum covers the previous round only, since earlier clients' models
+    would need per-client state at the server.
+
+    Cannot be combined with a part that overrides `aggregate`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedCurv(weight=1.0)
 
     Args:
         weight: The strength λ.
@@ -118,15 +126,21 @@ class FedCurv(Part):
 
 @dataclass(frozen=True)
 class FedCL(Targeted):
-    """A proximal term weighted by the Fisher information of the server's proxy data. `weight=0` is FedAvg.
+    """Proximal term weighted by the Fisher information of the server's proxy data. `weight=0` is FedAvg.
 
-    Yao and Sun, *Continual Local Training for Better Initialization of Federated Models* (2020). The penalty is
-    `α·(w − w₀)ᵀ diag(F)(w − w₀)`, so the gradient is `g + 2α·F·(w − w₀)`, with w₀ the weights received. The server
-    computes F at the global model, on its own data (`data.server`).
+    Yao and Sun, *Continual Local Training for Better Initialization of Federated Models* (2020). The loss gets the
+    penalty `α·(w − w₀)ᵀ diag(F)(w − w₀)`, so the gradient becomes `g + 2α·F·(w − w₀)`, where w₀ are the weights
+    received. The server computes F at the global model, on its own data (`data.server`).
+
+    Needs data at the server: `ud.load(…, server_fraction=0.01)`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedCL(weight=1.0)
 
     Args:
         weight: The strength α.
-        target: `TemporalEnsemble(beta)` uses an average of the global models as w₀; F is still at the global model.
+        target: With `TemporalEnsemble(beta)`, w₀ is an average of the global models. F is still computed at the latest.
     """
 
     weight: Number

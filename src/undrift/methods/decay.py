@@ -1,12 +1,12 @@
-"""Learning rates that decay by round and by local step.
+"""Learning rates that decay over rounds and over local steps.
 
 Mo, Chen, Li, Xu and Xue, *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data*
 (2021).
 
-TwoDLRD, AllDecreasing and AdditiveTuning use Pflug's diagnostic (1988) to detect that training has become stationary.
-The server sums the inner products of successive rounds' updates, `S ← S + ⟨g_r, g_{r−1}⟩`. If S < 0, and more than
-`window` rounds have passed since the last decay, it counts one more, `d ← d + 1`, and resets S to 0. The three methods
-differ in how the local rates depend on d.
+TwoDLRD, AllDecreasing and AdditiveTuning use Pflug's diagnostic (Pflug, 1990) to detect that training has become
+stationary. The server sums the inner products of successive rounds' updates, `S ← S + ⟨g_r, g_{r−1}⟩`. If `S < 0` and
+more than `window` rounds have passed since the last decay, it counts a decay, `d ← d + 1`, and resets S to 0. The three
+methods differ in how the learning rates of the local steps depend on d. They take the uniform mean over the cohort.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
 
 @dataclass(frozen=True)
 class StepRates(Part):
-    """Common base class: rates by local step. The history has the first four, averaged over the clients that took
-    that many steps.
+    """Base class of parts with a learning rate per local step.
+
+    The history has the first four rates (`rates`), each averaged over the clients that took that many steps.
     """
 
     reads_rates: ClassVar[bool] = False
@@ -52,7 +53,7 @@ class StepRates(Part):
 
 @dataclass(frozen=True)
 class Pflug(StepRates):
-    """The diagnostic, on the global weights after each round. It implies uniform weights."""
+    """Base class of parts with Pflug's diagnostic, computed on the global weights. Implies the uniform mean."""
 
     window: Number
 
@@ -87,14 +88,21 @@ class Pflug(StepRates):
 
 @dataclass(frozen=True)
 class TwoDLRD(Pflug):
-    """Learning rates decay over local steps, and faster after each decay. `C=0` is FedAvg.
+    """2D-LRD: the learning rate decays over local steps, and more so after each decay. `C=0` is uniform FedAvg.
 
-    Mo et al., *Two-Dimensional Learning Rate Decay* (2021). Local step k has the rate `γ·α^k`, `α = 1 − C·d`. Once
-    `C·d ≥ 1`, clients take one step per round at the full rate.
+    Mo et al., *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data* (2021).
+    Local step k has the learning rate `γ·α^k` with `α = 1 − C·d`, where d counts the decays. The first step always has
+    the full learning rate. Once `C·d ≥ 1`, clients take one step per round, at the full learning rate.
+
+    Cannot be combined with `AllDecreasing`, `AdditiveTuning` or `FirstStepOnly`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.TwoDLRD(window=50)
 
     Args:
-        window: More than this many rounds pass between two decays.
-        C: By how much α falls with each decay.
+        window: The next decay waits until more than this many rounds have passed since the last one.
+        C: How much α falls with each decay.
     """
 
     C: Number = 0.2
@@ -113,13 +121,20 @@ class TwoDLRD(Pflug):
 
 @dataclass(frozen=True)
 class AllDecreasing(Pflug):
-    """All local steps have the same rate, which falls with each decay: `γ·factor^d`. `factor=1` is FedAvg.
+    """All local steps have the same learning rate, which falls with each decay. `factor=1` is uniform FedAvg.
 
-    Mo et al., *Two-Dimensional Learning Rate Decay* (2021).
+    Mo et al., *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data* (2021).
+    After d decays, every local step has the learning rate `γ·factor^d`. The paper calls this AD.
+
+    Cannot be combined with `TwoDLRD`, `AdditiveTuning` or `FirstStepOnly`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.AllDecreasing(window=50)
 
     Args:
-        window: More than this many rounds pass between two decays.
-        factor: The factor by which the rate falls with each decay.
+        window: The next decay waits until more than this many rounds have passed since the last one.
+        factor: The factor of the learning rate per decay.
     """
 
     factor: Number = 0.8
@@ -132,13 +147,20 @@ class AllDecreasing(Pflug):
 
 @dataclass(frozen=True)
 class AdditiveTuning(Pflug):
-    """The first local step has the rate γ, every later one `γ·max(1 − C·d, 0)`. `C=0` is FedAvg.
+    """Every local step but the first has a learning rate that falls with each decay. `C=0` is uniform FedAvg.
 
-    Mo et al., *Two-Dimensional Learning Rate Decay* (2021).
+    Mo et al., *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data* (2021). The
+    first local step has the learning rate γ, every later one `γ·max(1 − C·d, 0)`. The paper calls this AT.
+
+    Cannot be combined with `TwoDLRD`, `AllDecreasing` or `FirstStepOnly`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.AdditiveTuning(window=50)
 
     Args:
-        window: More than this many rounds pass between two decays.
-        C: By how much the factor falls with each decay.
+        window: The next decay waits until more than this many rounds have passed since the last one.
+        C: How much the factor falls with each decay.
     """
 
     C: Number = 0.2
@@ -149,12 +171,19 @@ class AdditiveTuning(Pflug):
 
 @dataclass(frozen=True)
 class FirstStepOnly(StepRates):
-    """From round `after` on, only the first local step has an effect: all later ones have rate 0.
+    """From round `after` on, only the first local step has an effect. Earlier rounds are FedAvg's.
 
-    The experiment of Figure 2 in Mo et al., *Two-Dimensional Learning Rate Decay* (2021). Earlier rounds are FedAvg's.
+    Mo et al., *Two-Dimensional Learning Rate Decay: Towards Accurate Federated Learning with Non-IID Data* (2021). The
+    experiment of its Figure 2, in which accuracy rises once all later local steps have the learning rate 0.
+
+    Cannot be combined with `TwoDLRD`, `AllDecreasing` or `AdditiveTuning`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FirstStepOnly(after=100)
 
     Args:
-        after: The first round, counted from 0, with this rule.
+        after: The first round, counted from 0, in which later steps have no effect.
     """
 
     after: Number

@@ -13,12 +13,19 @@ class FedAvg(Part):
     """Federated averaging: the weighted mean of the clients' updates.
 
     McMahan, Moore, Ramage, Hampson and Agüera y Arcas, *Communication-Efficient Learning of Deep Networks from
-    Decentralized Data* (2017). With `Δᵢ` the change of the weights by client i's local steps, `w ← w + Σ pᵢΔᵢ`. Every
-    other method adds to this one, so as a part it changes nothing but the weights pᵢ.
+    Decentralized Data* (2017). Let `Δᵢ` be the change of the weights over client i's local steps. Then
+    `w ← w + Σ pᵢΔᵢ`. Every other method is added to this one, so as a part of a sum, `FedAvg` only sets the weights pᵢ.
+
+    `FedAvg("samples")` cannot be combined with `FedDyn`, `TwoDLRD`, `AllDecreasing` or `AdditiveTuning`, which need the
+    uniform mean.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedAvg(weighting="uniform") + ud.ServerAdam(lr=0.01)
 
     Args:
-        weighting: `"samples"` for `pᵢ = nᵢ/Σn`, `"uniform"` for `pᵢ = 1/|S|`, S the cohort. By default by samples,
-            unless another part implies uniform weights.
+        weighting: `"samples"` for `pᵢ = nᵢ/Σn`, or `"uniform"` for `pᵢ = 1/|S|` with S the cohort. By default, samples
+            unless another part implies the uniform mean.
     """
 
     weighting: str | None = None

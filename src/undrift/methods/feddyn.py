@@ -15,16 +15,23 @@ from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
 
 @dataclass(frozen=True)
 class FedDyn(Part):
-    """Dynamic regularization aligns the clients' optima with the global one.
+    """Dynamic regularization: a term per client aligns the minima of the clients' losses with the global one.
 
     Acar, Zhao, Matas Navarro, Mattina, Whatmough and Saligrama, *Federated Learning Based on Dynamic Regularization*
-    (2021). The client's gradient is `g − hᵢ + α(wᵢ − w)`, and then `hᵢ ← hᵢ − α·Δᵢ`. On the server
-    `h ← h − (α/N)·ΣΔᵢ` and `w ← mean wᵢ − h/α`, with the uniform mean and N the number of all clients.
+    (2021). The gradient of client i becomes `g − hᵢ + α(wᵢ − w)`. After local training, `hᵢ ← hᵢ − α·Δᵢ`. On the
+    server, `h ← h − (α/N)·ΣΔᵢ` and `w ← mean wᵢ − h/α`, where the mean is uniform and N is the number of all clients.
+    hᵢ and h start at zero.
 
-    Personal parameters are left as they are: what clients do not share needs no correction.
+    Personal parameters are not corrected, since clients do not share them.
+
+    Cannot be combined with `FedNova`, with `FedAvg("samples")`, or with a part that overrides `aggregate`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedDyn(alpha=0.1)
 
     Args:
-        alpha: The strength α, above 0.
+        alpha: The strength α, greater than 0.
     """
 
     alpha: Number

@@ -26,20 +26,29 @@ log = logging.getLogger("undrift")
 class FedNLR(Part):
     """Neuron-wise learning rates, from each neuron's mean activation on the client's data. `ratio=1` is FedAvg.
 
-    Wang, Zheng, Han, Xu, Li and Zhang, *FedNLR: Federated Learning with Neuron-wise Learning Rates* (2024).
+    Wang, Zheng, Han, Xu, Li and Zhang, *FedNLR: Federated Learning with Neuron-wise Learning Rates* (2024). Before its
+    first step, a client runs the global model over all its data and averages the activation of each neuron, h̄. A
+    softmax turns the averages of a layer into factors s of mean 1, with a given ratio of the largest to the smallest.
+    For layer l of L, with M_l neurons:
 
-    Before its first step, a client runs the global model over all its data and averages each neuron's activation, `h̄`.
-    A softmax turns a layer's averages into scales with mean 1 and a given ratio of the largest to the smallest:
+    - the ratio `μ_l = base + depth·l/L + width·log₁₀ M_l`,
+    - the temperature `T_l = (max h̄ − min h̄) / ln μ_l`,
+    - the factors `s = M_l · softmax(h̄ / T_l)`.
 
-        μ_l = base + depth·l/L + width·log₁₀ M_l      T_l = (max h̄ − min h̄)/ln μ_l      s = M_l·softmax(h̄/T_l)
+    The learning rate of a neuron's incoming weights and bias is multiplied by its s. A neuron is an output of a linear
+    layer, a channel of a convolution, or a hidden unit of a recurrent layer.
 
-    for layer l of L with M_l neurons. The learning rate of a neuron's incoming weights and bias is multiplied by its s.
+    Needs a model with such layers. Weights that belong to none of them are not scaled, which a warning says.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedDyn(alpha=0.1) + ud.FedNLR(base=1.0, depth=0.45, width=0.3)
 
     Args:
-        base: The ratio's constant term.
+        base: The constant term of the ratio.
         depth: How much the ratio grows from the first layer to the last.
         width: How much the ratio grows with the logarithm of the layer's width.
-        ratio: The ratio μ_l itself, instead: a number, or a dict by layer name (1 for other layers).
+        ratio: The ratio μ_l itself, in place of the three: a number, or a dict by layer name (1 for other layers).
     """
 
     base: Number = 1.0
@@ -53,7 +62,7 @@ class FedNLR(Part):
     ranges: ClassVar[dict[str, str]] = {"ratio": "[1, inf)"} | dict.fromkeys(("base", "depth", "width"), "(-inf, inf)")
 
     def ratios(self, layers: list[Layer]) -> dict[str, Any]:
-        """μ_l by layer."""
+        """Return the ratio μ_l by layer."""
         if self.ratio is not None:
             by_name = (
                 self.ratio if isinstance(self.ratio, dict) else dict.fromkeys((x.name for x in layers), self.ratio)
@@ -114,7 +123,7 @@ class FedNLR(Part):
 
 
 def neuron_scales(h: Tensor, ratio: Any) -> tuple[Tensor, Tensor]:
-    """`M·softmax(h/T)` and `T = (max h − min h)/ln μ`; exactly 1 and 0 if all averages are equal or μ is 1."""
+    """Return `M·softmax(h/T)` and `T = (max h − min h)/ln μ`; 1 and 0 if all averages are equal or μ is 1."""
     log_ratio = torch.log(torch.as_tensor(ratio, dtype=torch.float64, device=h.device))
     spread = h.max() - h.min()
     flat = (spread <= 0) | (log_ratio <= 0)
@@ -131,9 +140,11 @@ def _warn_of_unscaled(model: Model) -> None:
 
 
 def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int, int]]:
-    """The neurons that are bound to one class (Definition 1 of the FedNLR paper).
+    """Find the neurons that are bound to one class.
 
-    A neuron is bound to class c if its smallest activation over the samples of c exceeds its largest over all others.
+    Definition 1 of Wang, Zheng, Han, Xu, Li and Zhang, *FedNLR: Federated Learning with Neuron-wise Learning Rates*
+    (2024): a neuron is bound to class c if its smallest activation over the samples of c exceeds its largest over all
+    other samples.
 
     Example:
         >>> import undrift as ud
@@ -143,12 +154,12 @@ def bound_neurons(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[int,
         {'0': {0: 1}}
 
     Args:
-        model: The model; it is not changed.
+        model: The model. It is not changed.
         x: Samples, on the model's device.
         y: Their classes.
 
     Returns:
-        By layer name, a dict from bound neurons to their classes.
+        By layer name, a dict from each bound neuron to its class.
     """
     function = Model(copy.deepcopy(model).requires_grad_(True), x.device)
     with torch.no_grad():

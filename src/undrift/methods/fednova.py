@@ -19,8 +19,17 @@ class FedNova(Part):
     """Normalized averaging: clients that take more local steps do not count for more.
 
     Wang, Liu, Liang, Joshi and Poor, *Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-    Optimization* (2020). `dᵢ = Δᵢ/aᵢ`, `w ← w + (Σ pᵢaᵢ)·Σ pᵢdᵢ`, where `aᵢ` is client i's effective number of steps:
-    its steps for plain SGD, more with momentum, less if rates decay, and elementwise if they differ by neuron.
+    Optimization* (2020). `dᵢ = Δᵢ/aᵢ` and `w ← w + (Σ pᵢaᵢ)·Σ pᵢdᵢ`, where `aᵢ` is client i's effective number of local
+    steps: the number of steps for plain SGD, more with momentum, less if the learning rate decays within the round.
+    Where learning rates differ by neuron, aᵢ is elementwise.
+
+    Cannot be combined with `FedDyn`, with a part that overrides `begin` or `aggregate`, with clipping
+    (`Local(clip_norm)`), with a local optimizer other than SGD without Nesterov's momentum, or with optimizer state
+    that outlives a round.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedNova()
     """
 
     contradicts: ClassVar[tuple[str, ...]] = ("FedDyn",)

@@ -12,14 +12,18 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class FedProx(Targeted):
-    """A proximal term keeps each client near the weights that it received. `mu=0` is FedAvg.
+    """Proximal term: keep each client close to the weights that it received. `mu=0` is FedAvg.
 
-    Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, *Federated Optimization in Heterogeneous Networks* (2020).
-    `½μ‖w − w₀‖²` is added to the client's loss, so its gradient is `g + μ·(w − w₀)`, with w₀ the weights received.
+    Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, *Federated Optimization in Heterogeneous Networks* (2020). The loss
+    gets the term `½μ‖w − w₀‖²`, so the gradient becomes `g + μ·(w − w₀)`, where w₀ are the weights received.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedProx(mu=0.01)
 
     Args:
         mu: The strength μ.
-        target: `TemporalEnsemble(beta)` uses an average of the global models as w₀.
+        target: With `TemporalEnsemble(beta)`, w₀ is an average of the global models instead (FedProx-TE).
     """
 
     mu: Number

@@ -15,7 +15,7 @@ from undrift.schedule import Number
 
 
 class ByClass(Part):
-    """Common base class: both need targets that are classes."""
+    """Base class of parts that need targets that are classes."""
 
     def check(self, local: Any, data: Any) -> None:
         if data.labels is None:
@@ -29,10 +29,16 @@ class ByClass(Part):
 
 @dataclass(frozen=True)
 class FedRS(ByClass):
-    """Restricted softmax: logits of classes that the client does not hold are scaled down. `alpha=1` is FedAvg.
+    """Restricted softmax: scale down the logits of classes that the client does not hold. `alpha=1` is FedAvg.
 
-    Li and Zhan, *FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data* (2021). `z_c`
-    becomes `α·z_c` for classes c without a sample at the client.
+    Li and Zhan, *FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data* (2021). In
+    local training, the logit `z_c` of every class c without a sample at the client becomes `α·z_c`.
+
+    Needs targets that are classes, and a model with one output per class.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedRS(alpha=0.5)
 
     Args:
         alpha: The factor α.
@@ -48,10 +54,17 @@ class FedRS(ByClass):
 
 @dataclass(frozen=True)
 class FedLC(ByClass):
-    """Logits calibrated by the client's class counts. `tau=0` is FedAvg.
+    """Logits calibration: a larger margin for classes that are rare at the client. `tau=0` is FedAvg.
 
     Zhang, Li, Li, Xu, Wu, Ding and Wu, *Federated Learning with Label Distribution Skew via Logits Calibration* (2022).
-    `z_c` becomes `z_c − τ·n_c^(−1/4)`, with n_c the client's number of samples of class c, at least 1e-8.
+    In local training, the logit `z_c` becomes `z_c − τ·n_c^(−1/4)`, where n_c is the client's number of samples of
+    class c, and 1e-8 for a class without samples.
+
+    Needs targets that are classes, and a model with one output per class.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedLC(tau=1.0)
 
     Args:
         tau: The strength τ.

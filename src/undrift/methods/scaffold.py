@@ -18,19 +18,27 @@ from undrift.tree import Tree, tree_add, tree_map, tree_sub, tree_zeros
 
 @dataclass(frozen=True)
 class Scaffold(Part):
-    """Control variates correct the drift of each client.
+    """SCAFFOLD: control variates correct the client drift of local training.
 
     Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, *SCAFFOLD: Stochastic Controlled Averaging for Federated
-    Learning* (2020), option II. The client's gradient is `g − cᵢ + c`, and then `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`. On the
-    server `c ← c + (1/N)·Σ(cᵢ⁺ − cᵢ)`, with N the number of all clients.
+    Learning* (2020), option II. The gradient of client i becomes `g − cᵢ + c`. After local training,
+    `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`. On the server, `c ← c + (1/N)·Σ(cᵢ⁺ − cᵢ)`, where N is the number of all clients. All
+    control variates start at zero.
 
-    `Σγ` is the sum of the rates actually used, elementwise if they differ, so that cᵢ is the client's mean gradient.
-    Personal parameters are not corrected: what clients do not share needs no correction.
+    `Σγ` is the sum of the learning rates that were used, elementwise if they differ by neuron, so that cᵢ is the
+    client's mean gradient. Personal parameters are not corrected, since clients do not share them.
+
+    Cannot be combined with client momentum (except for `correction="after"`), with clipping (`Local(clip_norm)`), with
+    a local optimizer other than SGD without Nesterov's momentum, or with a part that overrides `aggregate`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.Scaffold() + ud.ServerSGD(momentum=0.9)
 
     Args:
-        correction: `"gradient"` corrects the gradient, as in the paper, and does not go with client momentum.
-            `"after"` takes the step first and then `wᵢ ← wᵢ − γ·(c − cᵢ)`, outside of momentum, as NIID-Bench does
-            (Li, Diao, Chen and He, *Federated Learning on Non-IID Data Silos: An Experimental Study*, 2022).
+        correction: `"gradient"` corrects the gradient, as in the paper. `"after"` takes the step first and then
+            `wᵢ ← wᵢ − γ·(c − cᵢ)`, so that momentum does not see the correction, as NIID-Bench does (Li, Diao, Chen and
+            He, *Federated Learning on Non-IID Data Silos: An Experimental Study*, 2022).
     """
 
     correction: str = field(default="gradient", metadata=ADDED)

@@ -1,6 +1,7 @@
-"""Server optimizers: the aggregated update Δ takes the place of a negative gradient.
+"""Server optimizers: the aggregated update Δ takes the place of the negative gradient.
 
-Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, *Adaptive Federated Optimization* (2021).
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, *Adaptive Federated Optimization* (2021), describe
+the family as FedOpt.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from undrift.tree import Tree, tree_map, tree_zeros
 
 
 class ServerOptimizer(Part):
-    """Common base class: a method has at most one server optimizer."""
+    """Base class of server optimizers, of which a method can have one."""
 
     contradicts: ClassVar[tuple[str, ...]] = ("ServerOptimizer",)
 
 
 @dataclass(frozen=True)
 class ServerSGD(ServerOptimizer):
-    """SGD with momentum on the server: `v ← β·v + Δ`, `w ← w + η·v`. `ServerSGD(1, 0)` is FedAvg.
+    """FedAvgM: SGD with momentum on the server. `ServerSGD(lr=1, momentum=0)` is FedAvg.
 
     Hsu, Qi and Brown, *Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification*
-    (2019), as FedAvgM.
+    (2019). `v ← β·v + Δ`, `w ← w + η·v`, from `v = 0`.
+
+    Cannot be combined with another server optimizer: `ServerAdam`, `ServerYogi` or `ServerAdagrad`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.ServerSGD(momentum=0.9)
 
     Args:
         lr: The server's learning rate η.
@@ -50,7 +57,7 @@ class ServerSGD(ServerOptimizer):
 
 @dataclass(frozen=True)
 class Adaptive(ServerOptimizer):
-    """Common base class. With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `w ← w − lr·m/(√v + ε)`; m and v start at 0."""
+    """Base class. With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `w ← w − lr·m/(√v + ε)`, from `m = v = 0`."""
 
     lr: Number
     beta1: Number = 0.9
@@ -81,9 +88,15 @@ class Adaptive(ServerOptimizer):
 class ServerAdam(Adaptive):
     """FedAdam: Adam on the server, with bias correction.
 
-    Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`,
-    `v ← β₂v + (1−β₂)q²`, `w ← w − η·m/(√v + ε)`. m and v start at 0, and the rate in the τ-th round is
+    Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `v ← β₂v + (1−β₂)q²`,
+    `w ← w − η·m/(√v + ε)`, from `m = v = 0`. The learning rate of the τ-th round, counted from 1, is
     `η = lr·√(1−β₂^τ)/(1−β₁^τ)`.
+
+    Cannot be combined with another server optimizer: `ServerSGD`, `ServerYogi` or `ServerAdagrad`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.ServerAdam(lr=0.01)
 
     Args:
         lr: The server's learning rate.
@@ -104,7 +117,13 @@ class ServerYogi(Adaptive):
     """FedYogi: Yogi on the server, without bias correction.
 
     Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`,
-    `v ← v − (1−β₂)·sign(v − q²)·q²`, `w ← w − lr·m/(√v + ε)`. m and v start at 0.
+    `v ← v − (1−β₂)·sign(v − q²)·q²`, `w ← w − lr·m/(√v + ε)`, from `m = v = 0`.
+
+    Cannot be combined with another server optimizer: `ServerSGD`, `ServerAdam` or `ServerAdagrad`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.ServerYogi(lr=0.01)
 
     Args:
         lr: The server's learning rate.
@@ -122,7 +141,13 @@ class ServerAdagrad(Adaptive):
     """FedAdagrad: Adagrad on the server, without bias correction.
 
     Reddi et al., *Adaptive Federated Optimization* (2021). With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `v ← v + q²`,
-    `w ← w − lr·m/(√v + ε)`. m and v start at 0.
+    `w ← w − lr·m/(√v + ε)`, from `m = v = 0`.
+
+    Cannot be combined with another server optimizer: `ServerSGD`, `ServerAdam` or `ServerYogi`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.ServerAdagrad(lr=0.01, eps=1e-3)
 
     Args:
         lr: The server's learning rate.

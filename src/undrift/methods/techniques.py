@@ -1,6 +1,7 @@
-"""Four techniques for non-IID clients: sign agreement, projection, gradient noise and server training.
+"""Techniques for non-IID clients: sign agreement, projection with gradient noise, and server training.
 
-Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020).
+Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The fourth
+technique of the paper, momentum on the server, is `ServerSGD`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from undrift.tree import Tree, tree_map
 
 @dataclass(frozen=True)
 class SignAgreement(Part):
-    """Only coordinates on whose sign enough clients agree are updated. `threshold=0` is FedAvg.
+    """Update only the coordinates on whose sign enough clients agree. `threshold=0` is FedAvg.
 
-    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). Where
-    `|Σᵢ sgn(Δᵢ)| < θ`, the update is set to 0. The mask applies to the update at this part's place in the sum: after
-    `ServerSGD(momentum=…)`, the velocity still accumulates all updates. The signs are a separate upload.
+    Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). Where
+    `|Σᵢ sgn(Δᵢ)| < θ`, the update is set to 0. The mask applies to the update at this part's place in the sum: in
+    `ServerSGD(momentum=0.9) + SignAgreement(2)`, as in the paper, the velocity accumulates all updates. Clients send
+    their signs in addition to their updates.
+
+    Cannot be combined with a part that overrides `aggregate`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.ServerSGD(momentum=0.9) + ud.SignAgreement(threshold=2)
 
     Args:
-        threshold: The threshold θ, in clients.
+        threshold: The threshold θ, a number of clients.
     """
 
     threshold: Number
@@ -47,14 +55,18 @@ class SignAgreement(Part):
 
 @dataclass(frozen=True)
 class Projection(Part):
-    """After every local step, the weights are projected onto a ball. `radius=inf` is FedAvg.
+    """Project the weights onto a ball after every local step. `radius=inf` is FedAvg.
 
-    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). If `‖w‖₂ > M`,
-    with all parameters as one vector, `w ← w·M/‖w‖₂`.
+    Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). If `‖w‖₂ > M`,
+    where w is the vector of all parameters, `w ← w·M/‖w‖₂`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.Projection(radius=3.0, center="global")
 
     Args:
         radius: The radius M.
-        center: `"origin"`, or `"global"` for a ball around the weights received, w₀: it bounds `‖w − w₀‖₂`.
+        center: `"origin"`, or `"global"` for a ball around the weights received, w₀, which bounds `‖w − w₀‖₂`.
     """
 
     radius: Number
@@ -75,10 +87,15 @@ class Projection(Part):
 
 @dataclass(frozen=True)
 class GradientNoise(Part):
-    """Each local step adds Gaussian noise, `N(0, σ²)`, to the gradient. `std=0` is FedAvg.
+    """Add Gaussian noise to the gradient of every local step. `std=0` is FedAvg.
 
-    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The noise is
-    drawn from the client's key.
+    Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The gradient
+    becomes `g + z` with `z ~ N(0, σ²)`, drawn from the client's key. In the paper, the noise is a regularizer that is
+    combined with `Projection`. It gives no privacy guarantee.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.Projection(radius=3.0) + ud.GradientNoise(std=1e-4)
 
     Args:
         std: The standard deviation σ.
@@ -93,13 +110,20 @@ class GradientNoise(Part):
 
 @dataclass(frozen=True)
 class ServerTraining(Part):
-    """After aggregation, the server trains with SGD on its own data (`data.server`).
+    """Train on the server after aggregation, with SGD on the server's own data (`data.server`).
 
-    Ozdayi et al., *Improving Accuracy of Federated Learning in Non-IID Settings* (2020).
+    Ozdayi, Kantarcioglu and Iyer, *Improving Accuracy of Federated Learning in Non-IID Settings* (2020). The paper
+    holds out a class-balanced 5% of the training data for the server, and trains on it for one epoch per round.
+
+    Needs data at the server: `ud.load(…, server_fraction=0.05)`.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.ServerTraining(lr=0.01)
 
     Args:
-        lr: The learning rate.
-        epochs: How many epochs per round.
+        lr: The learning rate on the server.
+        epochs: The number of epochs per round.
         batch_size: The batch size; None for all data at once.
         weight_decay: The weight decay.
         clip_norm: The largest norm of the gradient with the weight decay, over all parameters together, as in `Local`;

@@ -1,4 +1,4 @@
-"""Targets for proximal penalties: an average of the global models in place of the last one."""
+"""Targets of proximal terms: a moving average of the global models in place of the latest one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from undrift.tree import Tree, tree_map, tree_zeros
 
 @dataclass(frozen=True)
 class TemporalEnsemble:
-    """A `target` for `FedProx` and `FedCL`: a moving average of the global models. `beta=0` is the plain method.
+    """A moving average of the global models, as the `target` of `FedProx` or `FedCL`. `beta=0` is the plain method.
 
     Zhu and Ye, *Towards More Efficient Federated Learning with Better Optimization Objects* (2021).
     `T̂ ← (1−β)·G_t + β·T̂` over the global models G_t after each round, and the target is `T = T̂/(1 − β^t)`. In the
-    first round it is the initial model.
+    first round, the target is the initial model. The paper calls the results FedProx-TE and FedCL-TE.
+
+    Example:
+        >>> import undrift as ud
+        >>> method = ud.FedProx(mu=0.01, target=ud.TemporalEnsemble(beta=0.2))
 
     Args:
         beta: The decay rate β.
@@ -44,7 +48,7 @@ class TemporalEnsemble:
 
 
 class Targeted(Part):
-    """A part whose penalty pulls towards the weights received, or towards a temporal ensemble.
+    """Base class of parts whose penalty pulls towards the weights received, or towards a temporal ensemble.
 
     Subclasses have a field `target`, and get the weights to pull towards from `self.anchor(client)`.
     """

@@ -62,10 +62,10 @@ def _found(name: Any, metric: Any) -> Any:
 
 
 def measure(metric: Any, prepared: Callable[[Any], Any] = lambda function: function) -> Any:
-    """What evaluation adds up: a `Metric`, or an object that is shown every batch. Functions are `prepared` first."""
+    """Return what evaluation adds up: a `Metric`, or an object that sees every batch. Functions are `prepared`."""
     return metric if isinstance(metric, Metric) or streams(metric) else Ratio(prepared(metric))
 
 
 def summed(measures: dict[str, Any]) -> bool:
-    """Whether sums are all that is needed, so that each process, or node, can add up its own."""
+    """Return whether sums suffice, so that each process or node can add up its own."""
     return all(isinstance(metric, Metric) for metric in measures.values())

@@ -90,13 +90,13 @@ def counted(bins: Tensor, weights: Tensor, size: int, owner: Tensor | None, owne
 
 
 def streams(metric: Any) -> bool:
-    """Whether this is an object that is shown every batch and computes its figure in the end."""
+    """Return whether this is an object that sees every batch and computes its figure at the end."""
     has = callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
     return has and not isinstance(metric, type)
 
 
 def fresh(metric: Any, device: torch.device | None = None) -> Any:
-    """A copy of such an object that has seen nothing, on this device."""
+    """Return a copy of such an object without data, on this device."""
     made = copy.deepcopy(metric)
     if callable(getattr(made, "reset", None)):
         made.reset()
@@ -107,7 +107,7 @@ def fresh(metric: Any, device: torch.device | None = None) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What an object's `compute` returned, as a number or a list."""
+    """Return the result of an object's `compute` as a number or a list."""
     found = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(found, bool | int | float | list):
         return found
@@ -189,7 +189,7 @@ def valued(metric: Metric, sums: Tensor) -> Any:
 
 
 def valued_by_client(name: str, metric: Metric, sums: Tensor) -> Tensor:
-    """The values by client. A figure of sums with NaN in them, a loss that diverged, counts as the worst there is."""
+    """Return the values by client. A figure of sums with NaN, from a loss that diverged, counts as the worst."""
     worst = math.inf if lower_is_better(name, metric) else -math.inf
     values = metric.value(sums)
     return torch.where(sums.isnan().any(0) & values.isnan(), worst, values)

@@ -46,7 +46,7 @@ FROM_DATA = ("classes", "shape", "vocabulary", "seed")
 def get(
     name: str, *, classes: int, shape: Sequence[int], seed: int = 0, vocabulary: int | None = None, **options: Any
 ) -> nn.Module:
-    """A new model by name.
+    """Create a model by name.
 
     Example:
         >>> import undrift as ud
@@ -58,12 +58,12 @@ def get(
         name: One of `undrift list models`, or a model of timm, such as `timm:vit_tiny_patch16_224`.
         classes: The number of outputs.
         shape: The shape of a sample, without the batch axis.
-        seed: Decides the initial weights.
-        vocabulary: How many different tokens samples contain, for models that read tokens.
+        seed: The seed of the initial weights.
+        vocabulary: The number of different tokens in the samples, for models that read tokens.
         **options: The model's own options.
 
     Returns:
-        The model, on the CPU. torch's global random state is neither read nor changed.
+        The model, on the CPU. Torch's global random state is neither read nor changed.
 
     Raises:
         UndriftError: If there is no such model or option, if the model cannot take samples of this shape, or if its
@@ -81,7 +81,7 @@ def get(
 
 
 def known(name: str) -> Callable[..., nn.Module]:
-    """The function that builds the model of this name."""
+    """Return the function that creates the model of this name."""
     if timm.is_timm(name):
         return timm.builder(name)
     if name not in MODELS:
@@ -129,7 +129,7 @@ def _check_size(name: str, make: Callable[[], nn.Module]) -> None:
 
 
 def _memory() -> int:
-    """The machine's memory in bytes, or 0 if unknown."""
+    """Return the machine's memory in bytes, or 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -141,7 +141,7 @@ def _counts(x: Any) -> bool:
 
 
 def register_model(name: str, function: Callable[..., Any]) -> None:
-    """Give a model a name that `ud.train` and experiment files know.
+    """Register a model under a name that `ud.train` and experiment files know.
 
     Example:
         >>> import undrift as ud
@@ -152,15 +152,15 @@ def register_model(name: str, function: Callable[..., Any]) -> None:
         torch.Size([5, 3])
 
     Args:
-        name: The name; it replaces a registered model of the same name.
-        function: A function of `(classes, shape, **options)` that returns an `nn.Module`. With a parameter
-            `vocabulary` it is also given the number of different tokens.
+        name: The name. An existing model of this name is replaced.
+        function: A function of `(classes, shape, **options)` that returns an `nn.Module`. If it has a parameter
+            `vocabulary`, it also gets the number of different tokens.
     """
     MODELS[name] = function
 
 
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
-    """A model's name and options, from a string such as `vgg9` or `vgg9(dropout=False)`."""
+    """Return a model's name and options, from a string such as `vgg9` or `vgg9(dropout=False)`."""
     if "(" not in text:
         return text, {}
     if timm.is_timm(text):  # whose names may have a colon and a dot

@@ -26,7 +26,7 @@ def is_timm(name: str) -> bool:
 
 
 def builder(name: str) -> Callable[..., nn.Module]:
-    """The function of `(classes, shape, **options)` that builds the model of this name.
+    """Return the function of `(classes, shape, **options)` that builds the model of this name.
 
     Raises `UndriftError` if timm is not installed or has no such model.
     """
@@ -92,7 +92,7 @@ def _build(own: str, classes: int, shape: Sequence[int], options: dict[str, Any]
 
 
 def _weights(own: str, config: Any) -> dict[str, Tensor]:
-    """The pretrained weights, from the hub or its cache on this machine."""
+    """Return the pretrained weights, from the hub or its cache on this machine."""
     from huggingface_hub import hf_hub_download
     from safetensors.torch import load_file
 

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def duration(text: str) -> float:
-    """A duration such as `9m`, in seconds."""
+    """Return a duration such as `9m`, in seconds."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration; write it like 9m, 30s or 2h")
@@ -215,7 +215,7 @@ def _state(cell: Cell, results: Results, parts: Path) -> str:
 
 
 def experiment_file(cell: Cell) -> str:
-    """The cell as a file for `undrift run`; options that only the runner has are comments."""
+    """Return the cell as a file for `undrift run`; options that only the runner has are comments."""
     from undrift.training.record import line
 
     lines = [f"# {cell.key}"]

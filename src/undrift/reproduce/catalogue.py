@@ -127,7 +127,7 @@ class Paper:
 
 
 def slug(text: str) -> str:
-    """A simple file name: "CIFAR-10, Shards(2)" becomes cifar-10-shards-2."""
+    """Return a simple file name: "CIFAR-10, Shards(2)" becomes cifar-10-shards-2."""
     return re.sub(r"[^a-z0-9.+=]+", "-", text.lower()).strip("-.")
 
 
@@ -146,7 +146,7 @@ def merge(*layers: Settings) -> Settings:
 
 
 def filled(value: Any, values: dict[str, str]) -> Any:
-    """The settings with each `<name>` in their strings replaced by its value from `with`."""
+    """Return the settings with each `<name>` in their strings replaced by its value from `with`."""
     if isinstance(value, dict):
         return {key: filled(inner, values) for key, inner in value.items()}
     if isinstance(value, list):
@@ -156,7 +156,7 @@ def filled(value: Any, values: dict[str, str]) -> Any:
 
 @cache
 def papers(quick: bool = False) -> dict[str, Paper]:
-    """All papers by name, in the order of their numbers."""
+    """Return all papers by name, in the order of their numbers."""
     found = [read(file, quick) for file in sorted(FOLDER.glob("*.toml")) if file.stem != "queue"]
     return {paper.name: paper for paper in sorted(found, key=lambda paper: paper.number)}
 
@@ -213,7 +213,7 @@ def _table(paper: str, content: Settings, name: str, spec: Settings, quick: bool
 
 
 def select(paper: str = "all", table: str | None = None, quick: bool = False) -> list[Table]:
-    """The selected tables: of one paper, by name or number, or of all; all of them, or one by name."""
+    """Return the selected tables: of one paper, by name or number, or of all; all of them, or one by name."""
     known = papers(quick)
     chosen = list(known.values())
     if paper != "all":
@@ -229,7 +229,7 @@ def select(paper: str = "all", table: str | None = None, quick: bool = False) ->
 
 
 def cell(key: str, quick: bool = False) -> Cell:
-    """The cell of this name."""
+    """Return the cell of this name."""
     everything = {c.key: c for c in cells(select(quick=quick))}
     if key not in everything:
         raise UndriftError(f"There is no cell {key!r}; `undrift reproduce --list --cells` names them all.")
@@ -242,6 +242,6 @@ def cells(tables: Iterable[Table]) -> Iterator[Cell]:
 
 
 def value_of(published: str) -> tuple[float, float | None] | None:
-    """The pair of numbers in "72.66 (0.20)"; the second is None if it is missing. None if nothing is published."""
+    """Return the pair of numbers in "72.66 (0.20)"; the second may be None. None if nothing is published."""
     found = re.fullmatch(r"\s*(-?[0-9.]+)\s*(?:\(([0-9.]+)\))?\s*", published)
     return (float(found[1]), float(found[2]) if found[2] else None) if found else None

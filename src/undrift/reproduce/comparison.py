@@ -30,7 +30,7 @@ class Line:
 
 
 def text_table(table: Table, results: Results) -> str:
-    """The table for a terminal: published, ours, difference and seeds for every row and column."""
+    """Return the table for a terminal: published, ours, difference and seeds for every row and column."""
     lines = list(lines_of(table, results))
     shown = {
         "setting": [line.column for line in lines],
@@ -55,13 +55,13 @@ def text_table(table: Table, results: Results) -> str:
 
 
 def shown_variant(table: Table, results: Results) -> str:
-    """The chosen variant, or the first while none is chosen."""
+    """Return the chosen variant, or the first while none is chosen."""
     chosen = chosen_variant(table, results)
     return table.variants[0] if chosen is None else chosen
 
 
 def lines_of(table: Table, results: Results) -> Iterator[Line]:
-    """Every column and row of the table, for every figure."""
+    """Yield every column and row of the table, for every figure."""
     variant = shown_variant(table, results)
     for column in table.columns:
         for row in table.rows:

@@ -24,7 +24,7 @@ Runs = dict[str, list[Result]]
 
 
 def drawable(table: Table, results: Results) -> bool:
-    """Whether the table has a drawing and any of its runs has data for it."""
+    """Return whether the table has a drawing and any of its runs has data for it."""
     return table.drawing is not None and any(runs for runs in _panels(table, results).values())
 
 
@@ -42,7 +42,7 @@ def draw(table: Table, results: Results, file: Path) -> None:
 
 
 def paint(table: Table, results: Results) -> Any:
-    """The table's drawing as a matplotlib figure, with a panel per column."""
+    """Return the table's drawing as a matplotlib figure, with a panel per column."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -75,7 +75,7 @@ def _style(table: Table) -> Any:
 
 
 def _panels(table: Table, results: Results) -> dict[str, Runs]:
-    """The runs to draw, by column and row, for the variant that the table uses."""
+    """Return the runs to draw, by column and row, for the variant that the table uses."""
     drawing, variant = table.drawing, chosen_variant(table, results)
     if drawing is None or variant is None:
         return {}
@@ -90,7 +90,7 @@ def _panels(table: Table, results: Results) -> dict[str, Runs]:
 
 
 def _names(drawing: dict[str, Any]) -> list[str]:
-    """The columns of the curve to draw."""
+    """Return the columns of the curve to draw."""
     if "column" in drawing:
         return [drawing["column"]]
     return list(drawing.get("columns", PATHS))
@@ -101,7 +101,7 @@ def _has(run: Result, drawing: dict[str, Any]) -> bool:
 
 
 def _looks(table: Table, row: str) -> dict[str, Any]:
-    """The style of a row, the same in every panel."""
+    """Return the style of a row, the same in every panel."""
     from undrift.tools.report.figures import looks
 
     return looks(table.rows.index(row))
@@ -173,7 +173,7 @@ def _layers(axes: Any, runs: Runs, table: Table) -> None:
 
 
 def _by_layer(entry: Any) -> dict[str, float]:
-    """The values of one entry by layer; layers of a list are numbered from 1."""
+    """Return the values of one entry by layer; layers of a list are numbered from 1."""
     if isinstance(entry, dict):
         return {str(layer): float(x) for layer, x in entry.items()}
     return {str(number): float(x) for number, x in enumerate(entry, start=1)}
@@ -203,7 +203,7 @@ def _path(axes: Any, runs: Runs, table: Table) -> None:
 
 
 def _labelled(row: str, found: list[Result]) -> str:
-    """The row's name, with a remark if runs diverged."""
+    """Return the row's name, with a remark if runs diverged."""
     stopped = sum(bool(run.get("stopped")) for run in found)
     return _escaped(row) + (f" ({stopped} of {len(found)} diverged)" if stopped else "")
 

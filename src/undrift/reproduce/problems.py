@@ -27,7 +27,7 @@ Curve = dict[str, list[Any]]
 
 
 def local_work(section: dict[str, Any]) -> Local:
-    """The section `local` of an experiment file as an object."""
+    """Return the section `local` of an experiment file as an object."""
     return Local(**{key: parse_local(key, value) for key, value in section.items()})
 
 
@@ -89,7 +89,7 @@ def expected(local: dict[str, Any], eta: float, rounds: int) -> list[float]:
 
 
 def step_fractions(schedule: str, rounds: int) -> Curve:
-    """The share of constant-K steps taken up to every fortieth round, counted as in a run."""
+    """Return the share of constant-K steps taken up to every fortieth round, counted as in a run."""
     work = Local(steps=parse_number(schedule), lr=1.0)
     taken = np.cumsum([int(work.step_counts(t, np.array([0]), np.array([1]))[0]) for t in range(rounds)])
     first = int(work.step_counts(0, np.array([0]), np.array([1]))[0])
@@ -151,7 +151,7 @@ def bound_neurons(given: dict[str, Any], device: torch.device) -> Curve:
 
 
 def _activations(model: nn.Module, x: Tensor) -> Tensor:
-    """The hidden layer's mean activations over the samples."""
+    """Return the hidden layer's mean activations over the samples."""
     function = Model(model, torch.device("cpu"))
     with torch.no_grad():
         return next(iter(function.activations(function.start, x.cpu()).values())).mean(0)
@@ -161,7 +161,7 @@ def _activations(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def path(given: dict[str, Any], beta: float, device: torch.device) -> Curve:
-    """The global model and its temporal ensemble by round, in the first two principal components."""
+    """Return the global model and its temporal ensemble by round, in the first two principal components."""
     follow = Follow()
     done = train(**{**given, "method": given["method"] + follow}, device=str(device))
     weights = torch.stack([torch.cat([w.flatten() for w in at.values()]) for at in follow.path]).double()

@@ -17,7 +17,7 @@ REFERENCE = "H200"
 
 
 def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
-    """The tables' remaining cells, the most valuable first.
+    """Yield the tables' remaining cells, the most valuable first.
 
     `papers/queue.toml` lists the most valuable; all others follow in the order of the files. Seeds are in the outer
     loop, so that every row has its first seed before any has its second. For a table with variants, only the
@@ -41,7 +41,7 @@ def _first() -> list[dict[str, Any]]:
 
 
 def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
-    """Whether an entry of `queue.toml` matches this cell; keys that it does not have match anything."""
+    """Return whether an entry of `queue.toml` matches this cell; keys that it does not have match anything."""
     return (
         cell.paper == wanted.get("paper", cell.paper)
         and cell.table == wanted.get("table", cell.table)
@@ -51,7 +51,7 @@ def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
 
 
 def _open(table: Table, results: Results) -> list[Cell]:
-    """The cells that can be run now."""
+    """Return the cells that can be run now."""
     if not table.variants or table.calibration is None:
         return table.cells
     variant = chosen_variant(table, results)
@@ -62,7 +62,7 @@ def _open(table: Table, results: Results) -> list[Cell]:
 
 
 def slower(beside: int) -> float:
-    """How much longer cells in one program are expected to take than one of them alone."""
+    """Return how much longer cells in one program are expected to take than one of them alone."""
     return (1 + beside) / 2
 
 
@@ -79,7 +79,7 @@ class Costs:
         ]
 
     def seconds(self, cell: Cell) -> float | None:
-        """The expected time for the cell here, from the most similar cells; None if unknown."""
+        """Return the expected time for the cell here, from the most similar cells; None if unknown."""
         for alike in (("paper", "table", "column", "row"), ("paper", "table", "row"), ("paper", "table")):
             same = [
                 seconds / float(other.settings["rounds"])
@@ -91,6 +91,6 @@ class Costs:
         return 60 * cell.minutes if cell.minutes is not None and REFERENCE in self.hardware else None
 
     def total(self, cells: Iterable[Cell]) -> float | None:
-        """The expected time for all these cells; None if one is unknown."""
+        """Return the expected time for all these cells; None if one is unknown."""
         found = [self.seconds(cell) for cell in cells]
         return sum(x for x in found if x is not None) if None not in found else None

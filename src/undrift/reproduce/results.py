@@ -38,7 +38,7 @@ class Results:
             raise UndriftError(f"{file} is not a cell's result ({error}); remove it, and run the cell again.") from None
 
     def get(self, cell: Cell) -> Result | None:
-        """The cell's result, which may come from another table's cell with the same settings."""
+        """Return the cell's result, which may come from another table's cell with the same settings."""
         return self.by_digest.get(cell.digest)
 
     def add(self, cell: Cell, result: Result) -> Path:
@@ -63,7 +63,7 @@ def render(result: Result) -> str:
 
 
 def series(result: Result, column: str) -> list[tuple[int, float]]:
-    """A column of the curve as (round, value), without rounds that have no value."""
+    """Return a column of the curve as (round, value), without rounds that have no value."""
     curve = result["curve"]
     if column not in curve:
         return []
@@ -71,7 +71,7 @@ def series(result: Result, column: str) -> list[tuple[int, float]]:
 
 
 def figure(which: Figure, result: Result) -> float | None:
-    """The figure of one cell, in the units of the paper's table; None if the curve does not have it."""
+    """Return the figure of one cell, in the units of the paper's table; None if the curve does not have it."""
     points = series(result, which.column)
     if not points:
         return None

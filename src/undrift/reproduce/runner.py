@@ -71,27 +71,27 @@ class Runner:
         return float("inf") if self.budget is None else self.budget - (time.monotonic() - self.began)
 
     def late(self) -> bool:
-        """Whether cells must stop after their round."""
+        """Return whether cells must stop after their round."""
         return self.stop.asked or self.left < MARGIN
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
-        """Whether the cell is expected to finish in the time left, or its time is unknown."""
+        """Return whether the cell is expected to finish in the time left, or its time is unknown."""
         expected = costs.seconds(cell)
         if expected is None:
             return self.left > LEAST
         return self.in_time(expected * (1 - work.share_done(self.parts / cell.digest, cell)))
 
     def in_time(self, expected: float) -> bool:
-        """Whether what is expected to take so many seconds would be done in the time left."""
+        """Return whether something that is expected to take this many seconds would finish in the time left."""
         return expected * SLACK + MARGIN < self.left
 
     def waiting(self, tables: list[Table], busy: Iterable[str]) -> list[Cell]:
-        """The cells that are not done, and have not been tried in this session."""
+        """Return the cells that are not done, and have not been tried in this session."""
         tried = {*self.paused, *self.failed, *busy}
         return [cell for cell in ordered(tables, self.results) if cell.key not in tried]
 
     def beside(self, cell: Cell, tables: list[Table], costs: Costs, room: float, busy: Iterable[str]) -> list[Cell]:
-        """The cell, and those of its other seeds that are not done, as many as there are time and room for."""
+        """Return the cell, and those of its other seeds that are not done, as far as time and memory allow."""
         if cell.options.get("kind", "train") != "train":
             return [cell]
         chosen = [other for other in self.waiting(tables, busy) if siblings(cell, other)][:MOST]
@@ -103,7 +103,7 @@ class Runner:
         return chosen if cell in chosen else [cell]
 
     def too_long(self, cell: Cell, costs: Costs) -> bool:
-        """Whether the cell would not even finish in the whole budget."""
+        """Return whether the cell would not even finish in the whole budget."""
         expected = costs.seconds(cell)
         return expected is not None and expected * SLACK + MARGIN > self.whole
 
@@ -117,7 +117,7 @@ class Runner:
             self._one_by_one(tables, costs)
 
     def next(self, tables: list[Table], costs: Costs, room: float, busy: Iterable[str] = ()) -> Cell | None:
-        """The first untried cell that fits into the time left, if there is room for it on the GPU.
+        """Return the first untried cell that fits into the time left, if there is room for it on the GPU.
 
         If none fits, the first that would not even fit into the whole budget.
         """
@@ -212,7 +212,7 @@ class Runner:
         return child, log
 
     def log(self, cell: Cell) -> Path:
-        """What the process says whose first cell this is: not in its folder, which is removed when it is finished."""
+        """Return the log file of the process whose first cell this is. The cell's own folder is removed at the end."""
         return self.parts / f"{cell.digest}.log"
 
     def ended(self, cell: Cell, code: int, first: Cell) -> None:
@@ -245,13 +245,13 @@ class Runner:
 
 
 def siblings(one: Cell, other: Cell) -> bool:
-    """Whether two cells differ in nothing but their seeds."""
+    """Return whether two cells differ in nothing but their seeds."""
     mine, theirs = ({**cell.settings, "seed": 0} for cell in (one, other))
     return one.quick == other.quick and one.options == other.options and mine == theirs
 
 
 def share_of(cells: list[Cell]) -> float:
-    """The share of a GPU that cells in one program use."""
+    """Return the share of a GPU that cells in one program use."""
     return min(1.0, sum(cell.share for cell in cells))
 
 

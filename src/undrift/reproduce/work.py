@@ -68,7 +68,7 @@ def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "aut
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
-    """The time that earlier parts of the cell took, and their number."""
+    """Return the time that earlier parts of the cell took, and their number."""
     try:
         return dict(json.loads((folder / "part.json").read_text()))
     except (OSError, ValueError):
@@ -80,7 +80,7 @@ def _note(folder: Path, seconds: float, count: int) -> None:
 
 
 def share_done(folder: Path, cell: Cell) -> float:
-    """The share of the cell's rounds that earlier parts have done."""
+    """Return the share of the cell's rounds that earlier parts have done."""
     rows = history(folder / "run") if (folder / "run" / "metrics.jsonl").exists() else []
     return len(rows) / int(cell.settings["rounds"])
 
@@ -115,7 +115,7 @@ def arguments(settings: Settings) -> dict[str, Any]:
 
 
 def trained(cell: Cell, folder: Path, late: Late, device: str) -> Result:
-    """A federated run."""
+    """Run the federated experiment."""
     given = arguments(cell.settings)
     if cell.options.get("training_loss"):
         given["method"] += parts.TrainingLoss()
@@ -124,7 +124,7 @@ def trained(cell: Cell, folder: Path, late: Late, device: str) -> Result:
 
 
 def coordinates(cell: Cell, folder: Path, late: Late, device: str) -> Result:
-    """A federated run that records two coordinates of each round's update."""
+    """Run the federated experiment, recording two coordinates of each round's update."""
     given = arguments(cell.settings)
     given["method"] += parts.Coordinates()
     return _train(given, folder, late, device, ["first", "second", "opposite"], points=1000)

@@ -1,1 +1,1 @@
-"""A run: built, trained round by round, watched, saved and resumed."""
+"""A run: built, trained round by round, monitored, saved and resumed."""

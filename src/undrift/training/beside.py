@@ -1,9 +1,9 @@
-"""Runs side by side: several calls of `ud.train`, whose cohorts train as one.
+"""Runs side by side: several calls of `ud.train` whose cohorts train as one.
 
-Each run has a thread of its own, in which it does everything as it does alone: its folder, its history, its server, its
-evaluation. Threads take turns: one runs at a time. Once all runs of the same shape (`signature`) have come to the
-training of a round, the first of them trains all of their cohorts in one program (`engine/stacked.py`), and each goes
-on with its own outcome.
+Each run has its own thread, in which it does everything as it does alone: its folder, its history, its server, its
+evaluation. Threads take turns, one at a time. Once all runs of the same shape (`signature`) have reached the training
+of a round, the first of them trains all of their cohorts in one program (`engine/stacked.py`), and each continues with
+its own outcome.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ log = logging.getLogger("undrift")
 _here = threading.local()
 
 MOST = 8
-"""The most runs that `undrift sweep` and `undrift reproduce` train as one program."""
+"""The largest number of runs that `undrift sweep` and `undrift reproduce` train as one program."""
 OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when", ATTRIBUTES}
-"""What a run may have of its own beside others, of its identity; and its data, but for the samples."""
+"""The entries of a run's identity in which runs side by side may differ, in addition to the partition."""
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Call functions that each train a run, such that runs of the same shape train as one program.
+    """Train several runs side by side, such that runs of the same shape train as one vectorized program.
 
-    Seeds may differ, and numbers: rates, steps, the numbers of every part, participation, and the partition of the same
-    samples. Where the model, the method or the batch size differ, runs take turns.
+    Runs may differ in their seeds, in numbers (learning rates, steps, the numbers of every part, participation), and in
+    the partition of the same samples. Runs that differ in the model, the method or the batch size take turns.
 
     Example:
         >>> import undrift as ud
@@ -57,7 +57,7 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         [2, 2]
 
     Args:
-        tasks: Functions without arguments. Each is called in a thread of its own; one of them runs at a time.
+        tasks: Functions without arguments, each of which calls `ud.train`. Each runs in its own thread, one at a time.
 
     Returns:
         What each function returned, or the exception that it raised.
@@ -72,7 +72,7 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         with stage.lock:
             try:
                 results[i] = tasks[i]()
-            except BaseException as error:  # handed to the caller
+            except BaseException as error:  # returned to the caller
                 results[i] = error
             finally:
                 stage.leave(i)
@@ -92,7 +92,7 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
 
 
 def join(run: Run, given: Settings) -> None:
-    """Let a run train beside others, whose names its choices then have, if its thread is one of `side_by_side`."""
+    """Let a run train side by side with others, and list them in its choices, if it is in `side_by_side`."""
     place = getattr(_here, "place", None)
     if place is None:
         return
@@ -102,7 +102,7 @@ def join(run: Run, given: Settings) -> None:
 
 
 def check_interrupted() -> None:
-    """Raise `KeyboardInterrupt` in a run beside others once all are to stop: Ctrl-C reaches the main thread alone."""
+    """Raise `KeyboardInterrupt` in a run side by side once all must stop: Ctrl-C only reaches the main thread."""
     place = getattr(_here, "place", None)
     if place is not None and place[0].interrupted:
         raise KeyboardInterrupt
@@ -116,16 +116,16 @@ class Stage:
         """Held by the thread whose turn it is."""
         self.complete = threading.Condition(self.lock)
         self.missing = set(range(tasks))
-        """Those that have neither joined nor ended."""
+        """The tasks that have neither joined nor ended."""
         self.ended: set[int] = set()
         self.interrupted = False
         self.runs: dict[int, tuple[Run, str, str]] = {}
         self.groups: dict[int, Group] | None = None
         self.switches: dict[int, tuple[str, bool, int]] = {}
-        """Settings that hold for the whole process, of each run."""
+        """The process-wide settings of each run."""
 
     def join(self, i: int, run: Run, given: Settings) -> list[str]:
-        if i not in self.missing:  # a task's second run is on its own
+        if i not in self.missing:  # a task's second run trains alone
             return []
         name = Path(given.out).name if given.out is not None else f"run {i}"
         self.runs[i] = run, signature(run, given), name
@@ -139,12 +139,12 @@ class Stage:
         return [self.runs[j][2] for j in group.members if j != i] if group else []
 
     def _before(self, i: int) -> set[int]:
-        """The runs that must end before this one: those that come first and need other settings of the process."""
+        """Return the runs that must end first: earlier ones that need other process-wide settings."""
         kinds = list(dict.fromkeys(self.switches[j] for j in sorted(self.switches)))
         return {j for j, kind in self.switches.items() if kinds.index(kind) < kinds.index(self.switches[i])}
 
     def leave(self, i: int) -> None:
-        """Note that a run is over: nobody waits for it any more."""
+        """Note that a run is over, so that no other waits for it."""
         self.ended.add(i)
         self._arrive(i)
         self.complete.notify_all()
@@ -152,7 +152,7 @@ class Stage:
             self.groups[i].proceed()
 
     def interrupt(self) -> None:
-        """Let no run train another round."""
+        """Stop all runs before their next round."""
         self.interrupted = True
         with self.lock:
             for group in (self.groups or {}).values():
@@ -165,7 +165,7 @@ class Stage:
             self.complete.notify_all()
 
     def _formed(self) -> dict[int, Group]:
-        """The groups of runs that train as one, by run."""
+        """Return the groups of runs that train as one, by run."""
         alike: dict[str, list[int]] = {}
         for i, (run, shape, _) in sorted(self.runs.items()):
             if shape and i not in self.ended and isinstance(run.engine, Fallback):
@@ -196,11 +196,11 @@ class Group:
 
     @property
     def present(self) -> list[int]:
-        """Those that will come to another round, unless they end: not those that train on the plain engine by now."""
+        """The runs that may reach another round, without those that have switched to the plain engine."""
         return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
 
     def train(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> Outcome:
-        """The outcome of a run's round, once the others have come to theirs."""
+        """Return the outcome of a run's round, once the others have reached theirs."""
         self.waiting[i] = inputs, visit, skip
         self.proceed()
         while i not in self.answers:
@@ -219,12 +219,12 @@ class Group:
         return len(self.waiting) == len(self.present) > 0
 
     def proceed(self) -> None:
-        """Wake up the first run if all have come to a round: so it is always the same thread that trains."""
+        """Wake up the first run if all have reached a round, so that the same thread always trains."""
         if self.ready:
             self.seats[self.present[0]].turn.notify()
 
     def serve(self) -> None:
-        """Train the rounds of all that wait."""
+        """Train the rounds of all runs that wait."""
         waiting, self.waiting = self.waiting, {}
         kinds: dict[Any, list[int]] = {}
         for i, (_, visit, skip) in sorted(waiting.items()):
@@ -245,7 +245,7 @@ class Group:
         try:
             inputs = stacked([waiting[i][0] for i in members], [self.firsts[i] for i in members])
             outcomes = self.engine.run_all(inputs, visit if visits else None, skip)
-        except BaseException as error:  # each alone finds out whose it is
+        except BaseException as error:  # training alone shows which run fails
             log.warning("the runs side by side train one after another from here on: %s", first_sentence(error))
             failed = True
         if failed:  # outside of the handler, whose traceback would keep its tensors alive
@@ -262,7 +262,7 @@ class Group:
 
 
 class Seat:
-    """The engine of a run that trains beside others."""
+    """The engine of a run that trains side by side with others."""
 
     def __init__(self, group: Group, i: int, own: Engine) -> None:
         """`own` is the engine that trains the run alone."""
@@ -288,10 +288,10 @@ class Seat:
 
 
 def signature(run: Run, given: Settings) -> str:
-    """Runs with the same one can train as one program; empty if a run must train alone.
+    """Return the signature of a run: runs with the same one can train as one program. Empty if it must train alone.
 
-    In it is everything that a traced program may have as a constant; not in it is what a client is given as data: its
-    run's weights, numbers and draws.
+    It contains everything that may be a constant in a traced program, but not what a client is given as data: the
+    weights, numbers and draws of its run.
     """
     if run.choices["engine"] != "lanes" or given.lanes is not None:
         return ""
@@ -323,7 +323,7 @@ def signature(run: Run, given: Settings) -> str:
 
 
 def engine_of(runs: list[Run]) -> StackedEngine | None:
-    """The engine for the cohorts of all these runs; None if it would have one lane, or fewer than a run has alone."""
+    """Return the engine for the cohorts of all these runs, or None if it would have fewer lanes than one run alone."""
     first, data = runs[0], data_of([run.device_data for run in runs])
     each = [run.local.spread(0, run.data, run.composed.batches) for run in runs]
     mean = float(np.average([one.mean for one in each], weights=[run.cohort_size for run in runs]))

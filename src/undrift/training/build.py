@@ -1,4 +1,4 @@
-"""A run from the settings of `ud.train`: what decides the training is checked, and what was left open is chosen."""
+"""Build a run from the settings of `ud.train`: check what determines the training, and choose what was left open."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ log = logging.getLogger("undrift")
 
 
 def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) -> Run:
-    """Check what decides the training, and choose what was left open. Raises `UndriftError`.
+    """Check what determines the training, and choose what was left open. Raises `UndriftError`.
 
-    `ranks` are the processes that the run has. They are not asked anything here: what one of them refuses, or finds
-    missing on its machine, the others learn of afterwards. `cohort` is how many clients are sampled in a round, where
-    the data are those of some of the clients only.
+    `ranks` are the processes of the run. There is no communication here: if one of them rejects something, or does not
+    find something on its machine, the others learn about it afterwards. `cohort` is the number of clients sampled per
+    round, if the data are those of some of the clients only.
     """
     check_types(given)
     data, local, rounds, seed = given.data, given.local, given.rounds, given.seed
@@ -70,7 +70,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     conditions.check(rounds, cohort_size)
     local.check(data, rounds)
     method.check(local, data, rounds)
-    derive(seed, "check")  # a seed that is no whole number is refused here
+    derive(seed, "check")  # a seed that is not an integer is rejected here
 
     chosen_loss = for_labels(get_loss(given.loss if given.loss is not None else data.task.loss), data.unlabelled)
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
@@ -123,7 +123,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
 def engine_of(
     choice: Choice, program: Program, model: Model, data: DeviceData, given: Settings, ranks: Ranks
 ) -> tuple[Engine, dict[str, Any]]:
-    """The engine that was chosen, and `Run.choices`. `model` is the one for the plain engine, if lanes should fail."""
+    """Return the engine that was chosen, and `Run.choices`. `model` is for the plain engine, in case lanes fail."""
     choices = {
         "engine": choice.engine,
         "lanes": choice.lanes,
@@ -153,17 +153,17 @@ def engine_of(
 
 
 def narrowed(choices: dict[str, Any], t: int, lanes: int) -> None:
-    """Say in a run's choices that it trains with fewer lanes from round `t` on, counted from 0."""
+    """Record in a run's choices that it trains with fewer lanes from round `t` on, counted from 0."""
     choices |= {"lanes": lanes, "why": "memory ran out with more lanes", "narrowed": t + 1}
 
 
 def switched(choices: dict[str, Any], t: int, why: str) -> None:
-    """Say in a run's choices that it trains on the plain engine from round `t` on, counted from 0."""
+    """Record in a run's choices that it trains on the plain engine from round `t` on, counted from 0."""
     choices |= {"engine": "plain", "lanes": 1, "compile": False, "why": why, "switched": t + 1}
 
 
 def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
-    """What one client does, with the method and the local work as one chain of parts."""
+    """Return what one client does, with the method and local training as one chain of parts."""
     personal = method.personal([*model.start, *model.tracked])
     rates, decays = group_factors(local.groups, list(model.start)) if local.groups else ({}, {})
     return Program(
@@ -178,7 +178,7 @@ def program_of(model: Model, method: Method, local: Local, data: FederatedDatase
 
 
 def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
-    """Which of the model's outputs the loss is given. Raises `UndriftError` where a part needs logits among several."""
+    """Return which of the model's outputs the loss gets. Raises if a part needs logits and they are not known."""
     output = given.output or (WHOLE if own_loss else None)
     changing = method.overriding("logits") if output == WHOLE else []
     names = " and ".join(type(part).__name__ for _, part in changing)
@@ -187,7 +187,7 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
-    """The user's module, or a new one of the name that was given."""
+    """Return the user's module, or a new one of the name that was given."""
     if isinstance(model, str):
         name, options = parse_model(model)
         x = data.take(data.store, data.index[:1])[0]
@@ -206,7 +206,7 @@ def check_data(
 ) -> Model:
     """Try the model, the loss, the metrics and the augmentation on samples of every split.
 
-    Returns the model with what the clients' samples show of it.
+    Returns the model with what the clients' samples show about it.
     """
     own = Rows(data.store, data.index, data.take)
     splits = {"clients'": own}
@@ -223,7 +223,7 @@ def check_data(
 
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
-    """The engine that was asked for, or that suits the model, the data and the device."""
+    """Return the engine that was asked for, or that suits the model, the data and the device."""
     local, sizes = given.local, data.data.size_counts[0]
     width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
     # Passes without training are padded too.
@@ -237,5 +237,5 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method:
 
 
 def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` the current GPU: CUDA graphs and Triton's kernels go to that one, wherever their tensors are."""
+    """A context in which `device` is the current GPU, which CUDA graphs and Triton's kernels always use."""
     return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()

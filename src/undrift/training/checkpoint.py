@@ -1,19 +1,19 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped.
+"""Checkpoints: what a run needs to continue as if it had never stopped.
 
-In `checkpoint/` of the run's folder lie, for each of the last two, `round-N.json`, which is written last and makes it
-one, and the files that it names with their checksums:
+The folder `checkpoint/` has, for each of the last two checkpoints, `round-N.json`, which is written last and makes it
+valid, and the files that it names with their checksums:
 
 - `round-N.safetensors`: parameters, running statistics, the server's state;
-- `clients-M.safetensors`: what clients keep between rounds, each with those that changed since the one before;
-- `slots-N.safetensors`: where in the files `kept-K.bin` that is, for states that do not lie in memory (`storage.py`);
+- `clients-M.safetensors`: what clients keep between rounds, each with the states that changed since the one before;
+- `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory (`storage.py`);
 - `rows-M.jsonl`: the history so far, likewise in pieces.
 
-The two checkpoints share no file but `kept-K.bin`: each belongs to a series of its own, so that one damaged file costs
-one checkpoint. In `kept-K.bin` a state that both of them have lies once.
-Draws come from keys, so there is no generator's state to keep.
+The two checkpoints share no file except `kept-K.bin`: each belongs to its own series, so that a damaged file affects
+one checkpoint only. In `kept-K.bin`, a state that both of them have is stored once. Draws come from keys, so there is
+no generator state to save.
 
-A checkpoint depends on no number of rounds: that of the last round, which a finished run leaves, is from before the
-method's `finish`, with the row that this round has in a longer run. So a finished run can be continued.
+A checkpoint does not depend on the number of rounds: that of the last round, which a finished run leaves, is from
+before the method's `finish`, with the row that this round has in a longer run. So a finished run can be continued.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from undrift.tree import Tree, tree_to
 log = logging.getLogger("undrift")
 
 LAST = 2
-"""How many checkpoints are kept, each in a series of its own."""
+"""The number of checkpoints to keep, each in its own series."""
 PIECES = 16
-"""How many files clients' states, or the history, may be spread over before they are gathered into one."""
+"""The number of files of clients' states, or of the history, from which they are merged into one."""
 OURS = re.compile(
     r"round-(0|[1-9]\d*)\.(json|safetensors)|(clients|slots)-\d+\.safetensors|rows-\d+\.jsonl|kept-\d+\.bin"
 )
-"""The names of files in `checkpoint/`; all others are somebody else's, and are left alone."""
+"""The names of our files in `checkpoint/`. All others are left alone."""
 
 
 @dataclass
 class Series:
-    """Every other checkpoint: the files of the newest of them."""
+    """Every other checkpoint: the files of the newest one of the series."""
 
     clients: dict[str, list[int]] = field(default_factory=dict)
-    """By file: whose states are in it."""
+    """By file: the clients whose states are in it."""
     rows: list[str] = field(default_factory=list)
-    """The files that have the history, in its order."""
+    """The files of the history, in order."""
     rounds: int = 0
-    """How many rounds of the history they have."""
+    """The number of rounds in these files."""
     sums: dict[str, str] = field(default_factory=dict)
     """The checksums of all these files."""
 
@@ -83,13 +83,13 @@ class Checkpoints:
         self.rounds, self.seconds = parse_interval(every)
         self.saved_round, self.saved_at = 0, time.monotonic()
         self.series = [Series() for _ in range(LAST)]
-        """In the order in which they are written next."""
+        """The series, in the order in which they are written next."""
         self.record: dict[str, Any] = {}
         """Identifies the run in every checkpoint."""
         self.stale: list[int] = []
-        """Rounds whose checkpoints cannot be used, and are replaced."""
+        """Rounds whose checkpoints cannot be used, so that they are replaced."""
         self.held: dict[int, list[Slot]] = {}
-        """By round: the slots that its checkpoint names, which nothing may be written to."""
+        """By round: the slots that its checkpoint names, which must not be written to."""
         self.closed = False
         """Whether the run's last checkpoint has been written."""
         if every is not None and folder is None:
@@ -100,7 +100,7 @@ class Checkpoints:
         return late or (self.rounds is not None and now.round % self.rounds == 0)
 
     def save(self, now: State) -> None:
-        """Make a checkpoint of a run that stands between two rounds. Of several processes, the first writes it."""
+        """Save a checkpoint between two rounds. Of several processes, the first writes it."""
         if self.folder is None or self.closed or now.round == self.saved_round:
             return
         ranks, series = self.run.ranks, self.series[0]
@@ -114,7 +114,7 @@ class Checkpoints:
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync(self.folder.parent)
-        while self.stale:  # files are written under the same names: no JSON may be left that names the old ones
+        while self.stale:  # files are written under the same names, so no JSON may remain that names the old ones
             (self.folder / f"round-{self.stale.pop()}.json").unlink(missing_ok=True)
         series = self.series[0]
         slots = now.clients.slots()
@@ -151,9 +151,9 @@ class Checkpoints:
         self._tidy()
 
     def close(self, now: State) -> None:
-        """Make the checkpoint of the last round, before the method's `finish`, and no more after it.
+        """Save the checkpoint of the last round, before the method's `finish`, and none after it.
 
-        A disk that has no room for it costs a warning: it may still have room for the model.
+        If the disk is full, this only warns: there may still be space for the model.
         """
         try:
             self.save(now)
@@ -166,7 +166,7 @@ class Checkpoints:
         self.closed = True
 
     def _save_clients(self, series: Series, now: State, slots: dict[int, dict[int, Slot]]) -> None:
-        """The states in memory that changed since the series' last checkpoint; all when they lie in too many files."""
+        """Save the states in memory that changed since the series' last checkpoint; all of them if files are many."""
         changed = now.clients.changed_since(self._since(series))
         in_files = {client for own in slots.values() for client in own}
         changed -= in_files
@@ -187,11 +187,11 @@ class Checkpoints:
         series.clients |= {name: sorted(changed)}
 
     def _since(self, series: Series) -> int:
-        """After how many rounds a client's states must have changed to be written into the series' next checkpoint."""
+        """Return the round since which a client's states must have changed to be in the series' next checkpoint."""
         return -1 if len(series.clients) >= PIECES else series.rounds
 
     def _save_rows(self, series: Series, now: State) -> None:
-        """The history since the series' last checkpoint; all of it when it lies in too many files."""
+        """Save the history since the series' last checkpoint; all of it if files are many."""
         if len(series.rows) >= PIECES:
             series.rows, series.rounds = [], 0
         assert self.folder
@@ -203,7 +203,7 @@ class Checkpoints:
         series.rows, series.rounds = [*series.rows, name], now.round
 
     def _tidy(self) -> None:
-        """Remove what neither of the last two checkpoints needs, of files that are ours."""
+        """Remove our files that neither of the last two checkpoints needs."""
         assert self.folder
         needed = set(self.run.files.files) if self.run.files else set()
         last = _listed(self.folder)[:LAST]
@@ -214,14 +214,14 @@ class Checkpoints:
             except DamagedError:
                 continue
         ours = [file for file in self.folder.iterdir() if OURS.fullmatch(file.name) and regular(file)]
-        for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # what names others goes first
+        for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # files that name others are removed first
             if file.name not in needed:
                 file.unlink()
         remove_partial(self.folder, OURS)
         self.held = {number: slots for number, slots in self.held.items() if number in last}
 
     def recorded(self) -> dict[str, Any] | None:
-        """The record of the run in the newest checkpoint that can be read."""
+        """Return the record of the run in the newest checkpoint that can be read."""
         for number in self._found():
             assert self.folder
             try:
@@ -233,24 +233,24 @@ class Checkpoints:
 
     @property
     def newest(self) -> int:
-        """The latest round that has a checkpoint, whether it can be read or not; 0 if there is none."""
+        """The latest round that has a checkpoint, readable or not; 0 if there is none."""
         return max(self._found(), default=0)
 
     def _found(self) -> list[int]:
         return _listed(self.folder) if self.folder and self.folder.is_dir() else []
 
     def restore(self) -> State | None:
-        """Where the newest checkpoint that is whole stands; None if there is no checkpoint at all."""
+        """Return the state of the newest complete checkpoint, or None if there is no checkpoint at all."""
         found = self._found()
         for number in found:
             assert self.folder
             try:
                 now, series = self.read(number)
-            except Exception as error:  # whatever damage may lead to; the checkpoint before it serves
+            except Exception as error:  # damage may raise anything; the previous checkpoint is used
                 log.warning("the checkpoint of round %d cannot be used: %s", number, error)
                 continue
             self.stale = [later for later in found if later > number]
-            # The other series may be damaged, or of later rounds that are trained again: it begins anew.
+            # The other series may be damaged, or have later rounds that are trained again, so it starts over.
             self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
             self._hold(found)
@@ -260,7 +260,7 @@ class Checkpoints:
         return None
 
     def read(self, number: int) -> tuple[State, Series]:
-        """A checkpoint, with every file checked. Raises if anything is wrong with it."""
+        """Return a checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
         whole = unseal(self.folder / f"round-{number}.json")
         for name, sha256 in whole["files"].items():
@@ -269,7 +269,7 @@ class Checkpoints:
             verify(self.folder / name, sha256)
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
-        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # once, local work was no part
+        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # local work was no part before
         clients = self._clients(whole, number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
@@ -283,7 +283,7 @@ class Checkpoints:
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])
 
     def _clients(self, whole: dict[str, Any], number: int) -> ClientStates:
-        """What clients keep, in memory or in files as this run has it, wherever the checkpoint has it."""
+        """Return what clients keep, in memory or in files as this run has it, wherever the checkpoint has it."""
         assert self.folder
         clients, files = self.run.no_states(), self.run.files
         for name, own in whole["clients"].items():
@@ -303,19 +303,19 @@ class Checkpoints:
         return clients.updated(trees, number + 1)  # so that the next checkpoint has them
 
     def _hold(self, found: list[int]) -> None:
-        """Keep what checkpoints on the disk name from being written to, now that one of them has been restored."""
+        """Protect what checkpoints on disk name from being overwritten, after one of them has been restored."""
         files = self.run.files
         if files is None:
             return
         for number in found:
-            with contextlib.suppress(Exception):  # whatever damage may lead to; nobody can go on from that one
+            with contextlib.suppress(Exception):  # damage may raise anything; that checkpoint cannot be used
                 assert self.folder
                 slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
                 self.held[number] = [slot for own in slots.values() for slot in own.values()]
         files.settle()
 
     def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
-        """The slots that a checkpoint names, if any. Raises if its table of them is damaged."""
+        """Return the slots that a checkpoint names, if any. Raises if its table of them is damaged."""
         assert self.folder
         if "slots" not in whole:
             return {}
@@ -327,13 +327,13 @@ class Checkpoints:
 
 
 def _listed(folder: Path) -> list[int]:
-    """The rounds that have a checkpoint, newest first."""
+    """Return the rounds that have a checkpoint, newest first."""
     found = [(OURS.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
     return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
 
 
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
-    """The states of these clients in a file, by part and client; a KeyError if one of them is not in it."""
+    """Return the states of these clients in a file, by part and client; a KeyError if one of them is not in it."""
     with safe_open(file, framework="pt") as opened:
         tensors = own_memory({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])
@@ -345,7 +345,7 @@ def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
 
 
 def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
-    """`5` is every five rounds, `"30s"` every thirty seconds."""
+    """Parse an interval: `5` is every five rounds, `"30s"` every thirty seconds."""
     if every is None:
         return None, None
     if isinstance(every, int) and not isinstance(every, bool) and every >= 1:

@@ -1,4 +1,4 @@
-"""Checks of a run's arguments. Each refusal says what to change."""
+"""Checks of a run's arguments. Each error says what to change."""
 
 from __future__ import annotations
 

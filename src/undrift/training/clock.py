@@ -16,16 +16,16 @@ import torch
 Row = dict[str, Any]
 
 AHEAD = 1
-"""How many rounds may wait for the device. One keeps it busy; each more would keep another round's state in memory."""
+"""The number of rounds that may wait for the device. One keeps it busy; each more keeps another state in memory."""
 
 
 class Clock:
-    """Keeps rounds' times.
+    """Measures the times of rounds.
 
     Args:
         device: Where they are trained.
-        alone: Whether rows may be handed on as soon as the device is done with them. Several processes must hand on the
-            same rows at the same points, so with them a row waits for the next round's.
+        alone: Whether rows may be passed on as soon as the device is done with them. Several processes must pass on the
+            same rows at the same points, so there a row waits for the next round's.
     """
 
     def __init__(self, device: torch.device, alone: bool = True) -> None:
@@ -38,12 +38,12 @@ class Clock:
         self.began = self._now()
 
     def stop(self, row: Row, rest: Callable[[], Row]) -> None:
-        """The round of this row is over; `settled` will add its seconds and the result of `rest`."""
+        """Note that the round of this row is over. `settled` will add its seconds and the result of `rest`."""
         row["seconds"] = 0.0
         self.waiting.append((row, rest, self.began, self._now()))
 
     def settled(self, wait: bool) -> Iterator[Row]:
-        """The completed rows of rounds that the device has finished, in order; with `wait`, of all stopped rounds."""
+        """Yield the completed rows of rounds that the device has finished, in order; with `wait`, of all rounds."""
         while self.waiting and (wait or len(self.waiting) > AHEAD or self._passed(self.waiting[0][-1])):
             row, rest, began, ended = self.waiting.pop(0)
             if self.on_gpu:

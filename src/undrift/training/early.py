@@ -1,4 +1,4 @@
-"""Stopping a run before its last round, by its history."""
+"""Early stopping: ending a run before its last round, by its history."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from undrift.losses import lower_is_better
 
 History = Sequence[dict[str, Any]]
 Rule = Callable[[History], Any]
-"""A function of the history so far, the round just done included. What it returns, if true, ends the run."""
+"""A function of the history so far, including the latest round. A true result ends the run."""
 
 COLUMN = "stopped_early"
-"""The column of the last row that says why the run ended."""
+"""The column of the last row with the reason why the run ended."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class EarlyStopping:
         True
 
     Args:
-        column: The figure. Those of the validation data begin with `validation_`; stopping by test data would make
-            them part of the training.
+        column: The column of the history. Those of the validation data begin with `validation_`. Do not stop by test
+            figures: the test data would become part of the training.
         patience: Stop once this many rounds have passed since the best one.
         min_delta: The smallest change that counts as an improvement.
-        better: `"lower"` or `"higher"`. By default lower for losses and errors, higher for everything else.
+        better: `"lower"` or `"higher"`. By default, lower for losses and errors, and higher for everything else.
 
     Raises:
-        UndriftError: If an argument is wrong.
+        UndriftError: If an argument is invalid.
     """
 
     column: str = "validation_loss"
@@ -57,7 +57,7 @@ class EarlyStopping:
         require(self.better in ways, f'EarlyStopping(better) must be "lower" or "higher", not {self.better!r}.')
 
     def __call__(self, history: History) -> str | None:
-        """Why to stop now, or None. A function of the history alone, so a resumed run stops where it would have."""
+        """Return why to stop now, or None. Depends on the history alone, so a resumed run stops in the same round."""
         better = self.better or ("lower" if lower_is_better(self.column) else "higher")
         sign = -1 if better == "lower" else 1
         best, since = None, 0
@@ -73,7 +73,7 @@ class EarlyStopping:
 
 
 def as_rule(stop_when: Any) -> Rule | None:
-    """The rule that `ud.train` was given: a function, or the expression of one in a string."""
+    """Return the rule that `ud.train` was given: a function, or an expression in a string."""
     if isinstance(stop_when, str):
         example = "EarlyStopping('validation_loss', patience=10)"
         return parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
@@ -85,7 +85,7 @@ def as_rule(stop_when: Any) -> Rule | None:
 
 
 def reason(rule: Rule, history: History) -> str | None:
-    """Why the rule ends the run now, or None if it does not."""
+    """Return why the rule ends the run now, or None if it does not."""
     why = rule(history)
     if not why:
         return None
@@ -93,7 +93,7 @@ def reason(rule: Rule, history: History) -> str | None:
 
 
 def check_column(rule: Rule | None, history: History) -> None:
-    """Refuse a column that an evaluated round does not have: the rule would never stop the run."""
+    """Raise if an evaluated round does not have the rule's column, since the rule would never stop the run."""
     row = history[-1]
     if isinstance(rule, EarlyStopping) and rule.column not in row and ("loss" in row or "validation_loss" in row):
         hint = " Hold data out for it: ud.load(…, validation_fraction=0.1)." if "validation" in rule.column else ""

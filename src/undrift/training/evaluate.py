@@ -24,25 +24,25 @@ NO_TEST = (
 )
 BATCH = 1000
 BATCH_BYTES = 2**25
-"""The most that the samples of a batch may take; of large ones there are fewer in it."""
+"""The largest size of a batch in bytes. Large samples come in smaller batches."""
 
 
 def warn_without_test(run: Run, clients: int) -> None:
-    """Warn if a run will have no figures: without held-out data, here, on nodes, or of so many clients' own."""
+    """Warn if a run will have no figures, for lack of any held-out data: here, on nodes, or of clients' own."""
     elsewhere = type(run) is not Run
     if not (run.test or run.validation or clients or elsewhere):
         log.warning(NO_TEST)
 
 
 def evaluate(run: Run, state: State) -> dict[str, Any]:
-    """Loss and metrics on the test set, and as `validation_…` on the validation set, if there are such sets."""
+    """Return loss and metrics on the test set and, with the prefix `validation_`, on the validation set."""
     row = measured(run, state, run.test) if run.test else {}
     held = measured(run, state, run.validation) if run.validation else {}
     return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
 
 
 def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
-    """The mean loss and each metric; with accuracy also `class_accuracy`, a list with None for classes without data."""
+    """Return the mean loss and each metric; with accuracy also `class_accuracy`, with None for absent classes."""
     if summed(run.measures):
         return figures(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
     tally, by_class = run.ranks.together(lambda: passed(run, state, data, data.index))
@@ -50,7 +50,7 @@ def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
 
 
 def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
-    """What `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
+    """Return what `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
 
     Of several processes, each takes some of the batches. One that has none looks at a sample all the same, for the form
     of the sums.
@@ -64,7 +64,7 @@ def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
 
 @torch.no_grad()
 def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Tensor]:
-    """What the samples at these indices add up to; with accuracy also right answers and samples by class."""
+    """Return the sums over the samples at these indices; with accuracy also correct answers and samples by class."""
     model, tally = run.model.at(state.tracked), Tally(run.measures)
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
     classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)
@@ -78,7 +78,7 @@ def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Te
 
 
 def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    """The columns that sums stand for."""
+    """Return the columns that sums stand for."""
     row = {name: valued(metric, found["sums"][name]) for name, metric in run.measures.items()}
     return row | (class_accuracy(found["by_class"]) if "by_class" in found else {})
 
@@ -90,7 +90,7 @@ def class_accuracy(by_class: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def forms(run: Run, state: State) -> dict[str, Tensor]:
-    """Sums of 0 in the form in which they are added up, from a client's sample."""
+    """Return sums of 0 in the form in which they are added up, from a client's sample."""
     tally = Tally(run.measures)
     x, y = tree_map(lambda t: t.to(run.device), run.data.take(run.data.store, run.data.index[:1]))
     tally.add(run.model.at(state.tracked)(state.params, x), y)
@@ -98,12 +98,12 @@ def forms(run: Run, state: State) -> dict[str, Tensor]:
 
 
 def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
-    """Of the batches of so many values that these make up, those that this process takes."""
+    """Return the batches that this process evaluates, of all batches of this many values."""
     if not run.ranks.several:
         return values
     return torch.cat([values[:0], *values.split(size)[run.ranks.rank :: run.ranks.size]])
 
 
 def batch_size(run: Run) -> int:
-    """How many samples to evaluate at a time: a function of their size, not of where they lie, which decides no bit."""
+    """Return how many samples to evaluate at a time: a function of their size, wherever they are."""
     return min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))

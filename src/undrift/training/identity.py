@@ -30,18 +30,18 @@ from undrift.training.settings import ROLES, Settings
 from undrift.training.syntax import code_of, from_library
 
 SHOWN = 120
-"""The most characters of a difference in a message."""
+"""The maximum length of a difference in a message."""
 CODE = re.compile(r"([\w.<>]+) \(code ([0-9a-f]{16})\)")
-"""How a description names a function or class of the user's."""
+"""How a description names a user's function or class."""
 
 ATTRIBUTES = "attributes of the model, the method, the loss, the metrics or the data"
-"""Values that only code sees, such as `self.scale` of a module. Runs of earlier versions do not have them."""
+"""Values that only code uses, such as `self.scale` of a module. Runs of earlier versions do not have them."""
 ELSEWHERE = ("participation", "data")
 """Settings that a run's identity has under other names: "clients a round", and what `data` consists of."""
 
 
 def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, str]:
-    """What must be the same for a run to be the same run: every setting that decides its result.
+    """Return what must be the same for a run to be the same run: every setting that decides its result.
 
     `before` is the number of rounds that the run was started with, if it is compared with one that has another.
     """
@@ -73,7 +73,7 @@ def lengths(run: Run, before: int | None) -> frozenset[int]:
 
 
 def relative(run: Run, before: int) -> list[str]:
-    """Schedules, parts and functions that depend on the number of rounds, as far as their values' names say so."""
+    """Return the schedules, parts and functions that depend on the number of rounds, by their values' names."""
     shown = functools.partial(describe, rounds=lengths(run, before))
     owners: list[Any] = [run.local, *run.method.parts, *([run.conditions.faults] if run.conditions.faults else [])]
     found = []
@@ -87,7 +87,7 @@ def relative(run: Run, before: int) -> list[str]:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions and hardware, which may change a run's last digits but not its identity."""
+    """Return versions and hardware, which may change a run's last digits but not its identity."""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     python = ".".join(platform.python_version_tuple()[:2])
     return {
@@ -100,7 +100,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True) -> list[str]:
-    """The functions and classes whose code is not what it was when the run in the folder `where` was started.
+    """Return the functions and classes whose code is not what it was when the run in the folder `where` was started.
 
     `by_tree` is whether code is known by its syntax tree; earlier versions of undrift recorded compiled code. Raises
     `UndriftError` if the run has another identity in anything else but its number of rounds.
@@ -122,7 +122,7 @@ def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bo
 
 
 def _changed_code(before: str, now: str) -> list[str]:
-    """The names of code that two descriptions differ in; none if they also differ in something else."""
+    """Return the names of code that two descriptions differ in; none if they also differ in something else."""
     if CODE.sub(r"\1", before) != CODE.sub(r"\1", now):
         return []
     pairs = zip(CODE.findall(before), CODE.findall(now), strict=True)
@@ -139,12 +139,12 @@ def _unknown_code(before: str, now: str) -> list[str]:
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Versions, and hardware, that are not those of another session."""
+    """Return versions and hardware that differ from those of another session."""
     return [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:
-    """Two long descriptions, cut to the part around their first difference."""
+    """Return two long descriptions, cut to the part around their first difference."""
     if max(len(a), len(b)) <= SHOWN:
         return a, b
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -156,12 +156,12 @@ def _difference(a: str, b: str) -> tuple[str, str]:
 
 
 def plainly(x: Any) -> str:
-    """`repr(x)` without addresses, which change from process to process."""
+    """Return `repr(x)` without addresses, which change from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
 def deeply(x: Any) -> str:
-    """A description of `x` with the attributes of modules and of objects that do not describe themselves.
+    """Return a description of `x` with the attributes of modules and of objects that do not describe themselves.
 
     But for the values of weights: two modules that differ in nothing else have the same.
     """
@@ -169,7 +169,7 @@ def deeply(x: Any) -> str:
 
 
 def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = frozenset(), deep: bool = False) -> str:
-    """A complete description of `x`, the same in every process.
+    """Return a complete description of `x`, the same in every process.
 
     `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be. `deep`: see
     `deeply`.
@@ -212,13 +212,13 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes, without what every module has: its tensors, its layers, and hooks that it has not."""
+    """Return a module's own attributes, without what every module has: tensors, layers, and empty hooks."""
     empty = vars(nn.Module())
     return {name: value for name, value in vars(module).items() if name not in empty or ("hook" in name and value)}
 
 
 def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
-    """Whether a field that earlier versions did not have is at its default, so that runs of theirs can be resumed."""
+    """Return whether a field that earlier versions lack is at its default, so that their runs can be resumed."""
     value = getattr(owner, field.name)
     return "added" in field.metadata and type(value) is type(field.default) and value == field.default
 
@@ -230,7 +230,7 @@ def _value(name: Any, x: Any, inner: Any, rounds: frozenset[int]) -> str:
 
 
 def _code(x: types.FunctionType | type, inner: Any) -> str:
-    """A function or class of the user's: its name, a digest of its code, and the values that it uses."""
+    """Return a function or class of the user's: its name, a digest of its code, and the values that it uses."""
     code, values = code_of(x)
     return f"{x.__qualname__} (code {code})" + (f" with {inner(values)}" if values else "")
 
@@ -248,7 +248,7 @@ def _array(x: np.ndarray | Tensor) -> str:
 
 
 def _module(module: nn.Module, trained: set[str], inner: Any) -> str:
-    """A module's layers and its tensors, except `trained`, and the code of its classes from outside the libraries."""
+    """Return a module's layers and tensors, except `trained`, and the code of its classes outside of libraries."""
     classes = sorted({type(m) for m in module.modules()}, key=lambda kind: (kind.__qualname__, kind.__module__))
     names = sorted({kind.__qualname__ for kind in classes})
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())

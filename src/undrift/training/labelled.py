@@ -18,7 +18,7 @@ Augment = Callable[[Samples, Key], Samples]
 
 @dataclass(frozen=True)
 class WithLabels:
-    """A `take` whose samples have their targets beside them, unless they have `labels` of their own."""
+    """A `take` whose samples include their targets as `labels`, unless they already have `labels`."""
 
     take: Take
 
@@ -27,7 +27,7 @@ class WithLabels:
 
     @property
     def gather(self) -> Any:
-        """The half of the inner `take` that finds rows, if it has halves; see `in_halves`."""
+        """Return the half of the inner `take` that finds rows, if it has halves; see `in_halves`."""
         return getattr(self.take, "gather", None)
 
     def finish(self, rows: Store, store: Store) -> tuple[Samples, Tensor]:
@@ -39,7 +39,7 @@ class WithLabels:
 
 @dataclass(frozen=True)
 class AroundLabels:
-    """An augmentation of the samples without their labels."""
+    """An augmentation that leaves the labels of samples out."""
 
     augment: Augment
 
@@ -50,7 +50,7 @@ class AroundLabels:
 
 
 def with_labels(data: FederatedDataset) -> FederatedDataset:
-    """The data with labels as arguments, in all splits."""
+    """Return the data with labels as arguments, in all splits."""
 
     def labelled(rows: Rows | None) -> Rows | None:
         return rows and replace(rows, take=WithLabels(rows.take))

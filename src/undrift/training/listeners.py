@@ -1,4 +1,4 @@
-"""What is told about each round: the run's folder, its checkpoints, trackers, the caller, and who watches."""
+"""Who gets each round's row: the run's folder, its checkpoints, trackers, the caller, and the progress display."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Listeners:
     trackers: Trackers
     on_round: Callable[[dict[str, Any]], None] | None
     ranks: Ranks
-    """The processes of the run, of which the first has all these; what goes wrong there, all of them learn."""
+    """The processes of the run. The first has all of these, and its errors are raised in all processes."""
     impatient: bool
     """Whether one of them needs a round's row at once."""
     progress: Progress | None = None
-    """Shows how far the run has come, by rows whenever they settle; only in the first process."""
+    """Shows the progress of the run, from rows when they are final; only in the first process."""
 
     def begin(self, config: str, rows: list[dict[str, Any]], resume: bool) -> None:
-        """Start, or go on after these rounds."""
+        """Start, or continue after these rounds."""
         folder, text = self.folder, self.checkpoints.record.get("config", config)
-        if resume:  # before `run.json`, so that nothing but the file's number of rounds holds after a kill in between
+        if resume:  # before `run.json`, so that after a kill in between only the number of rounds in the file matters
             folder.config(text)
         folder.note(self.checkpoints.record)
-        sent = rows[:-1] if folder.finished else rows  # a longer run has another row in place of the last
+        sent = rows[:-1] if folder.finished else rows  # in a longer run, the last row is different
         self.trackers.begin(config, sent)
         for row in rows[len(sent) :]:
             self.trackers.row(row)
@@ -70,7 +70,7 @@ class Listeners:
             self.on_round(row)
 
     def due(self, state: State) -> bool:
-        """Whether a checkpoint is due; by the first process's clock, where the time decides."""
+        """Return whether a checkpoint is due; by the first process's clock, where the time decides."""
         checkpoints = self.checkpoints
         if checkpoints.seconds is None:
             return checkpoints.due(state)

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 SKIP = "skip"
 LOSSES = {"loss": "test loss", "validation_loss": "validation loss", "client_loss": "loss on clients' own test data"}
 NAMED = 5
-"""How many clients a message names."""
+"""The number of clients that a message names."""
 
 
 class NonFiniteError(Exception):
@@ -64,10 +64,10 @@ class Watch:
         self.run, self.skip = run, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
         self.attempts: list[Attempt] = []
-        """Rounds not known to be finite yet, oldest first."""
+        """Rounds that are not yet known to be finite, oldest first."""
 
     def add(self, before: State, answers: Answers) -> None:
-        """A round's clients have trained, or will have once the device gets there."""
+        """Add a round whose clients have trained, or will have trained once the device gets there."""
         outcome = answers.outcome
         finite = tree_finite((outcome.update, outcome.sums, outcome.statistics, in_memory(outcome.kept)))
         if not finite_in_files(outcome.kept):
@@ -75,7 +75,7 @@ class Watch:
         if outcome.finite is not None and not self.skip:
             excused = to_device(torch.from_numpy(answers.excused), outcome.finite.device)
             finite = finite & (outcome.finite | excused).all()
-        if self.run.keeps:  # what clients keep lies in one process
+        if self.run.keeps:  # what clients keep is in one process
             finite = self.run.ranks.every(finite)
         self.attempts.append(Attempt(before, answers, finite))
 
@@ -86,7 +86,7 @@ class Watch:
         self.attempts[-1] = replace(latest, finite=latest.finite & finite)
 
     def settle(self, row: Row) -> Row:
-        """The oldest round is done, and `row` is its history.
+        """Note that the oldest round is done, and that `row` is its history.
 
         Returns more columns for it: `skipped`, `survivors`, `round_skipped`. Raises `NonFiniteError`; then call `undo`.
         """
@@ -99,7 +99,7 @@ class Watch:
         return (self._skipped(attempt.answers, row) if self.skip else {}) | survived(attempt.answers, row)
 
     def _skipped(self, answers: Answers, row: Row) -> Row:
-        """Who was left out for NaN or an infinity."""
+        """Return who was left out for NaN or an infinity."""
         if answers.outcome.finite is None:  # an empty cohort
             return {"skipped": []}
         skipped = answers.clients[~(answers.outcome.finite.cpu().numpy() | answers.excused)].tolist()
@@ -122,7 +122,7 @@ class Watch:
         return before, why
 
     def _reason(self, before: State) -> str:
-        """Who is to blame, found by going through the round once more, and what to try."""
+        """Return which clients are responsible, found by running the round once more, and what to try."""
         inputs, _, _ = inputs_of(self.run, self.run.bound(before.round), before)
         finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None
@@ -141,13 +141,13 @@ class Watch:
 
 
 def bad_loss(row: Row) -> str | None:
-    """Which loss on held-out data is not finite, if one is not."""
+    """Return which loss on held-out data is not finite, if one is not."""
     bad = [f"the {loss} is {row[name]}" for name, loss in LOSSES.items() if not math.isfinite(row.get(name, 0.0))]
     return f"{bad[0]}, although all weights are finite" if bad else None
 
 
 def at_the_end(row: Row, finite: bool, finishes: bool) -> str | None:
-    """What is wrong with the end of a run, whose last row this is, if its weights or a loss are not finite."""
+    """Return what is wrong with the end of a run, whose last row this is, if its weights or a loss are not finite."""
     bad = bad_loss(row) if finite else "the weights are not finite"
     if not bad:
         return None
@@ -160,7 +160,7 @@ LEAVE_OUT = 'Or leave such clients out, with on_nonfinite="skip".'
 
 
 def survived(answers: Answers, row: Row) -> Row:
-    """How many clients count, and whether they suffice for their round to count, in a run with faults or rules."""
+    """Return how many clients count, and whether they suffice for the round, in a run with faults or rules."""
     if answers.survivors is None:
         return {}
     if row.get("left_out"):
@@ -185,7 +185,7 @@ def check(on_nonfinite: Any) -> None:
 
 
 def check_start(params: Params) -> None:
-    """Refuse a model that is not finite to begin with."""
+    """Reject a model whose initial weights are not finite."""
     bad = [name for name, w in params.items() if not bool(w.isfinite().all())]
     if bad:
         raise UndriftError(f"The model's parameter {bad[0]!r} has values that are not finite before training starts.")

@@ -1,4 +1,4 @@
-"""What keeps a run off the lanes engine beside the model itself: samples that interact, and data from elsewhere."""
+"""What prevents a run from using lanes, apart from the model: samples that interact, and data from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from undrift.losses import Loss
 from undrift.tree import tree_leaves, tree_map
 
 SAMPLES = 8
-"""On how many samples a model is tried."""
+"""The number of samples on which to try a model."""
 
 
 @torch.no_grad()
 def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
-    """Whether the loss of a sample in training depends on the other samples of its batch, as a contrastive one does.
+    """Return whether a sample's training loss depends on the other samples of its batch, as contrastive losses do.
 
-    Half of a batch, or one sample, must have the losses that it has beside the rest as padding, with the same draws: at
-    the starting weights, and near them.
+    Half of a batch, or one sample, must have the same losses as with the rest as padding, with the same draws: at the
+    starting weights, and near them.
     """
     rows = telling(data)
     if len(rows) < 2:
@@ -46,7 +46,7 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
         for real in {1, max(count // 2, min(2, count - 1))}:
             try:
                 alone, padded = losses(weights, real, real), losses(weights, count, real)
-            except Exception:  # what the model or the loss cannot take is reported where training meets it
+            except Exception:  # errors of the model or the loss are reported when training runs into them
                 continue
             if not close(alone, padded, model.compute_dtype):
                 return True
@@ -54,7 +54,7 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
 
 
 def telling(data: DeviceData) -> np.ndarray:
-    """Samples to try: of every class one, as far as that goes, and others from all over the data."""
+    """Return samples to try: of every class one, as far as that goes, and others from all over the data."""
     everywhere = data.index[np.linspace(0, len(data.index) - 1, SAMPLES).astype(np.int64)]
     labels, of_classes = data.data.labels, data.index[:0]
     if labels is not None:
@@ -63,21 +63,21 @@ def telling(data: DeviceData) -> np.ndarray:
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two losses differ by no more than rounding explains; what is not finite says nothing."""
+    """Return whether two losses differ by no more than rounding explains; what is not finite says nothing."""
     size = other.abs().amax()
     allowed = min(1000 * torch.finfo(dtype).eps, 0.05)
     return not bool((one - other).abs().amax() > allowed * size)
 
 
 def take_is_foreign(data: DeviceData) -> bool:
-    """Whether the data's own `take` reads more than the store: files, or anything else that tracing cannot follow.
+    """Return whether the data's own `take` reads more than the store: files, or anything else that cannot be traced.
 
     What was traced for some samples must give for others what `take` itself gives for them.
     """
-    if data.host:  # then it runs on the host, and nobody traces it
+    if data.host:  # then it runs on the host and is not traced
         return False
     take: Any = data.data.take
-    while hasattr(take, "take"):  # one of ours around another
+    while hasattr(take, "take"):  # one of ours that wraps another
         take = take.take
     if getattr(take, "__module__", type(take).__module__).startswith("undrift.") or len(data.index) < 2:
         return False
@@ -85,14 +85,14 @@ def take_is_foreign(data: DeviceData) -> bool:
     first, other = (torch.from_numpy(rows.copy()).to(data.device) for rows in (ends, ends[::-1]))
     try:
         traced = make_fx(lambda indices: tree_leaves(take(data.store, indices)))(first)(other)
-    except Exception:  # whatever a user's function may raise while it is traced
+    except Exception:  # a user's function may raise anything while it is traced
         return True
     wanted = tree_leaves(take(data.store, other))
     return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(traced, wanted, strict=True))
 
 
 def reason(model: Model, loss: Loss, data: DeviceData, padded: bool) -> str | None:
-    """Why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
+    """Return why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
     if take_is_foreign(data):
         return "the data's own `take` reads more than the tensors that it is given"
     coupled = isinstance(loss, PerSample) and loss.couples(data.data.store["y"])

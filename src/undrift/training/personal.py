@@ -33,7 +33,7 @@ from undrift.training.state import State
 from undrift.tree import Tree, tree_map
 
 MOST = 1000
-"""The most clients to evaluate; of more, this many are drawn from the seed, the same ones in every round."""
+"""The largest number of clients to evaluate. Of more, this many are drawn, the same ones in every round."""
 
 
 class Personal:
@@ -54,15 +54,15 @@ class Personal:
         self.whose = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
     def shared(self, state: State, last: bool) -> dict[str, Any]:
-        """The global model on every client's own data; in the last round also per client.
+        """Evaluate the global model on every client's own data; in the last round also per client.
 
-        Where parts have personal parameters or an `own` hook, each client's own model in its place.
+        If parts have personal parameters or an `own` hook, each client's own model takes its place.
         """
         if not len(self.clients):
             return {}
         if has_own_models(self.run):
             found = self._owned(state)
-        elif one_number(self.run.loss):  # for a whole batch, so each client's must be its own
+        elif one_number(self.run.loss):  # for a whole batch, so each client needs its own batches
             found = self._one_by_one(state)
         else:
             found = self._at_once(state)
@@ -75,7 +75,7 @@ class Personal:
         return row
 
     def _at_once(self, state: State) -> dict[str, Tensor]:
-        """The global model on all clients' own data, in common batches, of which each process takes some."""
+        """Evaluate the global model on all clients' own data, in common batches that processes share."""
         ranks, model, indices = self.run.ranks, self.run.model.at(state.tracked), torch.cat(self.indices)
         if not summed(self.run.measures):
             every = ranks.together(lambda: self._tally(model, state.params, indices, self.whose, len(self.clients)))
@@ -91,7 +91,7 @@ class Personal:
         return valued(self.run.measures, ranks.sum(ranks.together(work)))
 
     def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
-        """Numerators and denominators by client: of its own model if it has one, else of the global one."""
+        """Return numerators and denominators by client: of its own model if it has one, else of the global one."""
         shared, found = {**state.params, **state.tracked}, []
         for client, indices in zip(self.clients.tolist(), self.indices, strict=True):
             whose = torch.zeros(len(indices), dtype=torch.int64)
@@ -99,18 +99,18 @@ class Personal:
         return {name: torch.cat([one[name] for one in found], 1) for name in self.run.measures}
 
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
-        """The global model on every client's own data, in batches of their own."""
+        """Evaluate the global model on every client's own data, in batches per client."""
         ranks, model = self.run.ranks, self.run.model.at(state.tracked)
         mine = range(ranks.rank, len(self.clients), ranks.size)
         return self._by_place(lambda: {place: self._alone(model, state.params, place) for place in mine})
 
     def _alone(self, model: Model, params: Params, place: int) -> dict[str, Tensor]:
-        """The measures of weights on the own data of the client at this place among those that are evaluated."""
+        """Return the measures of weights on the own data of the client at this place among those that are evaluated."""
         indices = self.indices[place]
         return self._tally(model, params, indices, torch.zeros(len(indices), dtype=torch.int64), 1).by_client()
 
     def _owned(self, state: State) -> dict[str, Tensor]:
-        """The loss and each metric of every client's own model on its own data."""
+        """Return the loss and each metric of every client's own model on its own data."""
         run = self.run
 
         def work() -> dict[int, dict[str, Tensor]]:
@@ -123,7 +123,7 @@ class Personal:
         return self._by_place(work)
 
     def _by_place(self, work: Callable[[], dict[int, dict[str, Tensor]]]) -> dict[str, Tensor]:
-        """The measures of all clients, from those that each process finds, by place."""
+        """Return the measures of all clients, from those that each process finds, by place."""
         found = self.run.ranks.together(work)
         names = [name for name, measure in self.run.measures.items() if getattr(measure, "scalar", True)]
         sums = {name: torch.zeros(len(self.clients), dtype=torch.float64) for name in names}
@@ -134,7 +134,7 @@ class Personal:
         return all_of_them
 
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
-        """Each client's own model: the global one after one more epoch of local training with the method."""
+        """Evaluate each client's own model: the global one after one more epoch of local training with the method."""
         run, found = self.run, {}
         if not len(self.clients):
             return {}
@@ -160,7 +160,7 @@ class Personal:
         return summary("tuned", self._by_place(lambda: found), run.measures)
 
     def _tally(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> Tally:
-        """What the loss and each metric add up to, per client."""
+        """Return what the loss and each metric add up to, per client."""
         tally, size = Tally(self.run.measures, clients), batch_size(self.run)
         batches = replace(self.rows, index=indices).batches(size)
         for (x, y), owners in zip(batches, whose.split(size), strict=True):
@@ -169,23 +169,23 @@ class Personal:
 
 
 def valued(measures: dict[str, Any], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and each metric that is one number, by client, from sums."""
+    """Return the loss and each metric that is one number, by client, from sums."""
     scalar = {name: measure for name, measure in measures.items() if measure.scalar}
     return {name: valued_by_client(name, measure, sums[name]) for name, measure in scalar.items()}
 
 
 def one_number(loss: Loss) -> bool:
-    """Whether a loss gives one value for a batch."""
+    """Return whether a loss gives one value for a batch."""
     return loss is model_loss or (isinstance(loss, PerSample) and loss.whole is not None)
 
 
 def has_own_models(run: Run) -> bool:
-    """Whether clients have personal parameters, or the method an `own` hook."""
+    """Return whether clients have personal parameters, or the method an `own` hook."""
     return bool(run.engine.program.personal or run.engine.program.using["own"])
 
 
 def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[int, Params]]:
-    """The weights and running statistics that each of these clients would use, and its place among them."""
+    """Yield the weights and running statistics that each of these clients would use, and its place among them."""
     method, t = run.bound(state.round - 1), state.round - 1
     server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
@@ -193,7 +193,7 @@ def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[in
 
 
 def owned(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
-    """The same of the clients of these inputs. Of several processes, each has its share of them."""
+    """Yield the same of the clients of these inputs. Of several processes, each has its share of them."""
     program = run.engine.program
     for c, place in enumerate(inputs.places.tolist()):
         given = program.given(inputs.shared, inputs.own(c))
@@ -201,7 +201,7 @@ def owned(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
 
 
 def own_model(run: Run, state: State, client: int) -> Params:
-    """The same of one client, checked."""
+    """Return the same of one client, checked."""
     known = whole(client) and 0 <= client < len(run.data) and run.data.sizes_of(np.array([client]))[0] > 0
     require(known and state.round > 0, f"There is no client {client!r} with data, or no round was trained.")
     if run.ranks.several:
@@ -218,7 +218,7 @@ def own_model(run: Run, state: State, client: int) -> Params:
 def summary(
     prefix: str, found: dict[str, Tensor], measures: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Mean, standard deviation and mean of the worst 10% over clients, of those for which a metric is defined."""
+    """Return mean, standard deviation and mean of the worst 10% over the clients with a value."""
     row: dict[str, float] = {}
     for name, by_client in found.items():
         values = by_client[~by_client.isnan()].sort(descending=lower_is_better(name, measures.get(name))).values

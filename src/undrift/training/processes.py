@@ -1,4 +1,4 @@
-"""A run in several processes: that all are given the same, and what the first needs of the others."""
+"""A run in several processes: checks that all have the same settings, and what the first needs from the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from undrift.tree import tree_to
 
 
 def agree(run: Run, given: Settings) -> None:
-    """Refuse a run that is not the same in all processes: each of them has called `ud.train` with its own arguments."""
+    """Reject a run that is not the same in all processes, each of which has called `ud.train` itself."""
     if not run.ranks.several:
         return
     mine = told(run, given)
@@ -40,7 +40,7 @@ def agree(run: Run, given: Settings) -> None:
 
 
 def told(run: Run, given: Settings) -> dict[str, Any]:
-    """What must be the same in all processes, in short."""
+    """Return a short description of what must be the same in all processes."""
     weights = [int(checksum(w)) for w in (*run.model.start.values(), *run.model.tracked.values())]
     data = run.data.digests
     settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}
@@ -61,7 +61,7 @@ ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "progress", 
 
 @contextmanager
 def opened(files: Folder, ranks: Ranks) -> Iterator[Folder]:
-    """The folder, which the first process holds; if it cannot, none goes on."""
+    """Return the folder, which the first process holds. If it cannot, no process continues."""
     ranks.first(files.__enter__)
     try:
         yield files
@@ -70,9 +70,9 @@ def opened(files: Folder, ranks: Ranks) -> Iterator[Folder]:
 
 
 def collected(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
-    """At the first process, the states of all processes' clients that changed after `since` rounds, for a checkpoint.
+    """Return, in the first process, all states of clients that changed after `since` rounds, for a checkpoint.
 
-    What `since` is, the first process says.
+    The first process determines `since`.
     """
     since = ranks.said(lambda: since)
     host = torch.device("cpu")

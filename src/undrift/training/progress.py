@@ -17,9 +17,9 @@ from undrift.training.rows import number
 from undrift.training.run import Run
 
 SHARE = 0.05
-"""The share of the rounds between two log lines."""
+"""The fraction of the rounds between two log lines."""
 SECONDS = 30.0
-"""The most seconds between two log lines, as far as rounds end that often."""
+"""The largest number of seconds between two log lines, if rounds are that short."""
 REDRAW = {"terminal": 0.1, "notebook": 0.5}
 """Seconds between two updates of a line; a notebook keeps all of them in its file."""
 BAR = 20
@@ -27,7 +27,7 @@ BAR = 20
 
 
 class Screen(Protocol):
-    """Where progress is shown. `show` replaces the line that was shown before, `close` leaves the last one there."""
+    """Where progress is shown. `show` replaces the previous line, `close` leaves the last one in place."""
 
     def show(self, text: str) -> None: ...
 
@@ -83,7 +83,7 @@ class Progress:
             self.screen.close()
 
     def row(self, row: dict[str, Any]) -> None:
-        """A round is over; shown if a line is due."""
+        """Note that a round is over, and show a line if one is due."""
         self.figures = self._figures(row) or self.figures
         self.samples += row["samples"]
         now, self.latest = self.clock(), row["round"]
@@ -105,7 +105,7 @@ class Progress:
         return t - self.last >= SHARE * self.rounds or now - self.shown >= SECONDS
 
     def _figures(self, row: dict[str, Any]) -> list[str]:
-        """The leading metric and the loss, as far as the row has them."""
+        """Return the leading metric and the loss, as far as the row has them."""
         found = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
         return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in found if name]
 
@@ -116,11 +116,11 @@ class Progress:
         return f"{duration((now - self.began) / trained * (self.rounds - t))} left" if trained > 0 else ""
 
     def log_line(self, t: int, now: float) -> str:
-        """For a file: the round, the leading metric, the loss, and the time left."""
+        """Return a line for a file: the round, the leading metric, the loss, and the time left."""
         return ", ".join(part for part in (f"round {t}/{self.rounds}", *self.figures, self._left(t, now)) if part)
 
     def line(self, t: int, now: float, width: int) -> str:
-        """For a terminal: of what fits into `width` columns, the round and the time left come first."""
+        """Return a line for a terminal: of what fits into `width` columns, the round and the time left come first."""
         full = int(BAR * t / self.rounds)
         speed = self.samples / max(now - self.began, 1e-9)
         count = f"round {t:>{len(str(self.rounds))}}/{self.rounds}"
@@ -153,7 +153,7 @@ class PlainLine:
 
 
 class RichLine:
-    """The same with Rich, which prints warnings and whatever else comes meanwhile above the line."""
+    """The same with Rich, which prints warnings and other output above the line."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -174,7 +174,7 @@ class RichLine:
 
 
 def shown(run: Run, done: int) -> Progress:
-    """The display of a run's progress."""
+    """Return the display of a run's progress."""
     clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
     again = f", resumed after round {done:,}" if done else ""
     many = f", in {run.ranks.size} processes" if run.ranks.several else ""
@@ -183,7 +183,7 @@ def shown(run: Run, done: int) -> Progress:
 
 
 def kind_of(stream: TextIO) -> str:
-    """Whether a stream is a "terminal", a "notebook"'s, or a "file"."""
+    """Return whether a stream is a "terminal", a "notebook"'s, or a "file"."""
     if stream.isatty():
         return "terminal"
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 PATIENCE = 2.0
-"""Seconds after which git is not waited for."""
+"""The timeout for git, in seconds."""
 
 
 def session(versions: dict[str, str], choices: dict[str, Any]) -> dict[str, Any]:
-    """The time, the versions, the commit of the working directory, and how many processes and which runs train as one.
+    """Return the time, the versions, the commit of the working directory, and which processes and runs train as one.
 
-    `commit` is None where there is no commit or no git. `dirty` is whether tracked files differ from it, and None where
-    git takes too long to tell, or would run commands that the repository itself names as filters.
+    `commit` is None if there is no commit or no git. `dirty` says whether tracked files differ from it. It is None if
+    git takes too long, or would run commands that the repository itself names as filters.
     """
     commit = _git("rev-parse", "--verify", "HEAD")
     changes = None
@@ -31,14 +31,14 @@ def session(versions: dict[str, str], choices: dict[str, Any]) -> dict[str, Any]
 
 
 def _own_filters() -> bool:
-    """Whether the repository's own configuration has commands that git applies to files before it compares them."""
+    """Return whether the repository's own configuration has filter commands for files."""
     filters = _git("config", "--show-scope", "--get-regexp", r"^filter\.") or ""
     return any(not line.startswith(("system", "global")) for line in filters.splitlines())
 
 
 def _git(*arguments: str) -> str | None:
-    """What a git command prints; None if it fails."""
-    command = ["git", "-c", "core.fsmonitor=false", *arguments]  # which could be any command of the repository's
+    """Return what a git command prints; None if it fails."""
+    command = ["git", "-c", "core.fsmonitor=false", *arguments]  # which could run any command in the repository
     env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # it only reads
     try:
         done = subprocess.run(

@@ -27,12 +27,12 @@ OF_PYTHON = "of Python, so this file alone does not repeat the run"
 
 
 def repeats(config: str) -> bool:
-    """Whether a run can be repeated from its `config.toml` alone."""
+    """Return whether a run can be repeated from its `config.toml` alone."""
     return OF_PYTHON not in config
 
 
 def same_settings(one: str, other: str) -> bool:
-    """Whether two files differ in nothing but what they say above their settings, as earlier versions did."""
+    """Return whether two files differ in nothing but what they say above their settings, as earlier versions did."""
     heads = ("# A run of undrift", "# undrift ")
     texts = [[line for line in text.splitlines() if not line.startswith(heads)] for text in (one, other)]
     return texts[0] == texts[1]
@@ -43,12 +43,12 @@ LINES = [name for name, role in ROLES.items() if role.form not in (None, "sectio
 
 
 def record(run: Run, given: Settings) -> str:
-    """TOML: the settings of the run, with what was left to undrift filled in."""
+    """Return the settings of the run as TOML, with what was left to undrift filled in."""
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "device", "threads")}
     if given.engine == "auto" and chosen["engine"] == "lanes":
-        chosen["engine"] = "auto"  # which goes on where lanes fail
+        chosen["engine"] = "auto"  # which continues if lanes fail
     if run.ranks.group is not None and str(given.device) in ("auto", "cuda"):
-        chosen["device"] = run.device.type  # each process finds its own
+        chosen["device"] = run.device.type  # each process determines its own
     settings = {**vars(given), **chosen, "method": run.method}
     settings["loss"] = name_of(run.loss) or run.loss
     ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())
@@ -71,7 +71,7 @@ def record(run: Run, given: Settings) -> str:
 
 
 def line(name: str, value: Any) -> str:
-    """`name = value`, or a comment where there is no value, or none that a file can hold."""
+    """Return `name = value`, or a comment if there is no value that a file can hold."""
     if value is None:
         return f"# {name}: not set"
     try:
@@ -81,7 +81,7 @@ def line(name: str, value: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """A TOML value. Schedules, methods and optimizers are strings that `undrift run` parses."""
+    """Return a TOML value. Schedules, methods and optimizers are strings that `undrift run` parses."""
     if isinstance(value, bool | str | int):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
@@ -97,7 +97,7 @@ def literal(value: Any) -> str:
         return literal(value.tolist())
     if isinstance(value, decay | inverse | StepSchedule | Method | Part | Optimizer | EarlyStopping):
         text = re.sub(r"np\.\w+\(([^()]*)\)", r"\1", plainly(value))  # numpy's numbers say what they are
-        if "<" not in text:  # what a function or an object of Python looks like
+        if "<" not in text:  # a function or another Python object
             return json.dumps(text, ensure_ascii=False)
     raise TypeError(f"no TOML for {value!r}")
 

@@ -40,7 +40,7 @@ log = logging.getLogger("undrift")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of `ud.train`.
+    """The result of `ud.train`: the trained model and its history.
 
     Example:
         >>> import undrift as ud
@@ -51,24 +51,25 @@ class Result:
     """
 
     params: dict[str, Tensor]
-    """The trained weights, by name."""
+    """The trained weights by name."""
     model: nn.Module
     """The model, with these weights."""
     history: list[dict[str, Any]]
-    """One dict per round."""
+    """One dict per round, with the columns of `metrics.jsonl`."""
     choices: dict[str, Any]
     """The settings that were chosen automatically, such as the engine and the device."""
     stopped: str | None = None
-    """Why the run stopped before its last round, if a value became NaN or infinite; the rest is from before that."""
+    """Why the run stopped at a NaN or infinite value, or None. Weights and history are those before that round."""
     stopped_early: str | None = None
-    """Why `stop_when` ended the run before its last round, if it did."""
+    """Why `stop_when` ended the run early, or None."""
     find_own: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
-    """Finds a client's own weights; None where clients have none, so that a result does not hold on to its run."""
+    """Finds a client's own weights. None if clients have none, so that a result does not keep its run alive."""
 
     def own_params(self, client: int) -> dict[str, Tensor]:
-        """Return the weights that a client would use: the trained ones, with its own where it has any.
+        """Return the weights that a client would use: the trained weights, with the client's own where it has any.
 
-        Those are its personal parameters and buffers (FedPer), or what the method's `own` hook returns (Ditto).
+        A client's own weights are its personal parameters and buffers (as in FedPer), or what the method's `own` hook
+        returns (as in Ditto).
 
         Args:
             client: The client's id.
@@ -77,7 +78,7 @@ class Result:
             Weights and running statistics by name, for `model.load_state_dict(…, strict=False)`.
 
         Raises:
-            UndriftError: If there is no such client, or the result was read from a finished run's folder.
+            UndriftError: If there is no such client, or if the result was read from the folder of a finished run.
         """
         return dict(self.params) if self.find_own is None else self.find_own(client)
 
@@ -97,14 +98,18 @@ class Result:
         return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
 
     def frame(self) -> pd.DataFrame:
-        """The history as a `pandas.DataFrame`, one row per round."""
+        """Return the history as a `pandas.DataFrame`, one row per round.
+
+        Returns:
+            The data frame. Columns that a round does not have are NaN there.
+        """
         import pandas as pd
 
         return pd.DataFrame(self.history)
 
 
 def as_json(row: dict[str, Any]) -> str:
-    """A row as one line of JSON, with null for NaN and infinity."""
+    """Return a row as one line of JSON, with null for NaN and infinity."""
     try:
         return json.dumps(row, default=_plain, allow_nan=False)
     except ValueError:
@@ -112,7 +117,7 @@ def as_json(row: dict[str, Any]) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Tensors and arrays, which a part's history may contain, as lists; anything else as a string."""
+    """Return tensors and arrays, which a part's history may contain, as lists; anything else as a string."""
     return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
@@ -127,7 +132,7 @@ def _without_nan(x: Any) -> Any:
 
 
 def stopped(folder: Path) -> str | None:
-    """Why the run in this folder stopped, if a value became NaN or infinite."""
+    """Return why the run in this folder stopped at a NaN or infinite value, or None if it did not."""
     file = folder / STOPPED
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["why"]) if file.exists() else None
@@ -136,12 +141,12 @@ def stopped(folder: Path) -> str | None:
 
 
 def finished(folder: Path) -> bool:
-    """Whether the run in this folder has ended: its model is written last."""
+    """Return whether the run in this folder has ended: its model is written last."""
     return (folder / "model.safetensors").exists()
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`, up to the first that is incomplete, from a crash or because a run is writing it."""
+    """Return the rows of `metrics.jsonl` up to the first incomplete one, which a crash or a running run leaves."""
     rows: list[dict[str, Any]] = []
     file = folder / "metrics.jsonl"
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -153,16 +158,16 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 STOPPED = "stopped.json"
-"""Says why a run was stopped by a non-finite value."""
+"""The file that says why a run stopped at a non-finite value."""
 RUN = "run.json"
-"""The run's identity and when it was started and resumed, written first, and at the end the results' checksums."""
+"""The run's identity and when it started and resumed, written first; at the end, the checksums of the results."""
 RESULTS = ("model.safetensors", "metrics.jsonl")
 OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\.safetensors|stopped\.json")
-"""The files that a run writes; it does not touch any others."""
+"""The files that a run writes. It touches no others."""
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """The contents of the folder's `run.json`; None, with a warning, if it cannot be read."""
+    """Return the contents of the folder's `run.json`, or None, with a warning, if it cannot be read."""
     try:
         found: dict[str, Any] = unseal(folder / RUN)
         return found
@@ -172,7 +177,7 @@ def recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def intact(folder: Path, known: dict[str, Any]) -> bool:
-    """Whether the results of a finished run match the checksums in `run.json`; warns if they do not."""
+    """Return whether the results of a finished run match the checksums in `run.json`; warns if they do not."""
     try:
         for name in RESULTS:
             verify(folder / name, known.get("results", {}).get(name, "unknown"))
@@ -240,7 +245,7 @@ class Folder:
         if not self.resume:
             if "config.toml" in found:
                 raise UndriftError(f"{self.path} exists; choose another folder for this run, or remove that one.")
-            other = sorted(name for name in found if name != RUN)  # which a run that died at once leaves behind
+            other = sorted(name for name in found if name != RUN)  # which a run that failed at once leaves behind
             if other:
                 raise UndriftError(f"{self.path} contains {other[0]!r}; choose an empty or a new folder for a new run.")
         for name, file in found.items():
@@ -255,7 +260,7 @@ class Folder:
         return bool(self.path and finished(self.path))
 
     def recorded(self) -> dict[str, Any] | None:
-        """The contents of `run.json`; None if it cannot be read."""
+        """Return the contents of `run.json`; None if it cannot be read."""
         assert self.path
         return recorded(self.path)
 

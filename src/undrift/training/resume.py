@@ -1,4 +1,4 @@
-"""Resuming a run, and continuing a finished one with more rounds: what is compared, and where the run goes on."""
+"""Resuming a run, and continuing a finished one with more rounds: what is compared, and where the run continues."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from undrift.training.state import State
 log = logging.getLogger("undrift")
 
 FINISHED = -1
-"""Stands for the round of a checkpoint where the run is finished."""
+"""In place of the round of a checkpoint, if the run is finished."""
 FLAG = "allow_version_change=True, or undrift resume --allow-version-change"
 
 
 def resumed_by_all(
     run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
 ) -> Result | State | None:
-    """What `resumed` finds. Of several processes the first compares and chooses; the others then read the same."""
+    """Return what `resumed` finds. The first of several processes compares and chooses; the others read the same."""
     ranks = run.ranks
     found = ranks.first(lambda: resumed(run, given, folder, checkpoints, rule))
     if not ranks.several:
@@ -41,14 +41,14 @@ def resumed_by_all(
 
 
 def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int | None) -> Result | State | None:
-    """What another process has found in the run's folder: a result, or the checkpoint of a round."""
+    """Return what another process has found in the run's folder: a result, or the checkpoint of a round."""
     if where is None:
         return None
     try:
         if where == FINISHED:
             return finished(run, Folder(given.out, resume=True))
         state, _ = checkpoints.read(where)
-    except Exception as error:  # whatever is wrong with the files here
+    except Exception as error:  # the files here may be damaged in any way
         raise UndriftError(
             f"Process {run.ranks.rank} cannot read what the first one reads in {given.out} ({first_line(error)}); all "
             "processes must see the same folder."
@@ -61,9 +61,9 @@ def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int |
 def resumed(
     run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
 ) -> Result | State | None:
-    """The result of a run that is finished, the state that it goes on from, or None where there is no checkpoint.
+    """Return the result of a finished run, the state from which to continue, or None if there is no checkpoint.
 
-    Compares before it changes anything. Raises `UndriftError` if the folder's run is not the one that is asked for.
+    Compares before it changes anything. Raises `UndriftError` if the folder's run is not the same run.
     """
     known = folder.recorded() or checkpoints.recorded()
     if known is None:
@@ -110,7 +110,7 @@ def resumed(
 
 
 def take_up(run: Run, state: State) -> None:
-    """Go on with the engine that the run had in this state."""
+    """Continue with the engine that the run had in this state."""
     for row in state.history:
         if "lanes" in row and isinstance(run.engine, Fallback) and run.engine.width > row["lanes"]:
             run.engine.narrow(row["round"] - 1, row["lanes"])
@@ -119,7 +119,7 @@ def take_up(run: Run, state: State) -> None:
 
 
 def compared(run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, known: dict[str, Any]) -> list[str]:
-    """Whatever differs from the run so far and is allowed to. Raises `UndriftError` for anything else."""
+    """Return the differences from the run so far that are allowed. Raises `UndriftError` for any others."""
     now = identity(run, given, int(known["identity"]["rounds"]))
     changed = compare(known["identity"], now, folder.path, by_tree="started" in known)
     versions = differences(known["versions"], checkpoints.record["versions"])
@@ -152,7 +152,7 @@ def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
 
 
 def rows_of(folder: Folder) -> int:
-    """How many rounds the history has, as far as it can be read."""
+    """Return how many rounds the history has, as far as it can be read."""
     try:
         return len(folder.rows())
     except UnicodeDecodeError:  # damaged; the checkpoints have a copy
@@ -160,7 +160,7 @@ def rows_of(folder: Folder) -> int:
 
 
 def finished(run: Run, folder: Folder) -> Result:
-    """The result of a finished run, as its folder has it."""
+    """Return the result of a finished run, as its folder has it."""
     folder.load(run.model.module)
     weights = dict(run.model.module.named_parameters())
     params = {name: weights[name].detach().clone() for name in run.model.start}
@@ -170,12 +170,12 @@ def finished(run: Run, folder: Folder) -> Result:
 
 
 def unknown_own_model(client: int) -> dict[str, Tensor]:
-    """Refuse: a finished run's folder has the model alone."""
+    """Raise, since the folder of a finished run only has the global model."""
     raise UndriftError("Clients' own weights are in the result of the training itself, not in that of a finished run.")
 
 
 def stops(rule: Rule | None, state: State) -> str | None:
-    """Why the rule ends a run that stands here, if it does."""
+    """Return why the rule ends a run that stands here, if it does."""
     if rule is None or not state.history:
         return None
     check_column(rule, state.history)
@@ -195,7 +195,7 @@ def nothing_to_continue_from(folder: Folder, whole: bool) -> str:
 
 
 def warn_of_schedules(run: Run, before: int, config: str, folder: Folder) -> None:
-    """Name what depends on the number of rounds, for it was another in the rounds that are done."""
+    """Warn about values that depend on the number of rounds, which was different in the rounds that are done."""
     names = relative(run, before)
     chosen = tomllib.loads(config).get("compile")
     if chosen is not None and chosen != run.choices["compile"]:

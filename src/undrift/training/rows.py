@@ -14,12 +14,12 @@ from undrift.tree import Tree
 
 
 def number(value: Any) -> TypeGuard[float]:
-    """Whether a column's value is a number."""
+    """Return whether a column's value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def history_row(state: State, done: Round) -> dict[str, Any]:
-    """The columns of a round that are known as soon as it has been launched."""
+    """Return the columns of a round that are known as soon as it has been launched."""
     work, answers = done.answers.work, done.answers
     return {
         "round": state.round,
@@ -40,7 +40,7 @@ def history_row(state: State, done: Round) -> dict[str, Any]:
 def late_figures(
     run: Run, watch: nonfinite.Watch, row: dict[str, Any], done: Round, states: list[Tree]
 ) -> dict[str, Any]:
-    """The columns of a round that must be read from the device. Raises `NonFiniteError`."""
+    """Return the columns of a round that must be read from the device. Raises `NonFiniteError`."""
     settled, own = watch.settle(row), done.method.history(states)
     if done.drift:
         answers, by_layer = done.answers, run.drift == drift.LAYERS

@@ -38,12 +38,12 @@ from undrift.tree import Tree, to_device, tree_clone, tree_to
 
 @dataclass(frozen=True)
 class Run:
-    """A method, a model and data, checked and on their device, and the engine that trains them."""
+    """A method, a model and data, checked and on their device, with the engine that trains them."""
 
     method: Method
-    """As the user wrote it."""
+    """The method as the user wrote it."""
     composed: Method
-    """With the parts that stand for local work, which the engine runs."""
+    """The method that the engine runs, with the parts for local training."""
     model: Model
     data: FederatedDataset
     device_data: DeviceData
@@ -61,11 +61,11 @@ class Run:
     choices: dict[str, Any]
     """The settings that were chosen automatically, and why: `result.choices`."""
     drift: bool | str = False
-    """Whether the history has figures of client drift, or of each layer too: see `drift.py`."""
+    """Whether the history has figures of client drift, and of each layer: see `drift.py`."""
     ranks: Ranks = ALONE
     """The processes that train it together."""
     files: SlotFiles | None = None
-    """For what clients keep, where that may be too much for memory."""
+    """The files for what clients keep, if that may be too much for memory."""
 
     @property
     def measures(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def population(self) -> int:
-        """How many clients have data."""
+        """The number of clients with data."""
         return self.data.population
 
     @property
@@ -83,24 +83,24 @@ class Run:
         return self.device_data.device
 
     def start(self) -> State:
-        """The state before the first round."""
+        """Return the state before the first round."""
         parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
         return State(self.model.start, parts, self.model.tracked, self.no_states())
 
     def no_states(self) -> ClientStates:
-        """What clients keep before the first round."""
+        """Return what clients keep before the first round."""
         return ClientStates.none(self.composed, self.device, self.population, self.files)
 
     def held_out(self, state: State, last: bool) -> dict[str, Any] | None:
-        """The history's columns on held-out data, where these lie elsewhere; None if they are here."""
+        """Return the history's columns on held-out data that are elsewhere; None if the data are here."""
         return None
 
     def bound(self, t: int) -> Method:
-        """The method with the numbers of round `t`."""
+        """Return the method with the numbers of round `t`."""
         return self.composed.bind(on_device(self.composed.numbers(t), self.device))
 
     def plan(self, t: int) -> Plan:
-        """Round `t` before any part has changed it: the cohort, drawn from (seed, round) alone, and its work."""
+        """Return the plan of round `t` before parts change it: the cohort, drawn from (seed, round), and its steps."""
         drawn = choose(derive(self.seed, "cohort", t), self.population, self.cohort_size)
         clients = self.data.holders(drawn)
         rates: dict[str, Any] = {
@@ -109,7 +109,7 @@ class Run:
         return Plan(round=t, clients=clients, steps=self.steps_at(t, clients), **rates)
 
     def checked(self, plan: Plan, t: int) -> Plan:
-        """The plan after the parts' own hooks, refused where no engine could carry it out."""
+        """Return the plan after the parts' own hooks, refused where no engine could carry it out."""
         clients, steps = np.asarray(plan.clients), np.asarray(plan.steps)
         require(plan.round == t, "A part's plan must not change the round.")
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
@@ -143,7 +143,7 @@ class Run:
         return self.local.step_counts(t, clients, self.data.sizes_of(clients), self.composed.batches)
 
     def weights(self, clients: np.ndarray) -> Tensor:
-        """The clients' weights in the mean, before normalisation, on the device."""
+        """Return the clients' weights in the mean, before normalisation, on the device."""
         weights = mean_weights(self.composed, self.data.sizes_of(clients))
         return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
@@ -154,22 +154,22 @@ class Run:
 
     @property
     def fills(self) -> bool:
-        """Whether cohorts may be too small for the engine: where a part chooses them, or processes share them."""
+        """Whether cohorts may be smaller than the engine's width: if a part chooses them, or processes share them."""
         return bool(self.composed.overriding("plan")) or self.ranks.several
 
     def share(self, plan: Plan) -> np.ndarray | None:
-        """The places in the cohort of the clients that this process trains; None for all."""
+        """Return the places in the cohort of the clients that this process trains; None for all."""
         if not self.ranks.several:
             return None
         return shares(plan.clients, plan.steps, self.ranks.size, self.engine.width, self.keeps)[self.ranks.rank]
 
     def counts(self, plan: Plan) -> np.ndarray:
-        """The sizes of the cohort's batches, client after client."""
+        """Return the sizes of the cohort's batches, client after client."""
         sizes = self.data.sizes_of(plan.clients)
         return slices(sizes, plan.steps * self.composed.batches, self.local.per_epoch(sizes), self.local.batch_size)[3]
 
     def filled(self, plan: Plan) -> Plan:
-        """The plan filled up to the engine's width, where cohorts may be smaller: see `RoundInputs`.
+        """Return the plan filled up to the engine's width, where cohorts may be smaller: see `RoundInputs`.
 
         The client that fills it up takes as many steps as the longest, so that all lanes end together if they would
         with a full cohort.
@@ -184,7 +184,7 @@ class Run:
     def inputs(
         self, plan: Plan, state: State, received: list[Tree] | None = None, clients: ClientStates | None = None
     ) -> RoundInputs:
-        """The plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
+        """Return the plan as tensors for the engine, with what the parts broadcast and what clients have kept."""
         mine = self.share(plan)
         here = plan if mine is None else replace(plan, clients=plan.clients[mine], steps=plan.steps[mine])
         filled = self.filled(here)
@@ -214,13 +214,13 @@ class Run:
         return self.conditions.with_factors(inputs)
 
     def everyone(self, t: int, state: State) -> RoundInputs:
-        """All clients that have data, for measurements without training."""
+        """Return all clients that have data, for measurements without training."""
         nobody_trains = np.zeros(self.population, np.int64)
         plan = replace(self.plan(t), clients=self.data.nonempty, steps=nobody_trains)
         return self.inputs(plan, state, None, state.clients if self.engine.program.personal else None)
 
     def server(self, t: int, state: State) -> Server:
-        """The server in round `t`, with the model as it stands."""
+        """Return the server in round `t`, with the model as it stands."""
         words = to_device(torch.tensor(derive(self.seed, "server", t)), self.device)
         return Server(
             model=self.model.at(state.tracked),

@@ -33,7 +33,7 @@ Form = Literal[
 
 @dataclass(frozen=True)
 class Role:
-    """What a setting means to experiment files, resumed runs and comparisons."""
+    """What a setting means for experiment files, resumed runs and comparisons."""
 
     form: Form | None
     """Its form in experiment files and in `config.toml`; None if it has no place there."""

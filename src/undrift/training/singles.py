@@ -1,7 +1,7 @@
 """Batches of one sample, on which batch norm cannot train.
 
-Torch refuses them, but in lanes such a batch is padded and would train on a variance of nothing. Batches follow from
-the clients' sizes and step counts, so they are looked at before anything is trained.
+Torch rejects them, but in lanes such a batch is padded, and its variance would be meaningless. Batches follow from the
+clients' sizes and step counts, so they are checked before training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from undrift.schedule import value, whole_steps
 
 
 def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: int, per_step: int, tuned: bool) -> None:
-    """Refuse a run in which `Local` gives some client a batch of one sample, where the model cannot train on it.
+    """Reject a run in which some client has a batch of one sample, if the model cannot train on it.
 
     Args:
         model: The model.
@@ -50,13 +50,13 @@ def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: in
 
 
 def check_round(model: Model, counts: np.ndarray) -> None:
-    """The same for one round, whose step counts parts may have changed, by the sizes of its batches."""
+    """Check the same for one round, whose step counts parts may have changed, by the sizes of its batches."""
     if (counts == 1).any() and model.refuses_single:
         raise UndriftError(SINGLE)
 
 
 def _most_batches(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
-    """The most batches that these clients take in any round."""
+    """Return the most batches that these clients take in any round."""
     if local.per_client or not callable(local.steps if local.steps is not None else local.epochs):
         return local.step_counts(0, clients, sizes, per_step) * per_step
     if local.steps is not None:

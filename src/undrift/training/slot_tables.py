@@ -1,4 +1,4 @@
-"""Which slots of a run's files have what clients keep, as a checkpoint stores it: client, file, slot and checksum."""
+"""Which slots of a run's files hold what clients keep, as a checkpoint stores it: client, file, slot, checksum."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_slots(file: Path, files: SlotFiles, slots: Slots) -> str:
 
 
 def read_slots(file: Path, files: SlotFiles) -> Slots:
-    """The slots that a table names. Raises if `files` cannot have them."""
+    """Return the slots that a table names. Raises if `files` cannot have them."""
     found: Slots = {}
     with safe_open(file, framework="pt") as opened:
         about = opened.metadata()
@@ -51,7 +51,7 @@ def read_slots(file: Path, files: SlotFiles) -> Slots:
 
 
 def _described(layout: Layout) -> dict[str, Any]:
-    """The layout as JSON."""
+    """Return the layout as JSON."""
     tensors: dict[str, torch.Tensor] = {}
     blank = [torch.empty(shape, dtype=dtype) for dtype, shape in layout.kinds]
     tree = pack(tree_unflatten(blank, layout.structure), "", tensors)

@@ -14,8 +14,8 @@ from undrift.tree import Tree
 class State:
     """Everything that training changes, as one value: exactly what a checkpoint stores.
 
-    A round returns a new one and leaves the old as it was, so that a round is undone by going back to the state before
-    it. Only the history is one list for all of a run's states; each state's is its first `round` rows.
+    A round returns a new state and leaves the old one unchanged, so that undoing a round means returning to the state
+    before it. Only the history is one list for all states of a run; each state's history is its first `round` rows.
     """
 
     params: Params
@@ -26,7 +26,7 @@ class State:
     clients: ClientStates
     """The state that clients keep between rounds."""
     round: int = 0
-    """How many rounds are done."""
+    """The number of rounds done."""
     total_steps: int = 0
     constant_steps: int = 0
     """The steps that all sampled clients would have taken with the numbers of `Local` in round 0."""

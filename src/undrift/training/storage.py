@@ -1,4 +1,4 @@
-"""Where what clients keep lies: in memory, or in files if there may be too much of it."""
+"""Where what clients keep is stored: in memory, or in files if there may be too much of it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from undrift.training.run import Run
 from undrift.tree import tree_bytes, tree_to
 
 HOST_SHARE = 0.25
-"""The share of the host's memory that clients' states may take; where they might take more, they go to files."""
+"""The share of host memory that clients' states may take. If they might take more, they go to files."""
 LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Has the memory that a container may use, on Linux."""
+"""The file with the memory limit of a container, on Linux."""
 
 
 def with_files(run: Run, out: Any) -> Run:
-    """The run, with files for what clients keep if the clients of all rounds might keep too much for memory.
+    """Return the run, with files for what clients keep if the clients of all rounds might keep too much for memory.
 
     That is known before the first round: by how much a newcomer's state takes, and how many clients can take part.
     """
     parts = run.composed.overriding("keep")
-    if not parts or not hasattr(os, "pwrite") or run.ranks.several:  # each process has its clients' states alone
+    if not parts or not hasattr(os, "pwrite") or run.ranks.several:  # each process has only its own clients' states
         return run
     bound = run.bound(0)
     with torch.no_grad():
@@ -40,9 +40,9 @@ def with_files(run: Run, out: Any) -> Run:
 
 
 def host_memory() -> int:
-    """In bytes: what the machine has, or what this process may use of it."""
+    """Return the memory of the machine, or the part of it that this process may use, in bytes."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(LIMIT.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # there is no limit, or none that is told
+    except (OSError, ValueError):  # there is no limit, or it is not known
         return whole

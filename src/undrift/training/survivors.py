@@ -28,7 +28,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Conditions:
-    """The faults that clients are given, and which answers the server accepts: see `ud.train`."""
+    """The simulated faults of clients, and which replies the server accepts: see `ud.train`."""
 
     faults: Faults | None = None
     max_norm_ratio: float | None = None
@@ -57,33 +57,33 @@ class Conditions:
             require(least <= cohort, f"min_clients is {least}, but only {cohort} clients are sampled in a round.")
 
     def least(self, cohort: int) -> int:
-        """How many clients of a cohort must count for its round to count."""
+        """Return how many clients of a cohort must count for its round to count."""
         if isinstance(self.min_clients, float):
             return max(1, math.ceil(self.min_clients * cohort - 1e-9))
         return int(self.min_clients or 1)
 
     def program(self, program: Program, cohort: int) -> Program:
-        """The program of a client that may fail."""
+        """Return the program of a client that may fail."""
         if self.ordinary:
             return program
         return Unreliable.of(program, norms=0 if self.max_norm_ratio is None else cohort)
 
     def with_fates(self, plan: Plan, seed: int) -> Plan:
-        """The plan with its clients' fates."""
+        """Return the plan with its clients' fates."""
         if self.ordinary:
             return plan
         fates = self.faults.draw(seed, plan.round, plan.clients, plan.steps) if self.faults else unharmed(plan.steps)
         return replace(plan, steps=fates.steps, fates=fates)
 
     def with_factors(self, inputs: RoundInputs) -> RoundInputs:
-        """The inputs with what `Unreliable` reads beside clients' places."""
+        """Return the inputs with what `Unreliable` reads in addition to clients' positions."""
         if self.ordinary:
             return inputs
         fates = inputs.plan.fates or unharmed(inputs.plan.steps)
         return _with_factor(inputs, fates.factor)
 
     def collect(self, engine: Engine, inputs: RoundInputs, skip: bool) -> Answers:
-        """Train the round's cohort, and leave out what must not count."""
+        """Train the round's cohort, and leave out the clients that must not count."""
         plan = inputs.plan
         counts = inputs.counts
         if self.ordinary:
@@ -125,13 +125,13 @@ def lost_of(outcome: Outcome, plan: Plan) -> Array:
 
 
 def _of_those(answered: Array, plan: Plan, counts: Array, inputs: RoundInputs) -> tuple[Plan, int]:
-    """The plan of those that answered, and on how many samples they trained."""
+    """Return the plan of those that answered, and on how many samples they trained."""
     work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
     return work, int(counts[np.repeat(answered, plan.steps * inputs.batches.per_step)].sum())
 
 
 def _hooks_go_on(outcome: Outcome, plan: Plan) -> Outcome:
-    """Where a part plans an empty cohort, the round counts all the same: the server's hooks get a zero update."""
+    """Let a round with an empty cohort that a part planned count: the server's hooks get a zero update."""
     return outcome if len(plan.clients) else replace(outcome, finite=None)
 
 
@@ -145,7 +145,7 @@ def _with_factor(inputs: RoundInputs, factor: Array) -> RoundInputs:
 
 @dataclass(frozen=True)
 class Unreliable(Drifting):
-    """A client's program whose weights may be spoiled as training ends, and which may also send its update's norm."""
+    """A client's program whose weights may be spoiled at the end of training, and which may send its update's norm."""
 
     norms: int = 0
     """The size of a cohort, if norms are sent: as a vector with the client's at its place, so that they add up."""
@@ -153,7 +153,7 @@ class Unreliable(Drifting):
     def conclude(self, state: Tree, given: Tree, skip: bool = False) -> Sent:
         factor = given["factor"]
 
-        def spoiled(w: Tensor, start: Tensor) -> Tensor:  # bit for bit as it was, where nothing happens
+        def spoiled(w: Tensor, start: Tensor) -> Tensor:  # unchanged, bit by bit, if nothing happens
             return torch.where(factor == 1, w, (start + factor * (w - start)).to(w.dtype))
 
         state = {**state, "params": tree_map(spoiled, state["params"], given["start"])}
@@ -168,7 +168,7 @@ class Unreliable(Drifting):
 
 
 def norm(tree: Tree) -> Tensor:
-    """The Euclidean norm of all of the tree, whose squares may overflow where the norm does not."""
+    """Return the Euclidean norm of all of the tree, whose squares may overflow where the norm does not."""
     leaves = [t for t in tree_leaves(tree) if t.numel()]
     largest = torch.stack([t.abs().amax() for t in leaves]).amax()
     scale = torch.where(largest > 0, largest, 1)
@@ -176,9 +176,9 @@ def norm(tree: Tree) -> Tensor:
 
 
 def outliers(norms: Array, counting: Array, ratio: float) -> Array:
-    """Who of the clients that count has an update longer than `ratio` times their median.
+    """Return which of the clients that count have an update longer than `ratio` times the median.
 
-    The median of an even number is the mean of the two in the middle. Where it is 0, nobody is an outlier.
+    The median of an even number is the mean of the two in the middle. If it is 0, there are no outliers.
     """
     if not counting.any():
         return np.zeros(len(norms), bool)
@@ -188,20 +188,20 @@ def outliers(norms: Array, counting: Array, ratio: float) -> Array:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a cohort."""
+    """The replies of a cohort."""
 
     outcome: Outcome
     clients: Array
-    """All that were sampled."""
+    """The plan of all clients that were sampled."""
     work: Plan
-    """The plan of those that answered."""
+    """The plan of those that replied."""
     samples: int
-    """On how many samples they trained."""
+    """The number of samples on which they trained."""
     excused: Array
-    """By place in the cohort: whether the client is known not to count, as it dropped out or was left out."""
+    """By position in the cohort: whether the client is known not to count, since it dropped out or was left out."""
     least: int = 0
-    """How many must count; 0 in a run without faults and rules."""
+    """How many clients must count; 0 in a run without faults and rules."""
     survivors: Tensor | None = None
-    """How many do."""
+    """How many clients count."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns of the history about them."""

@@ -34,12 +34,12 @@ Definition = types.FunctionType | type
 
 
 def from_library(x: Definition) -> bool:
-    """Whether a function or class is identified by its name and the versions that a run records."""
+    """Return whether a function or class is identified by its name and the versions that a run records."""
     return str(x.__module__).partition(".")[0] in LIBRARIES
 
 
 def code_of(x: Definition) -> tuple[str, dict[str, Any]]:
-    """The code of a function or class, and the data that this code takes from around it.
+    """Return the code of a function or class, and the data that this code takes from around it.
 
     Returns:
         A digest of the syntax trees of `x` and of the user's code that it uses, or of compiled code where there is no
@@ -65,14 +65,14 @@ def code_of(x: Definition) -> tuple[str, dict[str, Any]]:
 
 
 def _new_label(label: str, value: Any, taken: dict[str, Any]) -> str:
-    """A label of this value's own: two functions of one name may use different values of one name."""
+    """Return a label of this value's own: two functions of one name may use different values of one name."""
     while label in taken and taken[label] is not value:
         label += "'"
     return label
 
 
 def _package(x: Definition | types.ModuleType) -> str | None:
-    """The package that this code is from, with its version if it is installed; None for the user's own code.
+    """Return the package that this code is from, with its version if it is installed; None for the user's own code.
 
     For a function it is where its code stands, which for a wrapper is not what `functools.wraps` says.
     """
@@ -100,7 +100,7 @@ def _installed(top: str) -> str | None:
 
 
 def _uses(x: Definition) -> Iterator[tuple[str, Any]]:
-    """The definitions, modules and data that a function or class of the user's takes from around it, by name."""
+    """Yield the definitions, modules and data that a function or class of the user's takes from around it, by name."""
     if isinstance(x, type):
         yield from ((base.__name__, base) for base in x.__bases__ if base is not object)
         for name, function in _functions(x):
@@ -127,13 +127,13 @@ def _counts(value: Any) -> bool:
 
 
 def _wrapped(x: Definition) -> Iterator[tuple[str, Any]]:
-    """What a library's wrapper is around: a function that says it is of another module than its code."""
+    """Yield what a library's wrapper wraps: a function that claims to be from another module than its code."""
     if isinstance(x, types.FunctionType) and x.__module__ != x.__globals__.get("__name__"):
         yield from _around(x)
 
 
 def _around(x: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The values of a function's closure and default arguments."""
+    """Yield the values of a function's closure and default arguments."""
     for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -151,7 +151,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _functions(x: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The functions in a class, also those of properties and static methods, without what `dataclass` generates."""
+    """Yield the functions in a class, including properties and static methods, without those of `dataclass`."""
     for name, value in sorted(vars(x).items()):
         inner = [value]
         if isinstance(value, staticmethod | classmethod):
@@ -166,14 +166,14 @@ def _functions(x: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 
 def _generated(function: types.FunctionType, owner: type) -> bool:
-    """Whether `dataclass` has generated the function."""
+    """Return whether `dataclass` has generated the function."""
     code: Any = inspect.unwrap(function).__code__
     special = code.co_name.startswith("__") and code.co_filename == "<string>"
     return special and "__dataclass_fields__" in vars(owner)
 
 
 def _inside(function: types.FunctionType, owner: type) -> bool:
-    """Whether the function's definition stands in that of the class."""
+    """Return whether the function's definition stands in that of the class."""
     return _package(function) is None and function.__code__.co_qualname.startswith(f"{owner.__qualname__}.")
 
 
@@ -181,7 +181,7 @@ def _inside(function: types.FunctionType, owner: type) -> bool:
 
 
 def _tree_or_code(x: Definition) -> str:
-    """The syntax tree of a function or class, or its compiled code if there is no source or it is not what runs."""
+    """Return the syntax tree of a function or class, or its compiled code if the source is missing or outdated."""
     if isinstance(x, types.FunctionType):
         node = _function_node(x)
         return compiled(x.__code__) if node is None else _dump(node)
@@ -199,7 +199,7 @@ Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 @functools.lru_cache(maxsize=64)
 def _definitions(text: str) -> dict[str, list[Node]]:
-    """The functions and classes of a source file, by their qualified names."""
+    """Return the functions and classes of a source file, by their qualified names."""
     found: dict[str, list[Node]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -218,7 +218,7 @@ def _definitions(text: str) -> dict[str, list[Node]]:
 
 
 def _read(file: str) -> dict[str, list[Node]]:
-    """The definitions in a source file as it is now; a notebook's cells are files too."""
+    """Return the definitions in a source file as it is now; a notebook's cells are files too."""
     linecache.checkcache(file)
     return _definitions("".join(linecache.getlines(file)))
 
@@ -230,7 +230,7 @@ def _function_node(x: types.FunctionType) -> Node | None:
 
 
 def _class_node(x: type, own: list[types.FunctionType]) -> Node | None:
-    """The definition of a class, which must have all of its functions."""
+    """Return the definition of a class, which must have all of its functions."""
     file = own[0].__code__.co_filename if own else getattr(sys.modules.get(x.__module__), "__file__", None)
     nodes = [node for node in _read(file or "").get(x.__qualname__, []) if isinstance(node, ast.ClassDef)]
     functions = [_function_node(function) for function in own]
@@ -239,14 +239,14 @@ def _class_node(x: type, own: list[types.FunctionType]) -> Node | None:
 
 
 def _nearest(nodes: list[Any], line: int) -> Node | None:
-    """The definition that is next to this line; None if there is none, or nothing says which."""
+    """Return the definition that is next to this line; None if there is none, or nothing says which."""
     nodes = sorted(nodes, key=lambda node: abs(node.lineno - line))
     alike = len(nodes) > 1 and abs(nodes[0].lineno - line) == abs(nodes[1].lineno - line)
     return None if not nodes or alike else nodes[0]
 
 
 def _fits(node: Any, code: types.CodeType) -> bool:
-    """Whether a definition has the names and numbers of the code that runs: its file may have been edited since."""
+    """Return whether a definition has the names and numbers of the code that runs, since files may be edited."""
     inside = [n for part in (node.body if isinstance(node.body, list) else [node.body]) for n in _evaluated(part)]
     names = {n.id for n in inside if isinstance(n, ast.Name)} | {n.attr for n in inside if isinstance(n, ast.Attribute)}
     numbers = {n.value for n in inside if isinstance(n, ast.Constant) and type(n.value) in (int, float)}
@@ -262,7 +262,7 @@ def _fits(node: Any, code: types.CodeType) -> bool:
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a syntax tree but for annotations."""
+    """Yield the nodes of a syntax tree, without annotations."""
     yield node
     for field, child in ast.iter_fields(node):
         for inner in child if isinstance(child, list) else [child]:
@@ -271,7 +271,7 @@ def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dump(node: ast.AST) -> str:
-    """A syntax tree as text, without positions, docstrings and other strings that nothing uses."""
+    """Return a syntax tree as text, without positions, docstrings and other strings that nothing uses."""
     return ast.dump(_WithoutDocstrings().visit(copy.deepcopy(node)))
 
 
@@ -282,7 +282,7 @@ class _WithoutDocstrings(ast.NodeTransformer):
 
 
 def compiled(code: types.CodeType) -> str:
-    """Compiled code, without its location."""
+    """Return compiled code, without its location."""
     consts = [
         compiled(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
         for c in code.co_consts

@@ -28,7 +28,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.device, width: int) -> tuple[int, str]:
-    """The number of threads for a run, and why.
+    """Return the number of threads for a run, and why.
 
     Args:
         asked: What the user asked for.
@@ -54,13 +54,13 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
 
 
 def is_default(number: int) -> bool:
-    """Whether torch may have chosen this number by itself: that of logical or of physical cores."""
+    """Return whether torch may have chosen this number by itself: that of logical or of physical cores."""
     logical = {len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, os.cpu_count() or 1}
     return number in logical | {count // 2 for count in logical}
 
 
 def forward_flops(model: Model, width: int) -> float:
-    """Operations of a forward pass of one batch, counted on the samples that the model was examined with."""
+    """Return the operations of a forward pass of one batch, counted on the samples of the model's examination."""
     twin = copy.copy(model)  # a forward pass may change buffers, and may draw
     frozen = {id(p): p for name, p in model.module.named_parameters() if name not in model.start}
     twin.module = deep_copy(model.module, frozen)

@@ -14,15 +14,15 @@ from undrift.tree import Tree
 
 
 def pack(tree: Tree, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON, its tensors put aside by name."""
+    """Return the tree as JSON, its tensors put aside by name."""
     if isinstance(tree, dict):
         return {"dict": [[key, pack(branch, f"{name}.{key}", tensors)] for key, branch in tree.items()]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
         return {kind: [pack(branch, f"{name}.{i}", tensors) for i, branch in enumerate(tree)]}
     leaf = torch.as_tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
-    name = f"{name} #{len(tensors)}"  # two branches may spell their way alike
-    tensors[name] = leaf.detach().cpu().contiguous().clone()  # a clone, for two names may share one tensor
+    name = f"{name} #{len(tensors)}"  # the paths of two branches may be spelled alike
+    tensors[name] = leaf.detach().cpu().contiguous().clone()  # a clone, since two names may share one tensor
     return {"tensor": name}
 
 
@@ -45,7 +45,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] 
 def own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors out of a memory-mapped file.
 
-    There they need not be aligned as torch aligns its own memory, and a matrix product may then round differently: a
-    resumed run would not give the bits of an unbroken one.
+    There, they may not be aligned like torch's own memory, so that a matrix product might round differently and a
+    resumed run would not give the bits of an uninterrupted one.
     """
     return {name: tensor.clone() for name, tensor in tensors.items()}

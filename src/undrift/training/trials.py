@@ -1,6 +1,6 @@
-"""Trial passes before a run: the model takes the samples of every split, and loss, metrics and augmentation fit them.
+"""Trial passes before a run: the model takes the samples of every split, and loss, metrics and augmentation match them.
 
-Each refusal says what to change.
+Each error says what to change.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from undrift.tree import tree_leaves, tree_map
 
 
 def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Module:
-    """The module, or if it has lazy layers, a copy that has been called once, so that they have shapes and weights.
+    """Return the module; if it has lazy layers, a copy that has been called once, so that they have weights.
 
-    These depend on the seed, like those of a model given by name.
+    The weights depend on the seed, like those of a model given by name.
     """
     if not any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         return module
@@ -50,7 +50,7 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
 
 
 def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
-    """The first sample of a split, twice, with its target."""
+    """Return the first sample of a split, twice, with its target."""
     x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, rows.index[:1].repeat(2)))
     return x, target
 
@@ -58,7 +58,7 @@ def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
 def check_split(
     model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Any]
 ) -> Model:
-    """One forward pass: the model takes these samples, the loss and the metrics take its outputs and the labels.
+    """Check in one forward pass that model, loss and metrics take these samples, outputs and labels.
 
     Returns the model with what these samples show of it.
     """
@@ -111,7 +111,7 @@ def check_split(
 
 
 def _tried(function: Any, output: Any, target: Tensor) -> Any:
-    """What the loss or a metric returns; None of metrics that have no value per sample."""
+    """Return what the loss or a metric returns; None of metrics that have no value per sample."""
     if isinstance(function, Metric):
         function.value(function.sums(output, target))
     elif streams(function):
@@ -131,12 +131,12 @@ def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) 
     some = firsts(y, rows.index)[:8] if y.dim() == 1 else np.arange(min(8, len(rows)))
     chosen = rows.index[torch.from_numpy(np.union1d(some, [0, last]))]
     x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, chosen))
-    with torch.no_grad(), contextlib.suppress(Exception):  # what does not fit is reported by the other checks
+    with torch.no_grad(), contextlib.suppress(Exception):  # other checks report what does not match
         loss.check(model(model.perturbed(), x), target)
 
 
 def _way_out(value: Any) -> str:
-    """How to get one value per sample from this."""
+    """Return advice on how to get one value per sample."""
     if isinstance(value, Tensor) and value.dim() == 0:
         return ' A function of torch\'s gives one with reduction="none".'
     if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
@@ -145,7 +145,7 @@ def _way_out(value: Any) -> str:
 
 
 def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: Loss) -> None:
-    """The labels fit the outputs: by their axes, and by how many classes the model has."""
+    """Check that the labels match the outputs: in their axes, and in the number of classes."""
     try:
         require(loss is not squared_hinge or target.dim() == 1, "this loss needs one per sample")
         outputs = output.shape[class_axis(output, target)]
@@ -168,7 +168,7 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
 
 
 def _hint(model: Model, rows: Rows, x: Samples) -> str:
-    """What may be behind a model's refusal of samples: their types, or that it is a copy."""
+    """Return why a model may reject samples: their dtypes, or that it is a copy."""
     if not isinstance(x, Tensor):
         return f" (They are {kind(x)}.)"
     if not x.is_floating_point():
@@ -182,14 +182,14 @@ def _hint(model: Model, rows: Rows, x: Samples) -> str:
 
 
 def refuse_rounding(model: Model, whose: str, x: Samples, rows: Rows) -> None:
-    """Refuse whole numbers among floats that the model's precision would round: they are indices."""
+    """Reject integers among floats that the model's precision would round, since they are indices."""
     low = torch.finfo(model.compute_dtype).eps > torch.finfo(torch.float32).eps
     if not low or not isinstance(x, Tensor) or not x.is_floating_point():
         return
     values = rows.take(rows.store, rows.index[:1000])[0].double()
     whole = values == values.round()
     rounded = values.to(model.compute_dtype).double() != values
-    # Numbers that are measured are whole by chance; indices are whole in every sample, at the same place.
+    # Measured values are integers by chance; indices are integers in every sample, at the same position.
     places = whole.flatten(1).all(0) & rounded.flatten(1).any(0)
     if bool(places.any()):
         first = values.flatten(1)[:, places][rounded.flatten(1)[:, places]][0]
@@ -200,7 +200,7 @@ def refuse_rounding(model: Model, whose: str, x: Samples, rows: Rows) -> None:
 
 
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> Model:
-    """One backward pass, in evaluation mode: the loss depends on the parameters in a way that a gradient sees.
+    """Check in one backward pass, in evaluation mode, that the loss depends on the parameters differentiably.
 
     Returns the model that knows of draws in the backward pass, which have no key.
     """
@@ -221,9 +221,9 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
 
 
 def draws_backward(model: Model, x: Samples, target: Tensor, loss: Loss) -> str:
-    """What draws in the backward pass of a step, as gradient checkpointing does, which repeats the forward pass there.
+    """Return what draws in the backward pass of a step, as gradient checkpointing does by repeating the forward pass.
 
-    Torch's generators are set back for that, but keys are not. A sentence, empty if nothing draws.
+    Torch's generators are restored for that, but keys are not. A message, empty if nothing draws.
     """
     key = fixed_key(target.device)
     trial = Trial(target.device, "its backward pass")
@@ -238,7 +238,7 @@ def draws_backward(model: Model, x: Samples, target: Tensor, loss: Loss) -> str:
 
 
 def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device: torch.device) -> None:
-    """One call: what changes batches takes these samples and gives as many of the same shape."""
+    """Check in one call that the augmentation takes these samples, and returns as many of the same shape."""
     x, _ = two_samples(rows, device)
     trial = Trial(device, "it")
     try:
@@ -262,7 +262,7 @@ def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device
 
 
 def _batch_kind(x: Any) -> str:
-    """The shape and type of a batch, by input where there are several."""
+    """Return the shape and type of a batch, by input where there are several."""
     if isinstance(x, Tensor):
         return f"{tuple(x.shape)} {x.dtype}"
     if isinstance(x, dict):

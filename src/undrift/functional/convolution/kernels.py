@@ -105,7 +105,7 @@ def _sum_positions(
 
 @triton.jit
 def _weight_grad_tile(SEPARATE_BIAS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A program's lane, its part of the sum, its outputs n and entries k, and which tile of k these are.
+    """Return a program's lane, its part of the sum, its outputs n and entries k, and which tile of k these are.
 
     Unless SEPARATE_BIAS, there is one more k, for the bias.
     """
@@ -294,5 +294,5 @@ def _separate_bias(g: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
 
 
 def _output_tile(outputs: int, largest: int) -> int:
-    """How many outputs a tile has: `tl.dot` takes powers of two, from 16."""
+    """Return how many outputs a tile has: `tl.dot` takes powers of two, from 16."""
     return min(largest, max(16, triton.next_power_of_2(outputs)))

@@ -86,7 +86,7 @@ class ChannelsLast(ConvolutionMode):
 
 
 def convolutions(params: dict[str, Tensor], x: Tensor, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The mode in which a model with these parameters runs its convolutions on `x`, computing in `dtype`.
+    """Return the mode in which a model with these parameters runs its convolutions on `x`, computing in `dtype`.
 
     Under vmap with parameters per lane: those of this module, where they have kernels. Not under vmap, on a CPU:
     channels-last. Otherwise torch's own.

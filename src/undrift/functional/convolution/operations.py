@@ -38,7 +38,7 @@ def conv2d_arguments(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair] | None:
-    """The arguments of a call of `F.conv2d`, or None if it is batchless, grouped, dilated or padded by name."""
+    """Return the arguments of a call of `F.conv2d`, or None if it is batchless, grouped, dilated or padded by name."""
     if groups != 1 or pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
         return None
     return input, weight, bias, pair(stride), pair(padding)
@@ -50,12 +50,12 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def channels_first(x: Tensor) -> Tensor:
-    """A channels-last tensor in torch's order of axes, as a view."""
+    """Return a channels-last tensor in torch's order of axes, as a view."""
     return x.permute(0, 1, 4, 2, 3)
 
 
 def split_bias(grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A result of `conv2d_weight_grad` as the gradients of weight and bias, with torch's order of axes."""
+    """Return a result of `conv2d_weight_grad` as the gradients of weight and bias, with torch's order of axes."""
     grad = grad.to(weight.dtype)
     channels, *kernel = weight.shape[-3:]
     return torch.movedim(grad[..., :-1].unflatten(-1, (*kernel, channels)), -1, -3), grad[..., -1]
@@ -95,7 +95,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[
 def conv2d_input_grad(
     g: Tensor, weight: Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """The gradient with respect to an input of height and width `size`. Padding must be smaller than the kernel.
+    """Return the gradient with respect to an input of height and width `size`. Padding must be smaller than the kernel.
 
     It is a convolution of g, with the kernel flipped and the channels of its input and output swapped. The stride of
     the forward pass becomes zeros between the entries of g.
@@ -130,7 +130,7 @@ def conv2d_weight_grad(g: Tensor, x: Tensor, kernel: list[int], stride: list[int
 def conv2d_squared_weight_grad(
     g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int]
 ) -> Tensor:
-    """The sum over samples of the squared gradient of each; laid out as by `conv2d_weight_grad`."""
+    """Return the sum over samples of the squared gradient of each; laid out as by `conv2d_weight_grad`."""
     if available(x.device, x.dtype):
         from undrift.functional.convolution import kernels
 

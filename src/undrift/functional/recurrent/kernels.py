@@ -197,7 +197,7 @@ def _lstm_backward_step(
 
 
 def _launch(like: Tensor, batch: int, width: int, reads: int, gates: int) -> tuple[Any, dict[str, Any]]:
-    """The grid for one step of all lanes, and the launch parameters.
+    """Return the grid for one step of all lanes, and the launch parameters.
 
     Each iteration of a kernel's loop loads `reads` tiles of samples × units, and the weights of `gates` gates.
     """

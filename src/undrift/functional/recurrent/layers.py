@@ -143,5 +143,5 @@ def release(module: nn.Module) -> None:
 
 
 def _is_supported(layer: Any) -> bool:
-    """Whether a layer has biases, one direction and no projection."""
+    """Return whether a layer has biases, one direction and no projection."""
     return layer.bias and not layer.bidirectional and not layer.proj_size

@@ -102,7 +102,7 @@ class GRURecurrenceBackward(RecurrenceBackward):
 
 @torch.library.custom_op("undrift::gru_forward", mutates_args=())
 def gru_forward(weight: Tensor, base: Tensor, inner: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The equations of `GRURecurrence`; returns h, r and z, n, and a_n of all steps."""
+    """Compute `GRURecurrence` by its equations; returns h, r and z, n, and a_n of all steps."""
     if available(inner.device, inner.dtype):
         from undrift.functional.recurrent import kernels
 
@@ -184,7 +184,7 @@ class LSTMRecurrenceBackward(RecurrenceBackward):
 
 @torch.library.custom_op("undrift::lstm_forward", mutates_args=())
 def lstm_forward(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The equations of `LSTMRecurrence`; returns h, c, σ(a) and g of all steps."""
+    """Compute `LSTMRecurrence` by its equations; returns h, c, σ(a) and g of all steps."""
     if available(base.device, base.dtype):
         from undrift.functional.recurrent import kernels
 
@@ -192,7 +192,7 @@ def lstm_forward(weight: Tensor, base: Tensor, h: Tensor, c: Tensor) -> tuple[Te
     width, weight_t, steps = h.shape[-1], weight.mT, []
     for base_t in base.unbind(1):
         a = torch.baddbmm(base_t, h, weight_t)
-        gates = torch.sigmoid(a)  # of a_g too, which nobody needs: one call is cheaper than three
+        gates = torch.sigmoid(a)  # also of a_g, which is not needed: one call is cheaper than three
         i, f, _, o = gates.split(width, -1)
         g = torch.tanh(a.narrow(-1, 2 * width, width))
         c = torch.addcmul(i * g, f, c)
@@ -245,10 +245,10 @@ def _stack_steps(steps: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def _states_before(start: Tensor, states: Tensor) -> Tensor:
-    """The state that each step started from."""
+    """Return the state that each step started from."""
     return torch.cat([start.unsqueeze(1), states[:, :-1]], 1)
 
 
 def _weight_grad(d_base: Tensor, before: Tensor) -> Tensor:
-    """The gradient of the hidden weights, summed over time and batch in one product."""
+    """Return the gradient of the hidden weights, summed over time and batch in one product."""
     return d_base.flatten(1, 2).mT @ before.flatten(1, 2)

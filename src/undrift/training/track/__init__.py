@@ -45,7 +45,7 @@ class Tracker(Protocol):
 
 
 def scalars(row: dict[str, Any]) -> Scalars:
-    """The numbers in a history row; those in dicts and lists by path: `class_accuracy/3`, `temperature/0`.
+    """Return the numbers in a history row; those in dicts and lists by path: `class_accuracy/3`, `temperature/0`.
 
     Tables, such as a confusion matrix, are left out: they have too many.
     """
@@ -66,7 +66,7 @@ def _numbers(path: str, value: Any) -> Scalars:
 
 
 def find(track: str | Sequence[str] | None) -> dict[str, type[Tracker]]:
-    """The trackers of these names. Raises `UndriftError` if one is unknown or not installed."""
+    """Return the trackers of these names. Raises `UndriftError` if one is unknown or not installed."""
     names = [track] if isinstance(track, str) else track or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise UndriftError(f"track must be {', '.join(map(repr, KNOWN))}, or a list of them, not {quoted(track)}.")
@@ -159,5 +159,5 @@ class BackgroundTracker:
 
 
 def _line(error: Exception) -> str:
-    """An error's first line."""
+    """Return an error's first line."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

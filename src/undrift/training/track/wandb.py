@@ -40,7 +40,7 @@ class Tracker:
             resume="allow" if found else None,
             config=tomllib.loads(config),
             allow_val_change=True,  # a resumed run may have more rounds
-            reinit="create_new",  # beside other runs of this process
+            reinit="create_new",  # alongside other runs of this process
             settings=wandb.Settings(console="off"),  # the terminal belongs to the run
         )
         self._note()
@@ -59,7 +59,7 @@ class Tracker:
         self.run.finish(exit_code=EXIT[status])
 
     def _found(self) -> dict[str, Any]:
-        """What the folder has of an earlier session; nothing if there was none."""
+        """Return what the folder has of an earlier session; nothing if there was none."""
         file = self.folder / STATE if self.folder else None
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file and file.exists() else {}
 
