@@ -1,13 +1,15 @@
 # `make demo` and `make test` do all their own set-up on a machine with Python 3.11 or later and a package registry.
 PYTHON ?= python3
 BIN := .venv/bin
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "undrift needs Python 3.11 or later; set PYTHON=…")'
 
-.PHONY: demo docs docs-serve install test flower soak mutants bench compat gpu gpu-full sbom audit clean
+.PHONY: demo docs docs-serve install test flower soak mutants bench compat gpu gpu-full sbom audit wheel-check clean
 
 install: .venv/ready
 
-demo: .venv/ready
-	$(BIN)/python examples/demo.py
+# In an environment of its own with what the demo needs, unless make install has made the whole one.
+demo: $(if $(wildcard .venv/ready),.venv/ready,.venv/demo/ready)
+	PYTHONPATH=src $(if $(wildcard .venv/ready),$(BIN),.venv/demo/bin)/python examples/demo.py
 
 test: .venv/ready
 	$(BIN)/ruff check .
@@ -72,6 +74,17 @@ audit: .venv/tools/ready
 		echo "make audit: NOT AUDITED: the advisory database cannot be reached from here, or lacks a package named above."; exit 1; \
 	fi; exit $$status
 
+# Wheel and sdist, each installed into an empty environment, run the README's quickstart outside of the repository.
+wheel-check:
+	$(PYTHON) tests/wheel_check.py
+
+.venv/demo/ready: requirements.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv/demo
+	.venv/demo/bin/pip install --disable-pip-version-check -q -c requirements.txt torch numpy safetensors matplotlib rich
+	@echo "The demo's environment, .venv/demo: $$(du -sm .venv/demo | cut -f1) MB, most of it PyTorch."
+	@touch $@
+
 # Apart from .venv, so that they are not themselves listed.
 .venv/tools/ready:
 	$(PYTHON) -m venv .venv/tools
@@ -97,7 +110,7 @@ audit: .venv/tools/ready
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).
 .venv/ready: pyproject.toml requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "undrift needs Python 3.11 or later; set PYTHON=…")'
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -e .
