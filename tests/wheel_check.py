@@ -21,6 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LEAN = "torch,numpy,safetensors"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+COMMANDS = """undrift run examples/digits.toml --set rounds=3 --out check/a
+undrift run examples/digits.toml --set rounds=3 --set method="FedDyn(0.1)" --out check/b
+undrift compare check/a check/b --markdown check/table.md
+undrift report check/a check/b --out check/report.html
+undrift list methods
+undrift list data
+undrift info
+"""
+"""What must work, whatever the README shows."""
 PIP = ["-m", "pip", "--disable-pip-version-check", "-q"]
 
 
@@ -68,9 +77,9 @@ def quickstart(python: Path, folder: Path) -> None:
     (folder / "readme.py").write_text("\n".join(blocks("python")), encoding="utf-8")
     print("  README, Python:", run([python, "readme.py"], folder).strip().splitlines()[0])
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    for block in blocks("console"):
+    for block in (*blocks("console"), COMMANDS):
         run(["bash", "-euo", "pipefail", "-c", block], folder, PATH=path)
-        print("  README, commands:", *re.findall(r"^undrift (\w+)", block, re.M))
+        print("  commands:", *re.findall(r"^undrift (\w+)", block, re.M))
 
 
 def check(file: Path, folder: Path) -> None:
