@@ -79,7 +79,7 @@ author = copyright = "The undrift authors"
 version = release = undrift.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
-smartquotes = False
+smartquotes_action = "D"  # dashes, but quotes stay as they are: many are code
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "benchmarks/RESULTS.md", "CHANGELOG.md", "README.md", "SECURITY.md"]
 exclude_patterns = [".*", "site", "dist", "runs", "src", "tests", "papers", "build"]
