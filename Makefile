@@ -74,7 +74,8 @@ audit: .venv/tools/ready
 		echo "make audit: NOT AUDITED: the advisory database cannot be reached from here, or lacks a package named above."; exit 1; \
 	fi; exit $$status
 
-# Wheel and sdist, each installed into an empty environment, run the README's quickstart outside of the repository.
+# Wheel and sdist, each installed into an empty environment of 1.5 GB, run the README's quickstart outside of the repository.
+# Takes some five minutes.
 wheel-check:
 	$(PYTHON) tests/wheel_check.py
 

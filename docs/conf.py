@@ -32,6 +32,7 @@ NAVIGATION = {
     "Guides": [
         "Your own data: how-to/own-data",
         "Your own model: how-to/own-model",
+        "Models that have been tried: how-to/compatibility",
         "Your own loss and metrics: how-to/own-loss",
         "From an equation to a method: how-to/write-a-method",
         "Local optimizers: how-to/optimizers",

@@ -13,20 +13,22 @@ import sys
 from importlib import metadata
 from typing import Any
 
+ELSEWHERE = re.compile("extra ==|win32|Windows")
+
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def closure(names: list[str]) -> set[str]:
-    """These packages and all that they require, extras left out."""
+    """These packages and all that they require here, extras left out."""
     found: set[str] = set()
     waiting = [canonical(name) for name in names]
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            required = (line for line in metadata.requires(name) or () if "extra ==" not in line)
+            required = (line for line in metadata.requires(name) or () if not ELSEWHERE.search(line))
             waiting += [canonical(re.match(r"[\w.-]+", line).group()) for line in required if installed(line)]
     return found
 

@@ -74,6 +74,7 @@ def test_the_pins_are_sorted_and_have_what_the_tests_and_the_site_need():
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[0] != "#"]
     names = [canonical(line.partition("==")[0]) for line in lines]
     assert names == sorted(names) and len(set(names)) == len(names)
+    assert closure(names) == set(names), "a package that these require has no pin"
     project = metadata()
     extras = project["optional-dependencies"]
     for line in (*project["dependencies"], *extras["docs"], *extras["dev"], *extras["search"]):
