@@ -1,13 +1,15 @@
 # `make demo` and `make test` do all their own set-up on a machine with Python 3.11 or later and a package registry.
 PYTHON ?= python3
 BIN := .venv/bin
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "undrift needs Python 3.11 or later; set PYTHON=…")'
 
-.PHONY: demo docs docs-serve install test flower soak mutants bench compat gpu gpu-full sbom audit clean
+.PHONY: demo docs docs-serve install test flower soak mutants bench compat gpu gpu-full sbom audit wheel-check clean
 
 install: .venv/ready
 
-demo: .venv/ready
-	$(BIN)/python examples/demo.py
+# In an environment of its own with what the demo needs, unless make install has made the whole one.
+demo: $(if $(wildcard .venv/ready),.venv/ready,.venv/demo/ready)
+	PYTHONPATH=src $(if $(wildcard .venv/ready),$(BIN),.venv/demo/bin)/python examples/demo.py
 
 test: .venv/ready
 	$(BIN)/ruff check .
@@ -21,12 +23,13 @@ FEDERATIONS := $(addprefix tests/test_flower,.py _lost.py _up.py _secagg.py)
 flower: .venv/flower/ready
 	UNDRIFT_FLOWER=required OMP_NUM_THREADS=1 .venv/flower/bin/python -m pytest -n 3 --dist loadfile $(FEDERATIONS)
 
-# The documentation as a site, in site/.
+# The documentation as a site, in site/; it opens from there, search included. docs-serve shows it on port 8000.
 docs: .venv/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d .venv/doctrees . site
+	@echo "written: site/index.html"
 
-docs-serve: .venv/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+docs-serve: docs
+	$(BIN)/python -m http.server -d site 8000
 
 # Longer trials: twenty kills of five methods, damage at 200 places of run folders, memory, ten thousand made-up files, and the tests that take long.
 soak: .venv/ready
@@ -43,7 +46,7 @@ bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu
 
 # Models of other libraries, trained by every engine and compared with plain PyTorch: compat/results.json and the table in
-# docs/how-to/own-model.md. ONLY=resnet runs some of them, which changes neither; LOG=file gets the tracebacks.
+# docs/how-to/compatibility.md. ONLY=resnet runs some of them, which changes neither; LOG=file gets the tracebacks.
 compat: .venv/compat/ready
 	.venv/compat/bin/python -m compat $(if $(ONLY),--only '$(ONLY)') $(if $(LOG),--log $(LOG))
 
@@ -71,6 +74,18 @@ audit: .venv/tools/ready
 		echo "make audit: NOT AUDITED: the advisory database cannot be reached from here, or lacks a package named above."; exit 1; \
 	fi; exit $$status
 
+# Wheel and sdist, each installed into an empty environment of 1.5 GB, run the README's quickstart outside of the repository.
+# Takes some five minutes.
+wheel-check:
+	$(PYTHON) tests/wheel_check.py
+
+.venv/demo/ready: requirements.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv/demo
+	.venv/demo/bin/pip install --disable-pip-version-check -q -c requirements.txt torch numpy safetensors matplotlib rich
+	@echo "The demo's environment, .venv/demo: $$(du -sm .venv/demo | cut -f1) MB, most of it PyTorch."
+	@touch $@
+
 # Apart from .venv, so that they are not themselves listed.
 .venv/tools/ready:
 	$(PYTHON) -m venv .venv/tools
@@ -96,7 +111,7 @@ audit: .venv/tools/ready
 
 # The pins are what we test with; the package itself asks for less (pyproject.toml).
 .venv/ready: pyproject.toml requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "undrift needs Python 3.11 or later; set PYTHON=…")'
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -e .

@@ -1,4 +1,4 @@
-"""Four methods on hand-written digits that twenty clients hold very unevenly: progress, a table, a picture.
+"""Four methods on handwritten digits, non-IID over twenty clients: live progress, a table and a plot.
 
 python examples/demo.py [--out runs/demo]
 """
@@ -24,14 +24,14 @@ LOCAL = ud.Local(epochs=2, batch_size=32, lr=0.1)
 METHODS = {
     "FedAvg": ud.FedAvg(),
     "FedProx": ud.FedProx(mu=1.0),
-    "server momentum": ud.ServerSGD(momentum=0.8),
+    "FedAvgM": ud.ServerSGD(momentum=0.8),
     "FedAdam": ud.FedAvg(weighting="uniform") + ud.ServerAdam(lr=0.02),
 }
 COLOURS = dict(zip(METHODS, ("#555555", "#1f77b4", "#d95f02", "#1b9e77"), strict=True))
 
 
 def train_all(data: ud.FederatedDataset) -> dict[str, ud.Result]:
-    """Every method from the same start, on the same cohorts and batches."""
+    """Train every method from the same initial weights, on the same cohorts and batches."""
     columns = [TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     results = {}
     with Progress(*columns, TextColumn("{task.fields[accuracy]}")) as progress:
@@ -59,14 +59,14 @@ def table(results: dict[str, ud.Result], seconds: float) -> Table:
 
 
 def picture(data: ud.FederatedDataset, results: dict[str, ud.Result], path: Path) -> None:
-    """Who holds what, and what each method makes of it."""
+    """Plot which client holds which digits, and the accuracy of each method by round."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1, 1.5), layout="constrained")
     counts = data.label_counts().numpy()
     bottom = 0 * counts[:, 0]
     for digit in range(10):
         left.bar(range(len(data)), counts[:, digit], bottom=bottom, color=plt.cm.tab10(digit), label=str(digit))
         bottom = bottom + counts[:, digit]
-    left.set(title="Who holds which digits", xlabel="client", ylabel="samples", xticks=[])
+    left.set(title="Digits held by each client", xlabel="client", ylabel="samples", xticks=[])
     left.legend(ncols=5, fontsize=7, frameon=False, loc="upper center")
     left.set_ylim(0, 1.25 * bottom.max())
     for name, result in results.items():
@@ -83,14 +83,14 @@ def picture(data: ud.FederatedDataset, results: dict[str, ud.Result], path: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the picture goes")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="the folder for the plot")
     out = parser.parse_args().out
     data = ud.load("digits", partition=ud.Dirichlet(alpha=0.1), clients=20, seed=0)
     began = time.perf_counter()
     results = train_all(data)
     Console().print(table(results, time.perf_counter() - began))
     picture(data, results, out / "demo.png")
-    print(f"The picture is in {out / 'demo.png'}.")
+    print(f"The plot is in {out / 'demo.png'}.")
 
 
 if __name__ == "__main__":

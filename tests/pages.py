@@ -21,8 +21,9 @@ from undrift.tools.cli import app
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RUN = ("python", "console")
-LANGUAGES = {*RUN, "toml", "text", "py"}
-"""`text` shows something, or right after code what it prints; `py` is an excerpt of the source."""
+LANGUAGES = {*RUN, "toml", "text", "py", "{eval-rst}"}
+"""`text` shows something, or right after code what it prints; `py` is an excerpt of the source; `{eval-rst}` says what
+the site takes from docstrings."""
 
 
 class Block(NamedTuple):
@@ -33,7 +34,9 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', page.read_text(encoding="utf-8"), re.DOTALL | re.M)
+    found = re.findall(
+        r'^```(\w*|\{eval-rst\})(?: title="(.+?)")?\n(.*?)^```$', page.read_text(encoding="utf-8"), re.DOTALL | re.M
+    )
     return [Block(*block) for block in found]
 
 
