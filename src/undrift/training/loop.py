@@ -83,7 +83,7 @@ def train(
     min_clients: int | float | None = None,
     allow_version_change: bool = False,
 ) -> Result:
-    """Train a model over many clients, and return it with its history.
+    """Trains one model over many clients with a federated method.
 
     Example:
         >>> import undrift as ud
@@ -94,71 +94,76 @@ def train(
         2
 
     Args:
-        model: Any `nn.Module`, which is left as it is, or the name of a model (`undrift list models`), with its options
-            if any: `"mlp(hidden=32)"`.
+        model: Any `nn.Module`, which is not modified, or the name of a model (`undrift list models`), optionally with
+            arguments: `"mlp(hidden=32)"`.
         data: The clients' data, from `ud.load` or `ud.FederatedDataset.from_clients`.
-        method: A part, a sum of parts, or the expression for one in a string: `"FedDyn(0.1) + FedNLR()"`.
-        rounds: How many rounds to train, those of a resumed run included.
-        local: What a client does in a round: steps or epochs, batch size, learning rate.
-        participation: Who trains in a round. An int is a number of clients, a float a fraction of those with data.
-        seed: Decides the cohorts, the batches, every draw of a method, and the weights of a model given by name.
-        loss: A name (`undrift list losses`), or a function `(output, target) -> one value per sample`. By default what
-            the data ask for, else cross-entropy.
-        metrics: Names of `undrift list metrics`, or a dict of names and functions of `(output, target)` or objects with
-            `update` and `compute`, such as torchmetrics'. By default accuracy for classes.
-        output: Where the model returns several tensors: the name of the one that the loss, the metrics and hooks are
-            given, its position in a tuple (`"0"`), or `"all"`. By default the one called `logits`, if there is one.
-        device: `"cpu"`, `"cuda"`, `"cuda:1"`; `"auto"` takes a GPU if there is one.
-        precision: `"auto"` computes in the model's own dtype; `"tf32"` and `"bfloat16"` are faster on a GPU.
-        engine: `"lanes"` (the cohort as one vectorized program), `"plain"` (one client at a time), or `"auto"`;
-            `result.choices` says what was chosen and why.
-        lanes: How many clients train side by side with `engine="lanes"`. By default as many as pay.
-        compile: Whether to compile the local step with `torch.compile`, on a GPU. By default if the run is long enough.
-        data_on: Where the data lie: on the `"device"`, or on the `"host"`, which gathers the batches of the next steps
-            and sends them while the device computes. `"auto"` keeps them on the host only if they are too large for a
-            GPU's memory. The result is the same.
-        deterministic: Use torch's deterministic algorithms throughout.
-        threads: How many of torch's CPU threads to use. By default one for small models, which gain nothing from more,
-            and else torch's number, which `OMP_NUM_THREADS` or `torch.set_num_threads` may have set.
-        evaluate_every: Evaluate on the test and validation data every so many rounds, and after the last.
-        personalize_every: Where clients have test data of their own: every so many rounds, and after the last, also
-            measure each client's model after one more local epoch.
-        drift: Whether the history has figures of client drift: the norms of clients' updates, how far they agree, and
-            the clients' losses; `"layers"` for the agreement of each layer's updates too. See `docs/drift.md`.
-        out: A folder for the run's files, empty or not there yet.
-        checkpoint_every: Rounds (`10`) or seconds (`"30s"`) between checkpoints in `out`.
-        resume: Continue the run in `out` from its last checkpoint, after making sure that everything that decides the
-            result is as it was. With more `rounds` a finished run is continued too, from the weights before the
-            method's `finish`: the result is that of an uninterrupted run of so many rounds.
-        track: `"tensorboard"`, `"mlflow"`, `"wandb"` or a list of them, which get each round's figures too.
-        on_round: A function that is called with each round's history.
-        progress: Whether to show how far the run has come: a line that is updated on a terminal and in a notebook, and
-            elsewhere a log line for every twentieth of the rounds, or every 30 seconds.
-        notes: Settings of the caller's own, to be kept in the run's `config.toml`.
-        on_nonfinite: What to do when weights, a loss, or what a client sends or keeps become NaN or infinite. `"stop"`
-            ends the run with the state before that round; `result.stopped` says why, and `resume=True` continues from
-            there. `"skip"` leaves such clients out of the round and names them in its history (`skipped`).
-        stop_when: A function of the history so far, called after each round; the run ends after the round in which it
-            returns something true, which is the reason. It must depend on the history alone, so that a resumed run
-            ends where it would have. `ud.EarlyStopping` is one, and may be given as a string. A run that it ended is
-            continued by resuming it with another rule or none.
-        faults: The clients' simulated failures. The history names those that dropped out (`dropped`) and the stragglers
+        method: A part, a sum of parts, or such an expression as a string: `"FedDyn(0.1) + FedNLR()"`.
+        rounds: The number of rounds, including those already trained if the run is resumed.
+        local: What a client does in a round: steps or epochs, batch size, learning rate, local optimizer.
+        participation: The clients per round: an int is a number of clients, a float a fraction of the clients that have
+            data.
+        seed: Determines the cohorts, the batches, every random draw of the method, and the initial weights of a model
+            given by name.
+        loss: A name (`undrift list losses`) or a function `(output, target)` that returns one value per sample.
+            Defaults to the loss that belongs to the data, otherwise to cross-entropy.
+        metrics: Names (`undrift list metrics`), or a dict from names to functions of `(output, target)` or to objects
+            with `update` and `compute`, such as those of torchmetrics. Defaults to accuracy for classification.
+        output: If the model returns several tensors, the one that the loss, the metrics and the hooks receive: its
+            name, its position in a tuple (`"0"`), or `"all"`. Defaults to `logits` if there is one.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`, or `"auto"` for a GPU if there is one.
+        precision: `"auto"` computes in the model's own dtype. `"tf32"` and `"bfloat16"` are faster on a GPU.
+        engine: `"lanes"` (the cohort as one vectorized program), `"plain"` (one client at a time), or `"auto"`.
+            `result.choices` has what was chosen, and why.
+        lanes: The number of clients that train side by side with `engine="lanes"`. Chosen by a rule by default.
+        compile: Whether to compile the local step with `torch.compile` on a GPU. By default, long runs are compiled.
+        data_on: Where the samples are kept: `"device"`, or `"host"`, from where batches are transferred while the
+            device computes. `"auto"` uses the host only for data too large for the GPU's memory. The result is the
+            same.
+        deterministic: Whether to use torch's deterministic algorithms throughout.
+        threads: The number of CPU threads for torch. By default one for small models, which do not benefit from more,
+            and torch's own number otherwise. `OMP_NUM_THREADS` and `torch.set_num_threads` take precedence over this
+            rule.
+        evaluate_every: The number of rounds between evaluations on test and validation data. The last round is always
+            evaluated.
+        personalize_every: If clients have their own test data: the number of rounds between evaluations of each
+            client's model after one more local epoch. These always take place after the last round.
+        drift: Whether to record figures of client drift in the history: norms of client updates, their agreement, and
+            training losses. `"layers"` adds the agreement per layer. See `docs/drift.md`.
+        out: A folder for the run's files. It must be empty or not exist.
+        checkpoint_every: The rounds (`10`) or seconds (`"30s"`) between checkpoints in `out`.
+        resume: Whether to continue the run in `out` from its last checkpoint. Everything that determines the result
+            must be unchanged. With more `rounds`, a finished run is continued from its weights before the method's
+            `finish` hook, and ends like an uninterrupted run of that many rounds.
+        track: `"tensorboard"`, `"mlflow"`, `"wandb"` or a list of these, to which each round's figures are also sent.
+        on_round: A function that is called with each row of the history.
+        progress: Whether to show progress: a live line on a terminal and in a notebook, elsewhere a log line per
+            twentieth of the rounds or every 30 seconds.
+        notes: Settings of your own to keep in the run's `config.toml`.
+        on_nonfinite: What to do if weights, a loss, or what a client sends or keeps become NaN or infinite. `"stop"`
+            ends the run with the state before that round, with the reason in `result.stopped`; `resume=True` continues
+            from there. `"skip"` leaves such clients out of the round and lists them in its row (`skipped`).
+        stop_when: A function of the history, called after every round. The run ends as soon as it returns something
+            true, which is the reason. It must depend on the history alone, so that a resumed run ends in the same
+            round. `ud.EarlyStopping` is such a function, and may be given as a string. To continue a run that ended
+            this way, resume it with another rule or none.
+        faults: Simulated client failures. The history lists clients that dropped out (`dropped`) and stragglers
             (`stragglers`).
-        max_norm_ratio: Leave out clients whose update is longer than this multiple, at least 1, of the median length of
-            the round's finite updates, and name them in the history (`left_out`). With a median of 0, nobody is.
-        min_clients: Skip a round in which fewer clients count: a number (an int) or a fraction of the cohort (a float).
-            A skipped round leaves the model, the server's state and what clients keep as they were, and its
-            `round_skipped` is true. A round in which no client counts is always skipped,
-            unless a part's `plan` chose nobody.
-        allow_version_change: Resume also with other versions of torch, undrift and so on, or on another device, where
-            the last digits may differ; and if code of the caller's own (methods, models, losses, metrics, schedules)
-            has changed since the run was started. The run's `run.json` says what was allowed.
+        max_norm_ratio: Leaves out clients whose update is longer than this multiple (at least 1) of the median length
+            of the round's finite updates, and lists them in the history (`left_out`). No client is left out if the
+            median is 0.
+        min_clients: Skips a round in which fewer clients count: a number (int) or a fraction of the cohort (float). A
+            skipped round changes neither the model nor the state of server and clients; its row has `round_skipped`. A
+            round in which no client counts is always skipped, unless a part's `plan` hook selected no client.
+        allow_version_change: Whether to resume with other versions of torch, undrift and so on, or on another device,
+            where the last digits may differ, and with your own code (methods, models, losses, metrics, schedules)
+            changed since the run was started. `run.json` records what was allowed.
 
     Returns:
-        The trained weights and model, the history with one dict per round, and what was chosen automatically.
+        The trained weights and model, the history with one dict per round, and the automatic choices.
 
     Raises:
-        UndriftError: If an argument is wrong, or if they do not fit together; before anything is trained or written.
+        UndriftError: If an argument is invalid or arguments contradict each other. Nothing has been trained or written
+            then.
     """
     return train_with(
         Settings(
