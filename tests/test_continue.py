@@ -179,7 +179,9 @@ def test_a_run_killed_while_it_continues_is_resumed(tmp_path, monkeypatch):
     for name, rounds in (("whole", 25), ("r", 3)):
         Path("e.toml").write_text(killing.EXPERIMENT.format(method="CCVR(10, epochs=1)", rounds=rounds))
         experiments.undrift("run", "e.toml", "--out", name)
-    assert experiments.undrift("resume", "r") == "r is finished.\n"
+    assert (
+        experiments.undrift("resume", "r") == "r is finished; to train it further, ask for more rounds with --rounds.\n"
+    )
     process = killing.undrift("resume", "r", "--rounds", 25, cwd=tmp_path)
     while process.poll() is None and killing.count(tmp_path / "r") < 5:
         time.sleep(0.002)
@@ -218,7 +220,9 @@ def test_the_commands_continue_a_run_by_its_file_too(tmp_path, monkeypatch):
     rule = "EarlyStopping('accuracy', patience=2, min_delta=0.9)"  # round 1 stays the best
     Path("e.toml").write_text(experiments.toml(experiments.GOOD | {"rounds": 6, "stop_when": rule}))
     assert "after 3 rounds" in experiments.undrift("run", "e.toml", "--out", "r")
-    assert experiments.undrift("resume", "r") == "r is finished.\n"
+    assert (
+        experiments.undrift("resume", "r") == "r is finished; to train it further, ask for more rounds with --rounds.\n"
+    )
     assert "after 3 rounds" in experiments.undrift("resume", "r", "--rounds", "5"), "the rule ends it there again"
     file = Path("r/config.toml")
     kept = [line for line in file.read_text().splitlines() if not line.startswith("stop_when")]

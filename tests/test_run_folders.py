@@ -216,7 +216,6 @@ OTHERS = {
     ),
     "participation": ({}, {"participation": 2}, "clients a round"),
     "metrics": ({}, {"metrics": {"mine": lambda o, y: o.sum(1)}}, "metrics"),
-    "evaluations": ({}, {"evaluate_every": 2}, "evaluate_every 1, not 2"),
     "schedule": (
         {"local": ud.Local(steps=1, lr=lambda t: 0.1)},
         {"local": ud.Local(steps=1, lr=lambda t: 0.2)},

@@ -304,7 +304,10 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path, monkeypatch):
     assert 3 <= count(tmp_path / "broken") < 30
     assert "30 rounds" in finish(undrift("resume", "broken", cwd=tmp_path))
     assert what_it_left(tmp_path / "broken") == what_it_left(tmp_path / "whole")
-    assert experiments.undrift("resume", "broken") == "broken is finished.\n"
+    assert (
+        experiments.undrift("resume", "broken")
+        == "broken is finished; to train it further, ask for more rounds with --rounds.\n"
+    )
 
 
 def test_checkpoints_by_the_clock(tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from undrift.errors import UndriftError, quoted, require, whole
@@ -16,6 +17,8 @@ Rule = Callable[[History], Any]
 
 COLUMN = "stopped_early"
 """The column of the last row that says why the run ended."""
+PREFIX = re.compile(r"^(validation_|client_)")
+"""What the columns of a metric begin with, if they are not of the test set."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class EarlyStopping:
             them part of the training.
         patience: Stop once this many rounds have passed since the best one.
         min_delta: The smallest change that counts as an improvement.
-        better: `"lower"` or `"higher"`. By default lower for losses and errors, higher for everything else.
+        better: `"lower"` or `"higher"`. By default, what the metric's own `higher_is_better` says, if it has one;
+            otherwise lower for losses and errors, and higher for everything else.
 
     Raises:
         UndriftError: If an argument is wrong.
@@ -58,8 +62,8 @@ class EarlyStopping:
 
     def __call__(self, history: History) -> str | None:
         """Why to stop now, or None. A function of the history alone, so a resumed run stops where it would have."""
-        better = self.better or ("lower" if lower_is_better(self.column) else "higher")
-        sign = -1 if better == "lower" else 1
+        lower = self.better == "lower" if self.better else lower_is_better(self.column)
+        sign = -1 if lower else 1
         best, since = None, 0
         for row in history:
             if self.column in row:
@@ -72,11 +76,17 @@ class EarlyStopping:
         return f"{self.column} has not improved for {rounds}; it was {sign * best:.4g} in round {since}"
 
 
-def as_rule(stop_when: Any) -> Rule | None:
-    """The rule that `ud.train` was given: a function, or the expression of one in a string."""
+def as_rule(stop_when: Any, metrics: Mapping[str, Any] | None = None) -> Rule | None:
+    """The rule that `ud.train` was given: a function, or the expression of one in a string.
+
+    `metrics` are those of the run by name, which may know whether higher or lower values are better.
+    """
     if isinstance(stop_when, str):
         example = "EarlyStopping('validation_loss', patience=10)"
-        return parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
+        stop_when = parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
+    if isinstance(stop_when, EarlyStopping) and stop_when.better is None:
+        metric = (metrics or {}).get(PREFIX.sub("", stop_when.column))
+        return replace(stop_when, better="lower" if lower_is_better(stop_when.column, metric) else "higher")
     require(
         stop_when is None or callable(stop_when),
         f"stop_when must be a function of the history, such as ud.EarlyStopping(…), not {stop_when!r}.",
