@@ -155,7 +155,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_force_replaces_a_run(here):
-    with pytest.raises(UndriftError, match="r exists"):
+    with pytest.raises(UndriftError, match="r already contains a run"):
         undrift("run", "e.toml", "--out", "r", "--set", "seed=1")
     undrift("report", "r")
     undrift("run", "e.toml", "--out", "r", "--set", "seed=1", "--force")

@@ -48,15 +48,15 @@ def test_a_folder_with_files_of_its_own_is_refused_and_left_alone(tmp_path, monk
     (tmp_path / "p" / "checkpoint" / "best.pt").write_text("weights")
     (tmp_path / "p" / "model.safetensors").write_text("mine")
     before = contents(tmp_path / "p")
-    with pytest.raises(ud.UndriftError, match="contains 'checkpoint'; choose an empty or a new folder"):
+    with pytest.raises(ud.UndriftError, match=r"contains 'checkpoint'. Choose a new or an empty folder"):
         train(tmp_path / "p", checkpoint_every=1)
     monkeypatch.chdir(tmp_path / "p")
     for here in (".", Path(".")):
-        with pytest.raises(ud.UndriftError, match="choose an empty or a new folder"):
+        with pytest.raises(ud.UndriftError, match="Choose a new or an empty folder"):
             train(here, checkpoint_every=1)
-    with pytest.raises(ud.UndriftError, match="out must name a folder, not ''"):
+    with pytest.raises(ud.UndriftError, match="out must be the path of a folder, not ''"):
         train("", checkpoint_every=1)
-    with pytest.raises(ud.UndriftError, match="out must name a folder, not 5"):
+    with pytest.raises(ud.UndriftError, match="out must be the path of a folder, not 5"):
         train(5)
     assert contents(tmp_path / "p") == before
 
@@ -245,7 +245,7 @@ def test_another_run_is_refused_before_anything_is_touched(tmp_path, first, then
     else:
         stop(tmp_path / "r", **first)
     before = contents(tmp_path / "r")
-    with pytest.raises(ud.UndriftError, match=rf"is of a run with {what}|^The code of \S+ \({what}\), .* has changed"):
+    with pytest.raises(ud.UndriftError, match=rf"was started with {what}|^The code of \S+ \({what}\), .* has changed"):
         train(tmp_path / "r", resume=True, **{**first, **then})
     assert contents(tmp_path / "r") == before
 
@@ -277,7 +277,7 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_again(tmp_path, caplog):
         file.unlink()
     with caplog.at_level(logging.WARNING, "undrift"):
         again = train(tmp_path / "r", resume=True)
-    assert "has no checkpoint, so its 2 rounds are trained again from the first" in caplog.text
+    assert "has no checkpoint, so training starts over from round 1 (2 rounds were done)" in caplog.text
     assert same_bits(again.params, train().params)
 
 

@@ -140,9 +140,9 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
     try:
         given = read(file)
         if missing := before.keys() - flat(given).keys() - {"stop_when"}:
-            raise UndriftError(f"{file} has lost the key {min(missing)!r}.")
+            raise UndriftError(f"{file} lacks the key {min(missing)!r}.")
     except UndriftError as error:
-        log.warning("%s Its copy in %s is used instead.", error, RUN)
+        log.warning("%s The copy in %s is used instead.", error, RUN)
         return tomllib.loads(copy), copy
     now = flat(given)
     for key in _fixed(before, now, allow_version_change):

@@ -189,7 +189,7 @@ def run_points(
             return run_on(board, points, folder, where, workers, devices, lambda point: None)
         except KeyboardInterrupt:
             board.__exit__()
-            typer.echo(f"stopped; the same command with --out {folder} continues", err=True)
+            typer.echo(f"stopped; to continue, repeat the command with --out {folder}", err=True)
             raise typer.Exit(130) from None
 
 

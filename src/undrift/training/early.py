@@ -52,11 +52,13 @@ class EarlyStopping:
     better: str | None = None
 
     def __post_init__(self) -> None:
-        require(isinstance(self.column, str), f"EarlyStopping(column) must be a column's name, not {self.column!r}.")
+        require(
+            isinstance(self.column, str), f"EarlyStopping(column) must be the name of a column, not {self.column!r}."
+        )
         fine = whole(self.patience) and self.patience >= 1
         require(fine, f"EarlyStopping(patience) must be a whole number from 1, not {self.patience!r}.")
         number = whole(self.min_delta) or isinstance(self.min_delta, float)
-        require(number and self.min_delta >= 0, f"EarlyStopping(min_delta) must be from 0, not {self.min_delta!r}.")
+        require(number and self.min_delta >= 0, f"EarlyStopping(min_delta) must be at least 0, not {self.min_delta!r}.")
         ways = (None, "lower", "higher")
         require(self.better in ways, f'EarlyStopping(better) must be "lower" or "higher", not {self.better!r}.')
 

@@ -29,8 +29,7 @@ def remove_run(folder: Path) -> None:
         unseal(folder / RUN)
     except DamagedError as error:
         raise UndriftError(
-            f"--force replaces only runs, and {folder} is not recognized as one ({error}) Choose another --out, or "
-            "remove it yourself."
+            f"--force replaces only runs, and {folder} is not one: {error} Choose another --out, or remove it yourself."
         ) from None
     with lock(folder):
         files = list(_files(folder))

@@ -198,7 +198,7 @@ def sweep(
     if found["best"] is not None and len(found["settings"]) > 1:
         console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
     elif found["chosen_by"] and len(found["settings"]) > 1:
-        console.print("no best setting: in each of them, a run stopped or diverged")
+        console.print("no best setting: every setting has a run that stopped or diverged")
     console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
     raise typer.Exit(1 if failed else 0)
 
@@ -235,7 +235,7 @@ def study(
             run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), workers, places))
     except KeyboardInterrupt:
         rest = "" if out is None else f" with --out {out}"
-        typer.echo(f"stopped; the same command{rest} continues", err=True)
+        typer.echo(f"stopped; to continue, repeat the command{rest}", err=True)
         raise typer.Exit(130) from None
     blocks, asked = results.write(outcomes, found, folder)
     _print(blocks, asked)
