@@ -18,7 +18,7 @@ import undrift as ud
 from tests.experiments import StopError, stop_after
 from tests.killing import contents
 from tests.problems import make_clients, net, same_bits
-from undrift.files import replacing, seal, unseal, write_text
+from undrift.files import PARTIAL, replacing, seal, unseal, write_text
 from undrift.tools import config, experiment
 
 LOCAL = ud.Local(steps=1, batch_size=4, lr=0.1)
@@ -119,6 +119,19 @@ def test_writing_follows_no_link(tmp_path):
         (tmp_path / name).symlink_to(tmp_path / "bashrc")
     write_text(tmp_path / "page.html", "ours")
     assert (tmp_path / "bashrc").read_text() == "mine" and (tmp_path / "page.html").read_text() == "ours"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_a_file_is_synced_before_its_rename_and_its_folder_after(tmp_path, monkeypatch):
+    did = []
+    replace = Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: did.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+    )
+    monkeypatch.setattr(Path, "replace", lambda file, to: (did.append("rename"), replace(file, to)))
+    write_text(tmp_path / "a.txt", "a")
+    partial, *rest = did
+    assert PARTIAL.fullmatch(partial)[1] == "a.txt" and rest == ["rename", tmp_path.name]
 
 
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):

@@ -30,6 +30,7 @@ from undrift.tools.study.search import Grid, Suggested
 
 STUDY = """
 model = "mlp"
+engine = "plain"
 rounds = 2
 participation = 0.5
 [data]
