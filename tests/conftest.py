@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 
@@ -17,6 +18,21 @@ torch.set_num_threads(1)  # tests run two at a time on two cores
 with contextlib.suppress(ValueError):  # not in the main thread
     # A suite that a shell started in the background ignores Ctrl-C, and so would the processes that tests send one to.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session) -> None:
+    """Look for garbage less often: tracing makes many objects, few of them garbage, and torch itself is a million."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """Do not wait for the disk at every file of every run: no test cuts the power. That files are synced is tested."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture

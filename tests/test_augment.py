@@ -110,8 +110,8 @@ def test_evaluation_and_measures_see_pictures_as_they_are():
 @pytest.mark.parametrize(
     ("augment", "sentence"),
     [
-        (lambda x, key: x[:, :, 1:], "must keep a batch's shape and type"),
-        (lambda x, key: x.float(), "must keep a batch's shape and type"),
+        (lambda x, key: x[:, :, 1:], "must keep the shape and type of a batch"),
+        (lambda x, key: x.float(), "must keep the shape and type of a batch"),
         (lambda x: x, "The augmentation does not take samples of shape"),
     ],
 )

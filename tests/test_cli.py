@@ -43,7 +43,7 @@ def test_help_reads_well_at_every_level():
     ):
         text = undrift(*command, "--help")
         assert "Usage" in text and len(text.splitlines()) > 5
-    assert "Run an experiment." in undrift("--help") and "undrift 0." in undrift("--version")
+    assert "Train the experiment described by a file" in undrift("--help") and "undrift 0." in undrift("--version")
 
 
 def test_python_m_undrift_is_the_same(here):
@@ -231,7 +231,10 @@ def test_lists(kind):
 def test_resume_of_what_is_no_run(here, capsys, monkeypatch):
     from undrift.tools.cli import main
 
-    for arguments, sentence in ((["resume", "nowhere"], "nowhere is not a run"), (["compare", "."], ". is no run")):
+    for arguments, sentence in (
+        (["resume", "nowhere"], "nowhere is not the folder of a run"),
+        (["compare", "."], ". is not a run"),
+    ):
         monkeypatch.setattr("sys.argv", ["undrift", *arguments])
         with pytest.raises(SystemExit) as stopped:
             main()

@@ -132,7 +132,9 @@ def test_sizes_beyond_reason():
 def test_models_that_have_no_values():
     data, local = make_clients([5, 9]), ud.Local(steps=1, lr=0.1)
     lazy = nn.Sequential(nn.LazyConv2d(3, 3), nn.LazyLinear(3))
-    assert "lazy layers get no shapes from the clients' samples" in refused(ud.train, lazy, data, rounds=1, local=local)
+    assert "lazy layers cannot infer their shapes from the clients' samples" in refused(
+        ud.train, lazy, data, rounds=1, local=local
+    )
     with torch.device("meta"):
         empty = nn.Linear(3, 3)
     assert "'weight' is on the meta device" in refused(ud.train, empty, data, rounds=1, local=local)
@@ -158,7 +160,7 @@ def test_files_as_windows_writes_them(tmp_path):
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
         assert "e.toml is UTF-16; save it as UTF-8." in refused(read, tmp_path, mark + "rounds = 3".encode(encoding))
-    assert "e.toml is not text in UTF-8" in refused(read, tmp_path, b"model = '\xff'")
+    assert "e.toml is not UTF-8 text" in refused(read, tmp_path, b"model = '\xff'")
 
 
 def test_files_that_nest_too_deeply(tmp_path):
@@ -175,9 +177,9 @@ def test_files_that_nest_too_deeply(tmp_path):
         ("local.learning_rate", "There is no key 'local.learning_rate'. Did you mean 'lr'?"),
         ("learning_rate", "There is no key 'learning_rate'. Did you mean 'local.lr'?"),
         ("lr", "There is no key 'lr'. Did you mean 'local.lr'?"),
-        ("local.rounds", "There is no key 'local.rounds'. 'rounds' belongs above all sections."),
+        ("local.rounds", "There is no key 'local.rounds'. 'rounds' is a top-level key; write it above all sections."),
         ("local.partition", "There is no key 'local.partition'. Did you mean 'data.partition'?"),
-        ("data.more", "There is no key 'data.more'. Known here: name, partition, clients"),
+        ("data.more", "There is no key 'data.more'. Known: name, partition, clients"),
     ],
 )
 def test_keys_in_the_wrong_place(key, sentence):
@@ -238,7 +240,7 @@ def test_debug_shows_the_traceback(here, monkeypatch):
     monkeypatch.setenv("UNDRIFT_DEBUG", "")  # so that whatever --debug sets is undone
     monkeypatch.delenv("UNDRIFT_DEBUG")
     monkeypatch.setattr("sys.argv", ["undrift", "--debug", "run", "nothing.toml"])
-    with pytest.raises(UndriftError, match=r"There is no experiment file nothing.toml."):
+    with pytest.raises(UndriftError, match=r"The experiment file nothing.toml does not exist."):
         cli.main()
 
 

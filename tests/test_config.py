@@ -26,7 +26,7 @@ WRONG = [
     ("seed", -1, "The key 'seed' must be 0 or more, not -1."),
     ("deterministic", "yes", "The key 'deterministic' must be true or false, not 'yes'."),
     ("local.lr", [0.1], "The key 'local.lr' must be"),
-    ("local", 3, "The key 'local' must be a section with keys below it, not 3."),
+    ("local", 3, "The key 'local' must be a section, not 3."),
     ("data.server_fraction", 1.5, "The key 'data.server_fraction' must be below 1.0, not 1.5."),
     ("checkpoint_every", "soon", "checkpoint_every: checkpoint_every must be a number of rounds such as 10"),
     ("method", "FedAgv()", "method: There is no method called 'FedAgv'. Did you mean 'FedAvg'?"),
@@ -60,7 +60,7 @@ WRONG = [
     ("local.lr", "decy(0.1, 0.9)", "local.lr: There is no schedule called 'decy'. Did you mean 'decay'?"),
     ("local.momentum", 1.5, "Local(momentum) is 1.5; it must be in [0, 1)."),
     ("engine", "warp", 'engine must be "auto", "lanes" or "plain", not \'warp\'.'),
-    ("device", "cuda:7", "device 'cuda:7' cannot be used here"),
+    ("device", "cuda:7", "device 'cuda:7' is not available"),
     ("imports", ["no_such_module"], "imports: the module 'no_such_module' cannot be imported"),
 ]
 
@@ -82,7 +82,7 @@ def test_a_wrong_file_is_refused_in_at_most_four_lines(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, "There is no experiment file e.toml."),
+        (None, "The experiment file e.toml does not exist."),
         ("rounds = \n", "e.toml is not TOML"),
         ("model = mlp\n", "e.toml is not TOML"),
         ("", "The key 'model' is missing; add it."),

@@ -125,7 +125,7 @@ def test_fewer_rounds_than_are_done_are_refused(tmp_path):
         train(tmp_path / "stopped", rounds=6, on_round=stop_after(4))
     for kind in ("finished", "stopped"):
         before = contents(tmp_path / kind)
-        with pytest.raises(ud.UndriftError, match=r"already trained 4 rounds, and rounds is 3; ask for at least 4"):
+        with pytest.raises(ud.UndriftError, match=r"already trained 4 rounds, but rounds is 3; ask for at least 4"):
             train(tmp_path / kind, rounds=3, resume=True)
         assert contents(tmp_path / kind) == before
 
@@ -179,7 +179,9 @@ def test_a_run_killed_while_it_continues_is_resumed(tmp_path, monkeypatch):
     for name, rounds in (("whole", 25), ("r", 3)):
         Path("e.toml").write_text(killing.EXPERIMENT.format(method="CCVR(10, epochs=1)", rounds=rounds))
         experiments.undrift("run", "e.toml", "--out", name)
-    assert experiments.undrift("resume", "r") == "r is finished.\n"
+    assert (
+        experiments.undrift("resume", "r") == "r is finished; to train it further, ask for more rounds with --rounds.\n"
+    )
     process = killing.undrift("resume", "r", "--rounds", 25, cwd=tmp_path)
     while process.poll() is None and killing.count(tmp_path / "r") < 5:
         time.sleep(0.002)
@@ -218,7 +220,9 @@ def test_the_commands_continue_a_run_by_its_file_too(tmp_path, monkeypatch):
     rule = "EarlyStopping('accuracy', patience=2, min_delta=0.9)"  # round 1 stays the best
     Path("e.toml").write_text(experiments.toml(experiments.GOOD | {"rounds": 6, "stop_when": rule}))
     assert "after 3 rounds" in experiments.undrift("run", "e.toml", "--out", "r")
-    assert experiments.undrift("resume", "r") == "r is finished.\n"
+    assert (
+        experiments.undrift("resume", "r") == "r is finished; to train it further, ask for more rounds with --rounds.\n"
+    )
     assert "after 3 rounds" in experiments.undrift("resume", "r", "--rounds", "5"), "the rule ends it there again"
     file = Path("r/config.toml")
     kept = [line for line in file.read_text().splitlines() if not line.startswith("stop_when")]
@@ -309,7 +313,7 @@ def test_a_run_that_a_rule_ended_continues_without_it_or_with_another(tmp_path, 
         caplog.clear()
         again = train(tmp_path / "r", rounds=rounds, stop_when=early(2), resume=True)
         assert_same(again, first)
-        assert ("stop_when ends it there again" in caplog.text) == (rounds == 12)
+        assert ("stop_when would end it there again" in caplog.text) == (rounds == 12)
         assert again.stopped_early == first.stopped_early and contents(tmp_path / "r") == before
     later = train(tmp_path / "r", rounds=9, stop_when=early(4), resume=True)
     assert_same(later, train(rounds=9, stop_when=early(4)))
@@ -385,7 +389,7 @@ def test_schedules_that_depend_on_the_number_of_rounds_are_named(tmp_path, made,
     caplog.clear()
     train(tmp_path / "fixed", **made(3), rounds=5, resume=True)
     assert "number of rounds decides" not in caplog.text, "nothing is longer"
-    with pytest.raises(ud.UndriftError, match="is of a run with"):
+    with pytest.raises(ud.UndriftError, match="was started with"):
         train(tmp_path / "fixed", **made(4), rounds=5, resume=True)
 
 
@@ -545,7 +549,7 @@ def test_changed_code_is_refused_and_the_flag_allows_it(tmp_path, code, sources,
 
 def test_a_value_that_code_uses_is_a_setting_which_no_flag_changes(tmp_path, code):
     text = changed("FACTOR = 3.0", "FACTOR = 4.0")
-    with pytest.raises(ud.UndriftError, match=r"is of a run with method .*FACTOR': 3.0.* not .*FACTOR': 4.0"):
+    with pytest.raises(ud.UndriftError, match=r"was started with method .*FACTOR': 3.0.* not .*FACTOR': 4.0"):
         train(tmp_path / "r", **code(text=text), resume=True, allow_version_change=True)
 
 
@@ -718,7 +722,7 @@ def test_an_earlier_version_s_checkpoint_from_after_finish_is_not_used(tmp_path,
         ud.UndriftError, match=r"is from an earlier version .* the code of Doubled \(method\) and Own \(mod"
     ):
         train(tmp_path / "r", model=model, rounds=5, resume=True)
-    with pytest.raises(ud.UndriftError, match="is of a run with method Doubled"):
+    with pytest.raises(ud.UndriftError, match="was started with method Doubled"):
         train(tmp_path / "r", ud.FedAvg(), model=model, rounds=5, resume=True, allow_version_change=True)
     longer = train(tmp_path / "r", model=model, rounds=5, resume=True, allow_version_change=True)
     assert "round 3 cannot be used: an earlier version of undrift wrote it after" in caplog.text

@@ -1223,7 +1223,7 @@ def test_the_result_has_each_clients_own_weights(engine, tmp_path):
     with pytest.raises(ud.UndriftError, match="no client 2 with data"):
         run.own_params(2)
     again = ud.train(net(), data, Head(), **given, out=tmp_path / "run", resume=True)
-    with pytest.raises(ud.UndriftError, match="not in that of a finished run"):
+    with pytest.raises(ud.UndriftError, match="does not have clients' own weights"):
         again.own_params(0)
     plain = ud.train(net(), data, rounds=1, local=LOCAL, **engine)
     assert same_bits(plain.own_params(0), plain.params)

@@ -369,7 +369,9 @@ def test_a_round_with_too_few_survivors_changes_nothing(name, engine, caplog):
     said = [record.getMessage() for record in caplog.records]
     t = skipped.index(True)
     few = len(left[t])
-    assert said[0] == f"round {t + 1}: the model stays as it was, for {few} of 6 clients are left and 4 are needed"
+    assert (
+        said[0] == f"round {t + 1}: the model is left unchanged, because {few} of 6 clients remain and 4 are required"
+    )
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def test_switches_are_put_back_whatever_the_order(monkeypatch):
             running = pool.submit(other)
             assert entered.wait(10)
             with (
-                pytest.raises(ud.UndriftError, match="in another thread, has another precision"),
+                pytest.raises(ud.UndriftError, match="in another thread of this process has a different precision"),
                 arithmetic("auto", True, CPU),
             ):
                 pass

@@ -181,9 +181,9 @@ def test_a_part_that_is_no_dataclass_is_refused():
     ("change", "message"),
     [
         (lambda plan: {"clients": plan.clients + 1000}, "has client .1000., which does not exist or has no data"),
-        (lambda plan: {"clients": 0 * plan.clients}, "names a client twice"),
-        (lambda plan: {"clients": plan.clients + 0.5}, "must name its clients by whole numbers"),
-        (lambda plan: {"steps": 0 * plan.steps}, "must leave each client a whole number of steps"),
+        (lambda plan: {"clients": 0 * plan.clients}, "lists a client twice"),
+        (lambda plan: {"clients": plan.clients + 0.5}, "must list its clients as"),
+        (lambda plan: {"steps": 0 * plan.steps}, "must give each client a positive integer number of steps"),
         (lambda plan: {"steps": plan.steps[:1]}, "has 6 clients and 1 step counts; see server.steps"),
         (lambda plan: {"momentum": 0.9}, "sets momentum, which Local leaves at 0"),
         (lambda plan: {"round": 7}, "must not change the round"),

@@ -102,7 +102,7 @@ def test_what_is_refused(run, tmp_path):
     (tmp_path / "full" / "mine.txt").touch()
     with pytest.raises(ud.UndriftError, match="is not empty; choose a new folder"):
         publish(run[0], tmp_path / "full")
-    with pytest.raises(ud.UndriftError, match="is no run"):
+    with pytest.raises(ud.UndriftError, match="is not a run"):
         publish(tmp_path, tmp_path / "out")
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -110,7 +110,7 @@ def test_what_is_refused(run, tmp_path):
         (broken / name).write_bytes((run[0] / name).read_bytes())
     text = (broken / "config.toml").read_text()
     (broken / "config.toml").write_text(text.replace("hidden=12", "hidden=13"))
-    with pytest.raises(ud.UndriftError, match=r"The weights in .* do not load"):
+    with pytest.raises(ud.UndriftError, match=r"The weights in .* cannot be loaded"):
         publish(broken, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -72,8 +72,8 @@ def test_two_processes_train_what_one_does_and_one_resumes_what_they_leave(tmp_p
 def check_refusals(first: list[str], second: list[str]) -> None:
     """Both processes end in the same error, and go on to the next run."""
     wanted = [
-        "UndriftError: The processes that torchrun has started differ in their weights; draw whatever",
-        "UndriftError: The processes that torchrun has started differ in rounds; call ud.train with the same",
+        "UndriftError: The processes that torchrun started differ in their weights. Call torch.manual_seed",
+        "UndriftError: The processes that torchrun started differ in rounds; call ud.train with the same",
         "UndriftError: FailsThere.update failed",
         "UndriftError: participation asks for 1000000 clients",
         "UndriftError: ",
@@ -84,8 +84,8 @@ def check_refusals(first: list[str], second: list[str]) -> None:
     for one, other, begins in zip(first, second, wanted, strict=True):
         if begins.startswith("UndriftError"):
             assert one == other and one.startswith(begins), (one, other)
-    assert "choose an empty or a new folder" in first[4]
-    assert first[-1].startswith("UndriftError: What client 1 keeps lies in process 1") and second[-1] == "nothing"
+    assert "Choose a new or an empty folder" in first[4]
+    assert first[-1].startswith("UndriftError: The state of client 1 is in process 1") and second[-1] == "nothing"
     assert first[-2] == "KeyError: 'nothing'" and second[-2] == "RuntimeError: 'nothing'"
 
 

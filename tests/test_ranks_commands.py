@@ -35,10 +35,10 @@ def close(one: list[dict], other: list[dict]) -> bool:
 
 def test_devices_of_a_sweep():
     assert parse_devices("cpu, cpu", None) == ["cpu", "cpu"]
-    with pytest.raises(UndriftError, match="give one of them"):
+    with pytest.raises(UndriftError, match="use only one of them"):
         parse_devices("cpu,cpu", 2)
     for wrong in ("cpu,", "cuda:99", "nothing"):
-        with pytest.raises(UndriftError, match="cannot be used here"):
+        with pytest.raises(UndriftError, match="is not available"):
             parse_devices(wrong, None)
 
 
@@ -72,7 +72,7 @@ def test_a_command_says_everything_once_and_stops_after_a_round(tmp_path):
     assert close(rows(tmp_path / "run"), rows(tmp_path / "alone"))
     bad = torchrun("-m", "undrift", "run", "e.toml", "--out", "run", options=nodes(2)[0], cwd=tmp_path)
     out, err = bad.communicate(timeout=120)
-    assert err.count("error: ") == 1 and "run exists; choose another folder" in err, err
+    assert err.count("error: ") == 1 and "run already contains a run. Choose another folder" in err, err
 
 
 def path() -> str:

@@ -18,7 +18,7 @@ import undrift as ud
 from tests.experiments import StopError, stop_after
 from tests.killing import contents
 from tests.problems import make_clients, net, same_bits
-from undrift.files import replacing, seal, unseal, write_text
+from undrift.files import PARTIAL, replacing, seal, unseal, write_text
 from undrift.tools import config, experiment
 
 LOCAL = ud.Local(steps=1, batch_size=4, lr=0.1)
@@ -48,15 +48,15 @@ def test_a_folder_with_files_of_its_own_is_refused_and_left_alone(tmp_path, monk
     (tmp_path / "p" / "checkpoint" / "best.pt").write_text("weights")
     (tmp_path / "p" / "model.safetensors").write_text("mine")
     before = contents(tmp_path / "p")
-    with pytest.raises(ud.UndriftError, match="contains 'checkpoint'; choose an empty or a new folder"):
+    with pytest.raises(ud.UndriftError, match=r"contains 'checkpoint'. Choose a new or an empty folder"):
         train(tmp_path / "p", checkpoint_every=1)
     monkeypatch.chdir(tmp_path / "p")
     for here in (".", Path(".")):
-        with pytest.raises(ud.UndriftError, match="choose an empty or a new folder"):
+        with pytest.raises(ud.UndriftError, match="Choose a new or an empty folder"):
             train(here, checkpoint_every=1)
-    with pytest.raises(ud.UndriftError, match="out must name a folder, not ''"):
+    with pytest.raises(ud.UndriftError, match="out must be the path of a folder, not ''"):
         train("", checkpoint_every=1)
-    with pytest.raises(ud.UndriftError, match="out must name a folder, not 5"):
+    with pytest.raises(ud.UndriftError, match="out must be the path of a folder, not 5"):
         train(5)
     assert contents(tmp_path / "p") == before
 
@@ -119,6 +119,19 @@ def test_writing_follows_no_link(tmp_path):
         (tmp_path / name).symlink_to(tmp_path / "bashrc")
     write_text(tmp_path / "page.html", "ours")
     assert (tmp_path / "bashrc").read_text() == "mine" and (tmp_path / "page.html").read_text() == "ours"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_a_file_is_synced_before_its_rename_and_its_folder_after(tmp_path, monkeypatch):
+    did = []
+    replace = Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: did.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+    )
+    monkeypatch.setattr(Path, "replace", lambda file, to: (did.append("rename"), replace(file, to)))
+    write_text(tmp_path / "a.txt", "a")
+    partial, *rest = did
+    assert PARTIAL.fullmatch(partial)[1] == "a.txt" and rest == ["rename", tmp_path.name]
 
 
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
@@ -216,7 +229,6 @@ OTHERS = {
     ),
     "participation": ({}, {"participation": 2}, "clients a round"),
     "metrics": ({}, {"metrics": {"mine": lambda o, y: o.sum(1)}}, "metrics"),
-    "evaluations": ({}, {"evaluate_every": 2}, "evaluate_every 1, not 2"),
     "schedule": (
         {"local": ud.Local(steps=1, lr=lambda t: 0.1)},
         {"local": ud.Local(steps=1, lr=lambda t: 0.2)},
@@ -246,7 +258,7 @@ def test_another_run_is_refused_before_anything_is_touched(tmp_path, first, then
     else:
         stop(tmp_path / "r", **first)
     before = contents(tmp_path / "r")
-    with pytest.raises(ud.UndriftError, match=rf"is of a run with {what}|^The code of \S+ \({what}\), .* has changed"):
+    with pytest.raises(ud.UndriftError, match=rf"was started with {what}|^The code of \S+ \({what}\), .* has changed"):
         train(tmp_path / "r", resume=True, **{**first, **then})
     assert contents(tmp_path / "r") == before
 
@@ -278,7 +290,7 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_again(tmp_path, caplog):
         file.unlink()
     with caplog.at_level(logging.WARNING, "undrift"):
         again = train(tmp_path / "r", resume=True)
-    assert "has no checkpoint, so its 2 rounds are trained again from the first" in caplog.text
+    assert "has no checkpoint, so training starts over from round 1 (2 rounds were done)" in caplog.text
     assert same_bits(again.params, train().params)
 
 

@@ -169,7 +169,7 @@ def test_a_finished_run_is_given_back_and_a_restarted_one_is_not_finished(tmp_pa
     first = ud.train(net(), data, out=tmp_path / "r", checkpoint_every=2, **options)
     again = ud.train(net(), data, out=tmp_path / "r", resume=True, on_round=stop_after(1), **options)
     assert same_bits(again.params, first.params) and len(again.history) == 3, "no round was trained again"
-    with pytest.raises(ud.UndriftError, match="has already trained 3 rounds, and rounds is 2"):
+    with pytest.raises(ud.UndriftError, match="has already trained 3 rounds, but rounds is 2"):
         ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, "rounds": 2})
 
 
@@ -201,18 +201,18 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
         "with seed 0, not 1": {"seed": 1},
         "with method FedAvg.*, not Scaffold": {"method": ud.Scaffold()},
         "with local Local.*, not Local": {"local": ud.Local(steps=1, lr=0.1)},
-        "is of a run with clients a round 2, not 1": {"participation": 1},
+        "was started with clients a round 2, not 1": {"participation": 1},
     }
     for sentence, changed in wrong.items():
         with pytest.raises(ud.UndriftError, match=sentence):
             ud.train(net(), data, out=tmp_path / "r", resume=True, **{**options, **changed})
     with pytest.raises(ud.UndriftError, match="with training data"):
         ud.train(net(), make_clients([11, 20]), out=tmp_path / "r", resume=True, **options)
-    with pytest.raises(ud.UndriftError, match="exists; choose another folder"):
+    with pytest.raises(ud.UndriftError, match="already contains a run"):
         ud.train(net(), data, out=tmp_path / "r", **options)
-    with pytest.raises(ud.UndriftError, match="has no run to resume"):
+    with pytest.raises(ud.UndriftError, match="contains no run to resume"):
         ud.train(net(), data, out=tmp_path / "other", resume=True, **options)
-    with pytest.raises(ud.UndriftError, match="resume needs the folder"):
+    with pytest.raises(ud.UndriftError, match="resume=True needs the folder"):
         ud.train(net(), data, resume=True, **options)
     with pytest.raises(ud.UndriftError, match="checkpoint_every needs a folder"):
         ud.train(net(), data, checkpoint_every=2, **options)
@@ -304,7 +304,10 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path, monkeypatch):
     assert 3 <= count(tmp_path / "broken") < 30
     assert "30 rounds" in finish(undrift("resume", "broken", cwd=tmp_path))
     assert what_it_left(tmp_path / "broken") == what_it_left(tmp_path / "whole")
-    assert experiments.undrift("resume", "broken") == "broken is finished.\n"
+    assert (
+        experiments.undrift("resume", "broken")
+        == "broken is finished; to train it further, ask for more rounds with --rounds.\n"
+    )
 
 
 def test_checkpoints_by_the_clock(tmp_path):

@@ -126,7 +126,7 @@ def test_an_augmentation_is_given_the_tree():
     assert seen[0] == ["attention_mask", "input_ids"]
     data = clients_of(texts)
     data.augment = lambda x, key: x["input_ids"]
-    with pytest.raises(ud.UndriftError, match=r"must keep a batch's shape and type, {attention_mask: .2, 5."):
+    with pytest.raises(ud.UndriftError, match=r"must keep the shape and type of a batch, {attention_mask: .2, 5."):
         ud.train(Reader(), data, rounds=1, local=local)
     data.augment = ud.CropFlip()
     with pytest.raises(ud.UndriftError, match=r"CropFlip needs images .* not samples of shape {input_ids: "):
@@ -155,12 +155,12 @@ def test_integers_in_a_tree_stay_and_a_single_uint8_tensor_is_a_picture():
     assert x["tokens"].dtype == torch.uint8 and x["tokens"].tolist() == [[255] * 3] * 2
     data = ud.FederatedDataset.from_clients([(pixels, y)])
     with pytest.raises(
-        ud.UndriftError, match=r"They are torch.uint8, as tokens are; flat pictures want x.float\(\) / 255"
+        ud.UndriftError, match=r"They are torch.uint8, as tokens are; for flattened images, pass x.float\(\) / 255"
     ):
         ud.train(nn.Linear(3, 2), data, rounds=1, local=ud.Local(steps=1, lr=0.1))
     tokens = ud.FederatedDataset.from_clients([(pixels[:, None], y)])
     model = nn.Sequential(nn.Flatten(), nn.Embedding(256, 2), nn.Flatten(), nn.Linear(6, 2))
-    with pytest.raises(ud.UndriftError, match=r"given as uint8, which stands for pictures .* tokens want x.long"):
+    with pytest.raises(ud.UndriftError, match=r"given as uint8, which means images .* for tokens, pass x.long"):
         ud.train(model, tokens, rounds=1, local=ud.Local(steps=1, lr=0.1))
 
 

@@ -137,7 +137,7 @@ def test_code_that_a_runs_folder_names_is_not_imported(foreign):
     for arguments in (["resume", "evil"], ["run", "evil"], ["sweep", "evil"], ["resume", "evil", "--import", "json"]):
         done = CliRunner().invoke(app, arguments)
         assert isinstance(done.exception, UndriftError)
-        assert "config.toml asks to import 'evil.payload', which runs that code." in str(done.exception)
+        assert "config.toml asks to import 'evil.payload', which executes that code." in str(done.exception)
         assert "--import evil.payload, or with --trust." in str(done.exception)
     for arguments in (["report", "evil"], ["compare", "evil"], ["data", "show", "digits"], ["list", "losses"]):
         CliRunner().invoke(app, arguments)

@@ -93,7 +93,8 @@ def test_records_and_identities_have_every_setting(tmp_path):
     decisive = {name for name, role in ROLES.items() if role.resume == "same"}
     before = identity(run, given)
     assert decisive - set(ELSEWHERE) <= before.keys()
-    assert identity(run, replace(given, evaluate_every=7, out=tmp_path)) == before | {"evaluate_every": "7"}
+    assert identity(run, replace(given, evaluate_every=7, out=tmp_path)) == before
+    assert identity(run, replace(given, output="0")) == before | {"output": "'0'"}
 
 
 def test_a_file_is_checked_without_torch():

@@ -105,7 +105,7 @@ def test_columns_of_the_history_are_taken(name):
 
     with pytest.raises(ud.UndriftError, match=f"A metric cannot be called {name!r}"):
         ud.train(net(), make_clients([10, 7]), metrics={name: lambda o, y: o.sum(1)}, **OPTIONS)
-    with pytest.raises(ud.UndriftError, match=f"A part's history has {name!r}"):
+    with pytest.raises(ud.UndriftError, match=f"A part's history has a column {name!r}"):
         ud.train(net(), make_clients([10, 7]), ud.FedAvg() + Says(), **OPTIONS)
 
 
@@ -115,7 +115,7 @@ def test_a_part_does_not_overwrite_a_metric():
         def history(self, state):
             return {"accuracy": 1.0}
 
-    with pytest.raises(ud.UndriftError, match="A part's history has 'accuracy'"):
+    with pytest.raises(ud.UndriftError, match="A part's history has a column 'accuracy'"):
         ud.train(net(), make_clients([10, 7]), Says(), **OPTIONS)
 
 

@@ -30,6 +30,7 @@ from undrift.tools.study.search import Grid, Suggested
 
 STUDY = """
 model = "mlp"
+engine = "plain"
 rounds = 2
 participation = 0.5
 [data]
@@ -119,7 +120,7 @@ def test_without_partitions_and_with_labels_that_are_methods(here):
 
 WRONG = {
     "the seed 1 is in both study.seeds and study.tuning_seeds": ("tuning_seeds = [100]", "tuning_seeds = [100, 1]"),
-    "study.seeds has a seed twice": ("seeds = [0, 1]", "seeds = [0, 0]"),
+    "study.seeds lists a seed twice": ("seeds = [0, 1]", "seeds = [0, 0]"),
     "add study.tuning_seeds": ("tuning_seeds = [100]\n", ""),
     "The key 'study.seeds' is missing": ("\nseeds = [0, 1]", ""),
     "There is no key 'study.baselin'. Did you mean 'baseline'?": ("baseline", "baselin"),
@@ -127,8 +128,11 @@ WRONG = {
     "{mu} has no values": ("mu = [0.1, 1.0], ", ""),
     "'nu' is neither in braces": ("mu = [0.1, 1.0], ", "mu = [0.1, 1.0], nu = 3, "),
     "'local.lrr' is neither in braces": ("local.lr = [0.001", "local.lrr = [0.001"),
-    "study.methods.Prox: data.clients is the same for all methods": ("mu = [0.1, 1.0], ", "mu = 1, data.clients = 3, "),
-    "seed is the same for all partitions; write it into study.seeds": ('"IID()"', "{ seed = 3 }"),
+    "study.methods.Prox: data.clients must be the same for all methods": (
+        "mu = [0.1, 1.0], ",
+        "mu = 1, data.clients = 3, ",
+    ),
+    "seed must be the same for all partitions; set it in study.seeds": ('"IID()"', "{ seed = 3 }"),
     "has an empty list": ("[0.001, 0.2]", "[]"),
     "a grid needs lists of values, and local.lr is a range": ("[0.001, 0.2]", "{ low = 0.001, high = 0.2 }"),
     "a grid tries all, so leave it out": ("baseline", "trials = 3\nbaseline"),
@@ -311,11 +315,11 @@ def test_compare_takes_what_a_pattern_names(here):
     assert "| mine | 1 |" in Path("t.md").read_text() and "mine" in labelled
     with pytest.raises(UndriftError, match="is given twice, under different labels"):
         undrift("compare", "one=runs/s/seed=0", "other=runs/s/seed=0")
-    with pytest.raises(UndriftError, match="is not finished; first: undrift resume"):
+    with pytest.raises(UndriftError, match=r"is not finished. Finish it first: undrift resume"):
         undrift("compare", "runs/s/seed=1")
-    with pytest.raises(UndriftError, match=r"runs/empty is no run"):
+    with pytest.raises(UndriftError, match=r"runs/empty is not a run"):
         undrift("compare", "runs/empty")
-    with pytest.raises(UndriftError, match=r"There is no experiment file nowhere"):
+    with pytest.raises(UndriftError, match=r"The experiment file nowhere.* does not exist"):
         undrift("compare", "mine=nowhere")
     undrift("run", "e.toml", "--set", "seed=1", "--set", "method=FedProx(mu=0.1)", "--out", "other")
     said = undrift("compare", "runs/s/seed=0", "other", "--baseline", "FedAvg()")

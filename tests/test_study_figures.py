@@ -124,7 +124,7 @@ def test_metrics_and_baselines_that_nobody_has_are_refused():
     with pytest.raises(UndriftError, match=r"'acuracy'; did you mean 'accuracy'\?"):
         chosen_metric(AVG, "acuracy")
     assert chosen_metric(AVG, None) == "accuracy" and chosen_metric(AVG, "client_accuracy_std") == "client_accuracy_std"
-    with pytest.raises(UndriftError, match="'FedAvgg' is not among what is compared; did you mean 'FedAvg'"):
+    with pytest.raises(UndriftError, match="There is no group 'FedAvgg' to use as the baseline; did you mean 'FedAvg'"):
         measure({"FedAvg": AVG}, Asked("accuracy", baseline="FedAvgg"))
 
 

@@ -298,7 +298,7 @@ def test_fewer_lanes_than_would_keep_busy_where_memory_is_short(monkeypatch):
     weights = 8 * sum(w.numel() for w in net().parameters()) + 2 * 8 * 6  # and twice a batch of one sample
     monkeypatch.setattr(choose, "CPU_LANE_BYTES", 4.5 * weights)
     found = ud.train(net(), data, rounds=1, local=local).choices
-    assert found["lanes"] == 4 and found["why"] == "as many as memory serves well"
+    assert found["lanes"] == 4 and found["why"] == "as many as fit into the memory set aside for lanes"
 
 
 def watched_threads(monkeypatch) -> list[int]:

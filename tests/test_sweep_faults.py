@@ -100,7 +100,7 @@ def test_all_clients_left_out_is_no_result(here):
     said = sweep("--grid", "local.lr=[1e38, 1e-9]", "--workers", 1, "--out", "s")
     assert "best by validation accuracy: local.lr=1e-09" in said
     said = sweep("--grid", "local.lr=[1e38, 2e38]", "--workers", 1, "--out", "t")
-    assert "no best setting: in each of them, a run stopped or diverged" in said
+    assert "no best setting: every setting has a run that stopped or diverged" in said
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "recall_at_5", "loss"])
@@ -216,7 +216,7 @@ def test_workers_end_with_their_parent(tmp_path, number):
             assert int(newest.stem.removeprefix("round-")) == rounds(folder)
         if number == signal.SIGTERM:
             assert parent.returncode == 130 and said.count("stopping after this round") == 1, said
-            assert said.endswith("stopped; the same command with --out s continues\n") and "Traceback" not in said
+            assert said.endswith("stopped; to continue, repeat the command with --out s\n") and "Traceback" not in said
     finally:
         end(parent)
 

@@ -119,7 +119,7 @@ def chosen(**settings) -> tuple[int, str, int]:
 
 def test_a_small_model_has_one_thread_and_the_process_its_own_again(default):
     assert chosen() == (1, "a local step is too small to gain from more", 1)
-    assert chosen(threads=2) == (2, "asked for", 2)
+    assert chosen(threads=2) == (2, "set by threads", 2)
     default.setenv("OMP_NUM_THREADS", "4")
     assert chosen() == (4, "set by OMP_NUM_THREADS", 4)
 

@@ -146,7 +146,7 @@ def test_tensorboard_added_to_a_run_that_is_resumed_gets_what_it_missed(tmp_path
 
 @needs_tensorboard
 def test_tensorboard_needs_a_folder_that_it_can_write_to(tmp_path, caplog):
-    with pytest.raises(ud.UndriftError, match="writes into the run's folder; name one: out="):
+    with pytest.raises(ud.UndriftError, match="writes to the run's folder; pass out="):
         ud.train(net(), DATA, track="tensorboard", **OPTIONS)
     folder = tmp_path / "r"
     with pytest.raises(StopError):

@@ -173,7 +173,7 @@ GOOD = {"rounds": 1, "local": LOCAL}
         ({"model": "cnn"}, "needs images"),
         ({"local": ud.Local(steps=1, lr=-1)}, "Local(lr) is -1"),
         ({"local": {"steps": 1}}, "local must be a ud.Local"),
-        ({"data": [1]}, "data must be a FederatedDataset"),
+        ({"data": [1]}, "data must be a ud.FederatedDataset"),
         ({"participation": 7}, "asks for 7 clients per round, but only 6 have data"),
         ({"participation": 0}, "at least 1 client"),
         ({"participation": 1.5}, "must be in (0, 1]"),
@@ -182,14 +182,14 @@ GOOD = {"rounds": 1, "local": LOCAL}
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"engine": "fast"}, 'engine must be "auto", "lanes" or "plain"'),
         ({"precision": "float16"}, 'precision must be "auto"'),
-        ({"device": "tpu"}, "device 'tpu' cannot be used here"),
+        ({"device": "tpu"}, "device 'tpu' is not available"),
         ({"lanes": 0}, "lanes must be a whole number"),
         ({"loss": "cros_entropy"}, "no loss called 'cros_entropy'. Did you mean 'cross_entropy'"),
         ({"loss": lambda z, y: z.sum()}, "one value per sample"),
         ({"metrics": ["acuracy"]}, "no metric called 'acuracy'. Did you mean 'accuracy'"),
         ({"evaluate_every": 0}, "evaluate_every must be"),
         ({"metrics": 5}, "metrics must be names"),
-        ({"metrics": {"mean": lambda z, y: z.mean()}}, "The mean must give one value per sample"),
+        ({"metrics": {"mean": lambda z, y: z.mean()}}, "The mean must return one value per sample"),
         ({"loss": "mse"}, "The loss does not take outputs (2, 4)"),
         ({"local": ud.Local(steps=1, lr=ud.inverse(1, 0))}, "Local(lr) must be a number or a function of the round"),
         ({"local": ud.Local(steps=1, lr="0.1")}, "Local(lr) must be a number"),
@@ -228,6 +228,6 @@ def test_the_test_sets_faults_are_found_before_training(uneven):
 def test_a_folder_that_holds_a_run_is_not_overwritten(uneven, tmp_path):
     ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ud.UndriftError, match="exists; choose another folder"):
+    with pytest.raises(ud.UndriftError, match="already contains a run"):
         ud.train(net(), uneven, **GOOD, out=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

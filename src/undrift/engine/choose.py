@@ -148,8 +148,8 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: in
     memory = GPU_LANE_SHARE * torch.cuda.get_device_properties(device).total_memory if on_gpu else CPU_LANE_BYTES
     room = max(1, int(memory // lane))
     if room >= busy:
-        return busy, "as many as keep busy while the longest client trains"
-    return math.ceil(busy / math.ceil(busy / room)), "as many as memory serves well"
+        return busy, "with more lanes, some would be idle until the client with the most steps is done"
+    return math.ceil(busy / math.ceil(busy / room)), "as many as fit into the memory set aside for lanes"
 
 
 def convolution_flops(model: Model, data: DeviceData, width: int) -> float:

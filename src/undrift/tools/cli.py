@@ -17,15 +17,17 @@ from undrift import __version__
 from undrift.errors import DEBUG, said_elsewhere
 from undrift.flower.commands import flower
 from undrift.tools import launch
+from undrift.tools.help import Command, Group, examples
 from undrift.tools.options import DataDir, File, Import, Out, Set, Trust
 from undrift.tools.study.commands import register
 from undrift.tools.torchrun import speaks
 
 app = typer.Typer(
-    name="undrift", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
-    help="Federated learning that holds its course when clients' data differ.",
+    name="undrift", cls=Group, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    help="Simulate federated learning on heterogeneous (non-IID) clients with PyTorch.",
+    epilog=examples("undrift run experiment.toml", "undrift report runs/*", "undrift list methods"),
 )  # fmt: skip
-data = typer.Typer(no_args_is_help=True, help="Data sets and their partitions.")
+data = typer.Typer(cls=Group, no_args_is_help=True, help="Inspect data sets and how they are partitioned.")
 app.add_typer(data, name="data")
 app.add_typer(flower, name="flower")
 
@@ -39,38 +41,65 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
 ) -> None:
     if debug:
         os.environ[DEBUG] = "1"
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples("undrift run experiment.toml", "undrift run experiment.toml --set local.lr=0.05 --out runs/slow"),
+)
 def run(
     file: File,
     set: Set = None,
     out: Out = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace the run in the --out folder. No other folder or file is ever deleted."),
+    ] = False,
     imports: Import = None,
     trust: Trust = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Run an experiment."""
+    """Train the experiment described by a file and write the results to a folder."""
+    from undrift.errors import require
+
+    require(out is not None or not force, "--force needs --out, the folder of the run to replace.")
     experiment = launch.read_experiment(file, set, imports, data_dir, trust)
     from undrift.tools.experiment import new_folder, title
 
-    launch.run_experiment(experiment, out or new_folder(title(experiment)), file)
+    launch.run_experiment(experiment, out or new_folder(title(experiment)), file, force=force)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "undrift resume runs/mine", "undrift resume runs/mine --rounds 200", "undrift resume runs/mine --set device=cpu"
+    ),
+)
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run that stopped or finished.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, interrupted or finished.", show_default=False)],
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Train until so many rounds are done, also if the run has finished.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Train until N rounds are done in total, even if the run has finished."),
+    ] = None,
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a setting that a resumed run may change, such as evaluate_every=10. May be repeated.",
+        ),
     ] = None,
     on_nonfinite: Annotated[
-        str | None, typer.Option(help="If the run stopped on NaN: skip drops clients whose updates are not finite.")
+        str | None,
+        typer.Option(
+            metavar="stop|skip", help="What to do about NaN and infinity: skip leaves out the clients that send them."
+        ),
     ] = None,
     imports: Import = None,
     trust: Trust = False,
@@ -78,29 +107,34 @@ def resume(
         bool,
         typer.Option(
             "--allow-version-change",
-            help="Resume with other versions or on another device, where last digits may differ, or with changed code.",
+            help="Resume with other package versions, on another device (the last digits may differ), or with changed "
+            "code.",
         ),
     ] = False,
 ) -> None:
-    """Resume a run from its last checkpoint, as if it had never stopped, or continue a finished one."""
+    """Resume an interrupted run from its last checkpoint, or train a finished one for more rounds.
+
+    The result is the same, bit for bit, as that of a run that was never interrupted.
+    """
     from undrift.errors import UndriftError
     from undrift.tools import config
-    from undrift.tools.experiment import resumable, same_length
+    from undrift.tools.experiment import changed_for_resume, resumable, same_length
     from undrift.training.record import repeats
     from undrift.training.result import RUN, finished, intact, recorded
 
     if not any((folder / name).exists() for name in ("config.toml", RUN)):
-        raise UndriftError(f"{folder} is not a run: it has no config.toml.")
+        raise UndriftError(f"{folder} is not the folder of a run: it has no config.toml.")
     settings, text = resumable(folder, allow_version_change)
     if not repeats(text):
         raise UndriftError(
             f"{folder} was started from Python; resume it there: ud.train(…, out={str(folder)!r}, resume=True)."
         )
     options = {"on_nonfinite": on_nonfinite, "rounds": rounds}
-    changed = config.override(settings, [f"{key}={value}" for key, value in options.items() if value is not None])
+    given = [*(set or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    changed = changed_for_resume(settings, given, allow_version_change)
     known = recorded(folder) if finished(folder) else None
     if known and same_length(changed, text) and intact(folder, known):
-        launch.say(f"{folder} is finished.")
+        launch.say(f"{folder} is finished; to train it further, ask for more rounds with --rounds.")
         return
     experiment = config.checked(launch.with_options(changed, folder, imports, None, trust), str(folder))
     launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
@@ -109,21 +143,47 @@ def resume(
 register(app)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "undrift report runs/mine", "undrift report runs/* --out all.html", "undrift report runs/mine --watch"
+    ),
+)
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not, or of sweeps.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of runs, finished or not, or of whole sweeps and studies.", show_default=False),
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The page.  [default: report.html in the run's folder; for several runs, here]"),
+        typer.Option(
+            metavar="FILE",
+            help="The HTML file to write.",
+            show_default="report.html in the run's folder, or here for several runs",
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date, and serve it locally.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve it on.  [default: a free one]")] = 0,
-    figures: Annotated[Path | None, typer.Option(help="Also draw figures for a paper into this folder.")] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Serve the page on this machine and update it while the runs train."),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The port for --watch.", show_default="a free one")
+    ] = 0,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also draw figures for a paper: .pdf, .svg and .png files.")
+    ] = None,
 ) -> None:
-    """Write one page of charts that opens without a network. Runs that differ only in their seed are one curve."""
+    """Write one self-contained HTML page with charts of one or more runs.
+
+    Runs that differ only in their seed share a curve, the mean with a band of one standard deviation.
+    """
     from undrift.tools.report.gather import folders, gather
     from undrift.tools.report.page import write
 
+    if watch:
+        from undrift.tools.report.watch import wait_for
+
+        wait_for(runs, typer.echo)
     found = folders(runs)
     payload = gather(found)
     launch.warn_left_out(payload["left_out"])
@@ -138,26 +198,39 @@ def report(
     if watch:
         from undrift.tools.report.watch import watch as follow
 
-        follow(found, file, port, typer.echo)
+        follow(runs, file, port, typer.echo)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "undrift publish runs/mine --to hub/digits",
+        "undrift publish runs/mine --to hub/digits --repo me/digits-fedprox --upload",
+    ),
+)
 def publish(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
-    to: Annotated[Path, typer.Option(help="The folder to write, empty or new.", show_default=False)],
-    repo: Annotated[str | None, typer.Option(help="The model's name on the hub: me/digits-fedprox")] = None,
-    license: Annotated[str | None, typer.Option(help="The license of the weights, as the hub spells it.")] = None,
-    upload: Annotated[bool, typer.Option("--upload", help="Also send the folder to the hub, as --repo.")] = False,
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write, new or empty.", show_default=False)],
+    repo: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="The model's name on the hub, such as me/digits-fedprox.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(metavar="ID", help="The license of the weights, by its id on the hub, such as mit.")
+    ] = None,
+    upload: Annotated[bool, typer.Option("--upload", help="Also upload the folder to the hub, as --repo.")] = False,
     imports: Import = None,
     trust: Trust = False,
 ) -> None:
-    """Write a run's model card and files for the Hugging Face hub. Nothing is sent without --upload."""
+    """Prepare a trained model for the Hugging Face hub: the weights, a model card and the experiment.
+
+    Nothing leaves this machine without --upload.
+    """
     from undrift.errors import require
     from undrift.tools import publish as publishing
     from undrift.tools.compare import Run
 
     require(bool(repo) or not upload, "--upload needs the model's name on the hub: --repo me/name.")
-    launch.check_trust(run, Run.read(run).settings.get("imports", []), imports or [], trust)
+    launch.allow_imports(run, Run.read(run).settings.get("imports", []), imports or [], trust)
     files = publishing.publish(run, to, repo, license)
     typer.echo(f"{len(files)} files, in {to}")
     if upload and repo:
@@ -178,58 +251,82 @@ class Kind(StrEnum):
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )  # fmt: skip
 def reproduce(context: typer.Context) -> None:
-    """Run the papers' experiments again, and print their numbers beside ours. See undrift reproduce --help."""
+    """Rerun the experiments of the papers and compare the results with the published numbers."""
     from undrift.reproduce.__main__ import main  # uses argparse, so that it also runs where typer is not installed
 
     raise typer.Exit(main(context.args))
 
 
-@app.command("list")
+@app.command("list", cls=Command, epilog=examples("undrift list methods", "undrift list data --import my_data"))
 def list_(
-    kind: Annotated[Kind, typer.Argument(help="What to list.")],
+    kind: Annotated[
+        Kind,
+        typer.Argument(
+            help="methods, optimizers (local), partitions, data, models, losses or metrics.", show_default=False
+        ),
+    ],
     imports: Import = None,
 ) -> None:
-    """List what is available, with a line about each."""
-    from rich.table import Table
-
+    """List the methods, data sets, models and so on that are available, with a short description of each."""
     from undrift.tools import listing
     from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    for name, line in getattr(listing, kind.value)().items():
-        table.add_row(name, line)
-    launch.new_console().print(table)
+    listing.show(getattr(listing, kind.value)(), launch.new_console())
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("undrift info"))
 def info() -> None:
-    """Print versions and hardware, for bug reports."""
+    """Print package versions, GPUs, the driver and CPU threads, for bug reports."""
     from undrift.tools.info import info
 
     for name, value in info().items():
         typer.echo(f"{name:<12}{value}")
 
 
-@data.command()
+@data.command(
+    cls=Command,
+    epilog=examples(
+        'undrift data show digits --partition "Dirichlet(0.1)" --clients 20',
+        'undrift data show own.csv --label y --client hospital --partition "ByKey()"',
+    ),
+)
 def show(
-    name: Annotated[str, typer.Argument(help="A data set's name, a file, or a folder.")],
-    partition: Annotated[str, typer.Option(help='The partition: "Dirichlet(0.1)", "ByKey()" …')] = "IID()",
-    clients: Annotated[int | None, typer.Option(help="How many clients; ByKey() takes the data's own.")] = None,
-    seed: Annotated[int, typer.Option(help="The random seed of the partition.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="The figure to write: a .png, .svg or .pdf file.")] = None,
-    label: Annotated[str, typer.Option(help="The column of the labels, in your own file.")] = "label",
-    client: Annotated[str | None, typer.Option(help="The column of the client ids, in your own file.")] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(help="A column of your own file to leave out; may be repeated.")
+    name: Annotated[
+        str, typer.Argument(help="The name of a data set, or your own file or folder.", show_default=False)
+    ],
+    partition: Annotated[
+        str, typer.Option(metavar="EXPR", help='How samples are assigned to clients: "Dirichlet(0.1)", "ByKey()", …')
+    ] = "IID()",
+    clients: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The number of clients.", show_default="10; with ByKey(), as in the data"),
     ] = None,
-    missing: Annotated[str | None, typer.Option(help='What to do about empty cells: "drop" or "mean".')] = None,
-    resize: Annotated[int | None, typer.Option(help="The height and width of your own images.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="The random seed of the partition.")] = 0,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The figure to write: .png, .svg or .pdf.", show_default="a .png here"),
+    ] = None,
+    label: Annotated[str, typer.Option(metavar="COLUMN", help="Your file's column with the labels.")] = "label",
+    client: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Your file's column with the client ids.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="A column of your file to ignore. May be repeated.")
+    ] = None,
+    missing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="drop|mean", help="How to handle empty cells: drop the row, or fill in the column's mean."
+        ),
+    ] = None,
+    resize: Annotated[
+        int | None, typer.Option(metavar="PIXELS", help="Resize your images to this height and width.")
+    ] = None,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Show a partition: a figure, sizes, and how much clients' data differ."""
+    """Draw which clients hold which classes, and print client sizes and measures of heterogeneity."""
     from undrift.data import show as shown
     from undrift.data.load import load
     from undrift.tools.plugins import import_plugins
@@ -238,7 +335,8 @@ def show(
     if clients is None and not partition.startswith("ByKey"):
         clients = 10
     columns: dict[str, Any] = {"label": label, "client": client, "drop": drop or None, "missing": missing}
-    loaded = load(name, partition, clients, seed, **columns, resize=resize, data_dir=data_dir)
+    with launch.arguments_as_flags():
+        loaded = load(name, partition, clients, seed, **columns, resize=resize, data_dir=data_dir)
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     shown.picture(loaded, title, file)

@@ -45,12 +45,12 @@ class Run:
         """A run that has ended, or, where that is asked for, one as far as it is. Raises `DamagedError`."""
         needed = "config.toml" if unfinished else "metrics.jsonl"
         if not (folder / needed).exists():
-            raise UndriftError(f"{folder} is no run: it has no {needed}.")
+            raise UndriftError(f"{folder} is not a run: it has no {needed}.")
         with damage(folder, "stopped.json"):
             why = stopped(folder)
         ended = finished(folder)
         if not unfinished and not why and not ended:
-            raise UndriftError(f"The run in {folder} is not finished; first: undrift resume {folder}")
+            raise UndriftError(f"The run in {folder} is not finished. Finish it first: undrift resume {folder}")
         with damage(folder, "config.toml"):
             # What folders of earlier versions do not mention.
             older = {"on_nonfinite": "stop", "local.optimizer_state": "reset", "local.sampling": "shuffle"}
@@ -65,7 +65,7 @@ class Run:
             for t, row in enumerate(rows):
                 _check_row(row, t)
             if ended and not rows:
-                raise ValueError("it has no rounds, although the run finished")
+                raise ValueError("the run is finished, but there are no rounds in it")
         return cls(folder, settings, rows, why)
 
     @property
@@ -171,7 +171,7 @@ def read_runs(folders: Sequence[Path], unfinished: bool = False) -> tuple[list[R
         except OSError as error:
             problems.append(str(machine_trouble(error)))
     if problems and not runs:
-        more = f" The other {len(problems) - 1} cannot be read either." if len(problems) > 1 else ""
+        more = f" {len(problems) - 1} others cannot be read either." if len(problems) > 1 else ""
         raise UndriftError(f"{problems[0]}{more}")
     return runs, problems
 
@@ -183,8 +183,8 @@ def chosen_metric(runs: Sequence[Run], metric: str | None) -> str:
     known = dict.fromkeys(key for run in runs for row in run.rows for key in row if number(row[key]))
     if metric not in known:
         close = nearest(metric, known)
-        hint = f"did you mean {close!r}?" if close else f"the histories have {', '.join(known)}."
-        raise UndriftError(f"No run has a figure called {quoted(metric)}; {hint}")
+        hint = f"did you mean {close!r}?" if close else f"the runs have {', '.join(known)}."
+        raise UndriftError(f"No run has a metric named {quoted(metric)}; {hint}")
     return metric
 
 
@@ -195,7 +195,7 @@ def leading_metric(runs: Sequence[Run]) -> str:
             return found[0]
     if any(run.stopped for run in runs):
         raise UndriftError(f"No run was evaluated before it stopped. {next(r.stopped for r in runs if r.stopped)}")
-    raise UndriftError(f"The run in {runs[0].folder} was never evaluated; give its data a test set.")
+    raise UndriftError(f"The run in {runs[0].folder} was never evaluated, because its data have no test set.")
 
 
 def counted(runs: Sequence[Run]) -> str:

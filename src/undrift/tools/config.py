@@ -147,17 +147,17 @@ def read(file: str | Path) -> Document:
         with path.open("rb") as opened:
             content = opened.read(LARGEST + 1)
     except FileNotFoundError:
-        raise UndriftError(f"There is no experiment file {path}.") from None
+        raise UndriftError(f"The experiment file {path} does not exist.") from None
     except OSError as error:
         raise UndriftError(f"{path} cannot be read ({error.strerror}).") from error
     if len(content) > LARGEST:
-        raise UndriftError(f"{path} is larger than 16 MiB, so it is no experiment file.")
+        raise UndriftError(f"{path} is larger than 16 MiB, which is too large for an experiment file.")
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UndriftError(f"{path} is UTF-16; save it as UTF-8.")
     try:
         return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors put a mark at the beginning
     except UnicodeDecodeError as error:
-        raise UndriftError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}).") from None
+        raise UndriftError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     except RecursionError:
         raise UndriftError(f"{path} has values that are nested too deeply.") from None
     except ValueError as error:
@@ -232,7 +232,7 @@ def _sentence(key: str, errors: list[Any]) -> str:
 def _wanted(error: Any) -> str:
     context = error.get("ctx", {})
     return {
-        "model_type": "a section with keys below it",
+        "model_type": "a section",
         "string_type": "a string in quotes",
         "bool_type": "true or false",
         "int_type": "a whole number",
@@ -264,10 +264,14 @@ def _place(section: str, name: str) -> str:
     if wanted not in here:
         for other in ("", *SECTIONS):
             if wanted in _keys(other):
-                return f"Did you mean {f'{other}.{wanted}'!r}?" if other else f"{wanted!r} belongs above all sections."
+                return (
+                    f"Did you mean {f'{other}.{wanted}'!r}?"
+                    if other
+                    else f"{wanted!r} is a top-level key; write it above all sections."
+                )
     return _hint(wanted, here)
 
 
 def _hint(name: str, known: list[str]) -> str:
     close = nearest(name, known, cutoff=0.6)
-    return f"Did you mean {close!r}?" if close else f"Known here: {', '.join(known)}."
+    return f"Did you mean {close!r}?" if close else f"Known: {', '.join(known)}."

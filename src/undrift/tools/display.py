@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from undrift.losses import reserved
+from undrift.metrics import METRICS
 from undrift.training.rows import number
 
 __all__ = ["left_out", "marks", "number", "score"]
 
 
 def score(row: dict[str, Any]) -> tuple[str, float] | None:
-    """The row's main figure: a metric, else the loss, on the test set or else on validation data."""
-    for name in (f"{prefix}{name}" for prefix in ("", "validation_") for name in ("accuracy", "recall_at_5", "loss")):
-        if number(row.get(name)):
-            return name, row[name]
+    """The row's main figure: the run's first metric, or else the loss, on the test set or else on validation data.
+
+    A row has the metrics in the order in which `metrics` lists them. Those with a name of their own are recognized if
+    they were measured on validation data or on clients' own data as well.
+    """
+    for prefix in ("", "validation_"):
+        found = [name for name in row if name.startswith(prefix) and _is_metric(name.removeprefix(prefix), row)]
+        for name in (*found, f"{prefix}loss"):
+            if number(row.get(name)):
+                return name, row[name]
     return None
+
+
+def _is_metric(name: str, row: dict[str, Any]) -> bool:
+    twins = (f"validation_{name}", f"client_{name}") if name != "loss" else ()
+    return name in METRICS or (not reserved(name) and any(twin in row for twin in twins))
 
 
 def marks(stopped: int, skipped: int) -> list[str]:

@@ -18,22 +18,24 @@ from undrift import models
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.data.partition import parse_partition
-from undrift.errors import UndriftError, first_line, quoted
+from undrift.errors import UndriftError, first_line, listed, quoted
 from undrift.expressions import parse_number
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.parse import parse_local, parse_method
 from undrift.method.part import Method
 from undrift.models import parse_model
-from undrift.tools.config import Document, Experiment, Section, read
+from undrift.tools.config import Document, Experiment, Section, checked, override, read
 from undrift.tools.plugins import import_plugins
 from undrift.training import nonfinite
 from undrift.training.checkpoint import parse_interval
 from undrift.training.early import as_rule
-from undrift.training.loop import train
+from undrift.training.loop import train_with
 from undrift.training.record import flat
+from undrift.training.replace import remove_run
 from undrift.training.result import RUN, Result, recorded
-from undrift.training.settings import KEYS, ROLES
+from undrift.training.run import Run
+from undrift.training.settings import KEYS, ROLES, Settings
 from undrift.training.track import find
 
 T = TypeVar("T")
@@ -47,12 +49,19 @@ def run(
     on_round: Callable[[dict[str, Any]], None] | None = None,
     allow_version_change: bool = False,
     progress: bool = False,
+    force: bool = False,
 ) -> Result:
-    """Load, train, and leave a folder behind."""
+    """Load the data, train, and write the run's folder. With `force`, a run that is there is replaced."""
     given = arguments(experiment)
     given |= {"allow_version_change": allow_version_change, "on_round": on_round, "progress": progress}
+
+    def ready(run: Run) -> Run:
+        if force and out is not None and run.ranks.leads:  # not before everything has been checked
+            remove_run(Path(out))
+        return run
+
     try:
-        return train(**given, out=out, resume=resume)
+        return train_with(Settings(**given, out=out, resume=resume), ready)
     except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
         if error.errno is not None and error.filename is None and out is not None:
             error.filename = str(out)
@@ -131,18 +140,36 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
     try:
         given = read(file)
         if missing := before.keys() - flat(given).keys() - {"stop_when"}:
-            raise UndriftError(f"{file} has lost the key {min(missing)!r}.")
+            raise UndriftError(f"{file} lacks the key {min(missing)!r}.")
     except UndriftError as error:
-        log.warning("%s Its copy in %s is used instead.", error, RUN)
+        log.warning("%s The copy in %s is used instead.", error, RUN)
         return tomllib.loads(copy), copy
     now = flat(given)
-    for key in before | now:
-        if before.get(key) != now.get(key) and key not in FREE | (DIGITS if allow_version_change else set()):
-            raise UndriftError(
-                f"{file}: {key} was {quoted(before.get(key))} when the run started, and is {quoted(now.get(key))} now; "
-                "change it back, or start another run."
-            )
+    for key in _fixed(before, now, allow_version_change):
+        raise UndriftError(
+            f"{file}: {key} was {quoted(before.get(key))} when the run started, and is {quoted(now.get(key))} now. "
+            "Change it back, or start another run."
+        )
     return given, copy
+
+
+def _fixed(before: Document, now: Document, allow_version_change: bool) -> list[str]:
+    """The keys that differ although a resumed run must not change them."""
+    free = FREE | (DIGITS if allow_version_change else set())
+    return [key for key in before | now if before.get(key) != now.get(key) and key not in free]
+
+
+def changed_for_resume(settings: Document, assignments: list[str], allow_version_change: bool) -> Document:
+    """The settings of a run, with each `key=value` put in. Raises `UndriftError` for what a resumed run must keep."""
+    changed = override(settings, assignments)
+    checked(changed, "--set")
+    for key in _fixed(flat(settings), flat(changed), allow_version_change):
+        if key in DIGITS:
+            why = "may change the last digits of the result; to change it anyway, add --allow-version-change."
+        else:
+            why = f"decides the result, so a resumed run must keep it. It may change {listed(sorted(FREE), len(FREE))}."
+        raise UndriftError(f"--set: {key} {why}")
+    return changed
 
 
 def same_length(settings: Document, config: str) -> bool:

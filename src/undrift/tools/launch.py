@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,28 @@ def warn_left_out(problems: list[str]) -> None:
         typer.echo(f"warning: {problem} It is left out.", err=True)
 
 
+@contextmanager
+def arguments_as_flags() -> Iterator[None]:
+    """Errors inside it name the flags of a command, where they name the arguments of `ud.load`."""
+    from undrift.errors import UndriftError
+
+    try:
+        yield
+    except UndriftError as error:
+        raise UndriftError(ARGUMENT.sub(_flag, str(error))) from error
+
+
+ARGUMENT = re.compile(
+    r"""\b(label|client|clients|drop|missing|resize|seed|data_dir)=\[?('[^']*'|"[^"]*"|…|[\w.]+)\]?"""
+)
+"""An argument of `ud.load` in a message, such as missing="drop", drop=['id'] or label=…."""
+QUOTES = "'\""
+
+
+def _flag(found: re.Match[str]) -> str:
+    return f"--{found[1].replace('_', '-')} {found[2].strip(QUOTES)}"
+
+
 def read_settings(
     file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool = False
 ) -> dict[str, Any]:
@@ -54,7 +79,7 @@ def with_options(
     """The settings with the command line's options. Raises for imports that the user has not allowed."""
     given = settings.get("imports", [])
     if isinstance(given, list):
-        check_trust(file, given, imports or [], trust)
+        allow_imports(file, given, imports or [], trust)
         if imports:
             settings["imports"] = list(dict.fromkeys([*given, *imports]))
     if data_dir and isinstance(settings.get("data"), dict):
@@ -62,16 +87,33 @@ def with_options(
     return settings
 
 
-def check_trust(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
-    """A file that the user names may import code. The folder of a run may not, as it may come from somebody else."""
+def allow_imports(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
+    """Look for modules next to an experiment file, or where a run found them; raise for those that are not allowed.
+
+    A file that the user names may import code. The folder of a run may not, as it may come from somebody else.
+    """
     from undrift.errors import UndriftError, quoted
 
     strange = [name for name in given if name not in imports]
     if strange and not trust and file.is_dir():
         raise UndriftError(
-            f"{file / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which runs that code. If you "
-            f"trust it, allow it with {' '.join(f'--import {name}' for name in strange)}, or with --trust."
+            f"{file / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which executes that code. If "
+            f"you trust it, allow it with {' '.join(f'--import {name}' for name in strange)}, or with --trust."
         )
+    if given or imports:
+        from undrift.tools.plugins import search_in
+
+        search_in(Path.cwd(), *(_module_folders(file) if file.is_dir() else [file.resolve().parent]))
+
+
+def _module_folders(run: Path) -> list[str]:
+    """Where a run's modules were when it was last started or resumed, by its `run.json`; never its own folder."""
+    from undrift.training.result import RUN, recorded
+
+    known = (recorded(run) if (run / RUN).exists() else None) or {}
+    sessions = [known.get("started") or {}, *known.get("resumed", ())]
+    found = [str(folder) for own in reversed(sessions) for folder in own.get("modules", {}).values()]
+    return [folder for folder in dict.fromkeys(found) if not Path(folder).resolve().is_relative_to(run.resolve())]
 
 
 def read_experiment(
@@ -88,7 +130,12 @@ def read_experiment(
 
 
 def run_experiment(
-    experiment: Experiment, folder: Path, where: Path, resume: bool = False, allow_version_change: bool = False
+    experiment: Experiment,
+    folder: Path,
+    where: Path,
+    resume: bool = False,
+    allow_version_change: bool = False,
+    force: bool = False,
 ) -> None:
     from undrift.tools.display import left_out, marks, score
     from undrift.tools.experiment import about, run
@@ -99,7 +146,9 @@ def run_experiment(
     flags = "".join(f" --import {name}" for name in experiment.imports)
     with about(str(where)), stopping() as stop:
         try:
-            result = run(experiment, folder, resume, lambda row: stop.check(), allow_version_change, progress=True)
+            result = run(
+                experiment, folder, resume, lambda row: stop.check(), allow_version_change, progress=True, force=force
+            )
         except KeyboardInterrupt:
             left = folder if (folder / "config.toml").exists() else None
             say(f"stopped; resume with: undrift resume {left}{flags}" if left else "stopped", err=True)
@@ -140,7 +189,7 @@ def run_points(
             return run_on(board, points, folder, where, workers, devices, lambda point: None)
         except KeyboardInterrupt:
             board.__exit__()
-            typer.echo(f"stopped; the same command with --out {folder} continues", err=True)
+            typer.echo(f"stopped; to continue, repeat the command with --out {folder}", err=True)
             raise typer.Exit(130) from None
 
 

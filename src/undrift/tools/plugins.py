@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from undrift.errors import UndriftError, first_line, quoted
+from undrift.training import provenance
 
 log = logging.getLogger("undrift")
 
@@ -18,19 +20,46 @@ log = logging.getLogger("undrift")
 def import_plugins(modules: Iterable[str] = ()) -> None:
     """Import users' own methods, models and data: packages with an entry point for undrift, then these modules.
 
-    The entry points are those of the group "undrift". Modules may also be in the working directory, which is searched
-    last, so that nothing there can replace an installed package.
+    The entry points are those of the group "undrift". Modules may also be in the working directory, or where
+    `search_in` says. These are searched last, so that nothing there can replace an installed package.
     """
     _load_entry_points()
     modules = list(modules)
-    if modules and (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    if modules:
+        search_in(os.getcwd())
     for module in modules:
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UndriftError(f"imports: the module {quoted(module)} cannot be imported ({reason}).") from error
+            hint = ""
+            if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+                hint = f" It was searched for among installed packages and in {', '.join(_added)}."
+            raise UndriftError(f"imports: the module {quoted(module)} cannot be imported ({reason}).{hint}") from error
+        _remember(module)
+
+
+_added: list[str] = []
+"""Folders that were appended to `sys.path`."""
+
+
+def search_in(*folders: str | Path) -> None:
+    """Also look for modules in these folders, after everything else."""
+    for folder in map(os.path.abspath, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
+        if folder not in _added:
+            _added.append(folder)
+
+
+def _remember(module: str) -> None:
+    """Note the folder of a module that is not installed, for the `run.json` of runs that use it."""
+    root = sys.modules[module.partition(".")[0]]
+    for place in [root.__file__] if getattr(root, "__file__", None) else list(getattr(root, "__path__", ())):
+        file = Path(str(place))
+        folder = str(file.parent.parent if file.name == "__init__.py" else file.parent)
+        if folder in _added:
+            provenance.modules[module] = folder
 
 
 @cache

@@ -97,7 +97,7 @@ def model_arguments(run: Run, config: str) -> dict[str, Any] | None:
     try:
         load_model(module_of(experiment.model, data, experiment.seed), str(run.folder / "model.safetensors"))
     except (RuntimeError, OSError) as error:
-        raise UndriftError(f"The weights in {run.folder} do not load ({first_line(error)}).") from error
+        raise UndriftError(f"The weights in {run.folder} cannot be loaded ({first_line(error)}).") from error
     tokens = {"vocabulary": data.task.vocabulary} if data.task.vocabulary is not None else {}
     return {"name": name, "classes": data.outputs, "shape": shape, **tokens, **options}
 

@@ -71,7 +71,7 @@ def parse_devices(text: str, workers: int | None) -> list[str]:
     """The devices named in `cuda:0,cuda:1`, of which each takes one run at a time; one named twice takes two."""
     names = [name.strip() for name in text.split(",")]
     if workers is not None:
-        raise UndriftError("--workers and --devices both say how many runs there are at a time; give one of them.")
+        raise UndriftError("--workers and --devices both set how many runs train in parallel; use only one of them.")
     for name in names:
         find_device(name or quoted(text))
     return names

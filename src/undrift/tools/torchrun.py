@@ -21,5 +21,5 @@ def refuse_torchrun(command: str) -> None:
     if under_torchrun():
         raise UndriftError(
             f"undrift {command} runs many experiments, each in one process; start it without torchrun. "
-            "undrift sweep --devices cuda:0,cuda:1 gives each of several GPUs its own runs."
+            "To use several GPUs: undrift sweep --devices cuda:0,cuda:1."
         )

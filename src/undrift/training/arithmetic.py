@@ -70,8 +70,8 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
         )  # fmt: skip
         if any(thread != me and switches != wanted for thread, switches in _holders):
             raise UndriftError(
-                "Another run in this process, in another thread, has another precision or another value of "
-                "deterministic. torch has one setting for the whole process: use the same, or separate processes."
+                "A run in another thread of this process has a different precision or value of deterministic. Both "
+                "apply to the whole process: use the same values, or separate processes."
             )
         if not _holders:
             _before[:] = [before]

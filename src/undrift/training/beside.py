@@ -246,7 +246,7 @@ class Group:
             inputs = stacked([waiting[i][0] for i in members], [self.firsts[i] for i in members])
             outcomes = self.engine.run_all(inputs, visit if visits else None, skip)
         except BaseException as error:  # training alone shows which run fails
-            log.warning("the runs side by side train one after another from here on: %s", first_sentence(error))
+            log.warning("the runs no longer train side by side, but one after another: %s", first_sentence(error))
             failed = True
         if failed:  # outside of the handler, whose traceback would keep its tensors alive
             self.engine = None

@@ -182,7 +182,10 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
     output = given.output or (WHOLE if own_loss else None)
     changing = method.overriding("logits") if output == WHOLE else []
     names = " and ".join(type(part).__name__ for _, part in changing)
-    require(not names, f'{names} changes a model\'s logits, which loss="model" and output="all" do not have.')
+    require(
+        not names,
+        f'{names} changes logits, so it cannot be combined with loss="model" or output="all", which have none.',
+    )
     return output
 
 

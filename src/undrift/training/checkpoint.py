@@ -93,7 +93,7 @@ class Checkpoints:
         self.closed = False
         """Whether the run's last checkpoint has been written."""
         if every is not None and folder is None:
-            raise UndriftError("checkpoint_every needs a folder to write to; name one: out=….")
+            raise UndriftError("checkpoint_every needs a folder to write to; pass out=….")
 
     def due(self, now: State) -> bool:
         late = self.seconds is not None and time.monotonic() - self.saved_at >= self.seconds
@@ -160,7 +160,10 @@ class Checkpoints:
         except LostError:
             raise
         except (OSError, SafetensorError) as error:
-            log.warning("no checkpoint is left to continue the finished run from: %s", first_line(error))
+            log.warning(
+                "the last checkpoint could not be written, so the finished run cannot be continued: %s",
+                first_line(error),
+            )
             if self.folder and self.folder.is_dir() and self.run.ranks.leads:
                 self._tidy()
         self.closed = True
@@ -256,7 +259,9 @@ class Checkpoints:
             self._hold(found)
             return now
         if found:
-            raise UndriftError(f"None of the checkpoints in {self.folder} can be read; start the run again elsewhere.")
+            raise UndriftError(
+                f"None of the checkpoints in {self.folder} can be read; start the run again in another folder."
+            )
         return None
 
     def read(self, number: int) -> tuple[State, Series]:
@@ -276,7 +281,7 @@ class Checkpoints:
         history = [json.loads(line) for line in lines]
         now = State(trees["params"], parts, trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
-            raise DamagedError(f"round-{number}.json is of another round.")
+            raise DamagedError(f"round-{number}.json belongs to another round.")
         last = str(number) == whole["identity"]["rounds"] or COLUMN in now.history[-1]
         if last and "before_finish" not in whole:
             raise DamagedError("an earlier version of undrift wrote it after the method's finish.")

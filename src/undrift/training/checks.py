@@ -37,9 +37,9 @@ def find_device(device: Any) -> torch.device:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UndriftError(
-            f"device {quoted(device)} cannot be used here ({first_line(error)}); leave it out to choose by itself."
+            f"device {quoted(device)} is not available ({first_line(error)}); leave it out to choose one automatically."
         ) from error
-    require(found.type != "meta", "device 'meta' holds no values, so nothing can be trained there; leave it out.")
+    require(found.type != "meta", "device 'meta' holds no values, so nothing can be trained on it; choose another.")
     return found
 
 
@@ -47,7 +47,7 @@ def check_types(given: Settings) -> None:
     data, local, rounds, lanes = given.data, given.local, given.rounds, given.lanes
     engine, precision, compile = given.engine, given.precision, given.compile
     kind = type(data).__name__
-    require(isinstance(data, FederatedDataset), f"data must be a FederatedDataset (ud.load, from_clients), not {kind}.")
+    require(isinstance(data, FederatedDataset), f"data must be a ud.FederatedDataset, as ud.load returns, not {kind}.")
     require(isinstance(local, Local), f"local must be a ud.Local, not {type(local).__name__}.")
     require(whole(rounds) and rounds >= 1, f"rounds must be a whole number from 1, not {rounds!r}.")
     require(engine in ("auto", "lanes", "plain"), f'engine must be "auto", "lanes" or "plain", not {engine!r}.')
@@ -57,7 +57,7 @@ def check_types(given: Settings) -> None:
     require(given.data_on in places, f'data_on must be "auto", "device" or "host", not {given.data_on!r}.')
     fine = lanes is None or (whole(lanes) and lanes >= 1)
     require(fine, f"lanes must be a whole number from 1, or None, not {lanes!r}.")
-    require(compile in (None, True, False), f"compile must be True, False, or None, not {compile!r}.")
+    require(compile in (None, True, False), f"compile must be True, False or None, not {compile!r}.")
     fine = given.threads is None or (whole(given.threads) and given.threads >= 1)
     require(fine, f"threads must be a whole number from 1, or None, not {given.threads!r}.")
 
@@ -69,4 +69,7 @@ def check_listening(given: Settings) -> None:
     fine = personalize_every is None or (whole(personalize_every) and personalize_every >= 1)
     require(fine, f"personalize_every must be a whole number from 1, or None, not {personalize_every!r}.")
     require(given.progress in (True, False), f"progress must be True or False, not {given.progress!r}.")
-    require(on_round is None or callable(on_round), f"on_round must be a function of a round's row, not {on_round!r}.")
+    require(
+        on_round is None or callable(on_round),
+        f"on_round must be a function that takes a row of the history, not {on_round!r}.",
+    )

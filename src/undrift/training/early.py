@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from undrift.errors import UndriftError, quoted, require, whole
@@ -16,6 +17,8 @@ Rule = Callable[[History], Any]
 
 COLUMN = "stopped_early"
 """The column of the last row with the reason why the run ended."""
+PREFIX = re.compile(r"^(validation_|client_)")
+"""What the columns of a metric begin with, if they are not of the test set."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class EarlyStopping:
             figures: the test data would become part of the training.
         patience: Stop once this many rounds have passed since the best one.
         min_delta: The smallest change that counts as an improvement.
-        better: `"lower"` or `"higher"`. By default, lower for losses and errors, and higher for everything else.
+        better: `"lower"` or `"higher"`. By default, what the metric's own `higher_is_better` says, if it has one;
+            otherwise lower for losses and errors, and higher for everything else.
 
     Raises:
         UndriftError: If an argument is invalid.
@@ -48,18 +52,20 @@ class EarlyStopping:
     better: str | None = None
 
     def __post_init__(self) -> None:
-        require(isinstance(self.column, str), f"EarlyStopping(column) must be a column's name, not {self.column!r}.")
+        require(
+            isinstance(self.column, str), f"EarlyStopping(column) must be the name of a column, not {self.column!r}."
+        )
         fine = whole(self.patience) and self.patience >= 1
         require(fine, f"EarlyStopping(patience) must be a whole number from 1, not {self.patience!r}.")
         number = whole(self.min_delta) or isinstance(self.min_delta, float)
-        require(number and self.min_delta >= 0, f"EarlyStopping(min_delta) must be from 0, not {self.min_delta!r}.")
+        require(number and self.min_delta >= 0, f"EarlyStopping(min_delta) must be at least 0, not {self.min_delta!r}.")
         ways = (None, "lower", "higher")
         require(self.better in ways, f'EarlyStopping(better) must be "lower" or "higher", not {self.better!r}.')
 
     def __call__(self, history: History) -> str | None:
         """Return why to stop now, or None. Depends on the history alone, so a resumed run stops in the same round."""
-        better = self.better or ("lower" if lower_is_better(self.column) else "higher")
-        sign = -1 if better == "lower" else 1
+        lower = self.better == "lower" if self.better else lower_is_better(self.column)
+        sign = -1 if lower else 1
         best, since = None, 0
         for row in history:
             if self.column in row:
@@ -72,11 +78,17 @@ class EarlyStopping:
         return f"{self.column} has not improved for {rounds}; it was {sign * best:.4g} in round {since}"
 
 
-def as_rule(stop_when: Any) -> Rule | None:
-    """Return the rule that `ud.train` was given: a function, or an expression in a string."""
+def as_rule(stop_when: Any, metrics: Mapping[str, Any] | None = None) -> Rule | None:
+    """Return the rule that `ud.train` was given: a function, or an expression in a string.
+
+    `metrics` are those of the run by name, which may know whether higher or lower values are better.
+    """
     if isinstance(stop_when, str):
         example = "EarlyStopping('validation_loss', patience=10)"
-        return parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
+        stop_when = parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
+    if isinstance(stop_when, EarlyStopping) and stop_when.better is None:
+        metric = (metrics or {}).get(PREFIX.sub("", stop_when.column))
+        return replace(stop_when, better="lower" if lower_is_better(stop_when.column, metric) else "higher")
     require(
         stop_when is None or callable(stop_when),
         f"stop_when must be a function of the history, such as ud.EarlyStopping(…), not {stop_when!r}.",

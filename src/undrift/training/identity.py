@@ -107,6 +107,8 @@ def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bo
     """
     changed: list[str] = []
     for what in now | before:
+        if what in ROLES and ROLES[what].resume == "free":  # of an earlier version, which compared it
+            continue
         then, asked = str(before.get(what)), str(now.get(what))
         if what == "rounds" or then == asked or (what == ATTRIBUTES and what not in before):
             continue
@@ -114,8 +116,8 @@ def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bo
         if not others:
             then, asked = _difference(then, asked)
             raise UndriftError(
-                f"{where} is of a run with {what} {then}, not {asked}; resume it with the same settings, or choose "
-                "another folder."
+                f"The run in {where} was started with {what} {then}, not {asked}. Resume it with the same settings, or "
+                "choose another folder."
             )
         changed += [f"{name} ({what})" for name in dict.fromkeys(others)]
     return changed

@@ -197,7 +197,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     run = put(prepare(given, ranks))
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
-    rule = as_rule(given.stop_when)
+    rule = as_rule(given.stop_when, run.metrics)
     nonfinite.check_start(run.model.start)
     return run, rule
 

@@ -131,8 +131,8 @@ class Watch:
         bad = clients[failed & answered].tolist()
         if not bad:
             return (
-                "the weights, or the method's state at the server, are not finite although every client's update is; "
-                "the method's own steps made them so. Try a smaller server learning rate."
+                "every client's update is finite, but the server's step made the weights or the method's state NaN or "
+                "infinite. Try a smaller server learning rate."
             )
         if len(bad) == answered.sum():
             who = "of the cohort" if answered.all() else "that answered"
@@ -168,7 +168,7 @@ def survived(answers: Answers, row: Row) -> Row:
     count = int(answers.survivors)
     if count < answers.least:
         log.warning(
-            "round %d: the model stays as it was, for %d of %d clients are left and %d are needed",
+            "round %d: the model is left unchanged, because %d of %d clients remain and %d are required",
             row["round"], count, len(answers.clients), answers.least,
         )  # fmt: skip
     return {"survivors": count, "round_skipped": count < answers.least}
@@ -188,7 +188,7 @@ def check_start(params: Params) -> None:
     """Reject a model whose initial weights are not finite."""
     bad = [name for name, w in params.items() if not bool(w.isfinite().all())]
     if bad:
-        raise UndriftError(f"The model's parameter {bad[0]!r} has values that are not finite before training starts.")
+        raise UndriftError(f"The model's parameter {bad[0]!r} is NaN or infinite before training starts.")
 
 
 def named(clients: list[int]) -> str:

@@ -206,9 +206,11 @@ def own_model(run: Run, state: State, client: int) -> Params:
     require(known and state.round > 0, f"There is no client {client!r} with data, or no round was trained.")
     if run.ranks.several:
         owner, here = int(client) % run.ranks.size, run.ranks.owns(int(client)) or not run.keeps
-        require(here, f"What client {client} keeps lies in process {owner}; ask for its weights there.")
+        require(here, f"The state of client {client} is in process {owner}; call own_params there.")
         fine = not run.method.measuring("cohort")
-        require(fine, "The method measures its cohort for it, which no process does alone; resume with one process.")
+        require(
+            fine, "With this method, a client's own weights depend on its whole cohort; resume the run in one process."
+        )
         run = replace(run, ranks=ALONE)
     with torch.no_grad():
         ((_, found),) = own_models(run, state, np.array([int(client)]))

@@ -29,13 +29,13 @@ def agree(run: Run, given: Settings) -> None:
     different = [name for name in first if any(other[name] != first[name] for other in others)]
     if "weights" in different or "data" in different:
         raise UndriftError(
-            f"The processes that torchrun has started differ in their {' and '.join(different)}; draw whatever is "
-            "random in the script from a seed that is the same in all of them (torch.manual_seed), before it is used."
+            f"The processes that torchrun started differ in their {' and '.join(different)}. Call torch.manual_seed "
+            "with the same seed in all of them before the script draws anything at random."
         )
     if different:
         raise UndriftError(
-            f"The processes that torchrun has started differ in {listed(different)}; call ud.train with the same "
-            "arguments in all of them. Where machines differ, so may what is chosen: set engine and lanes."
+            f"The processes that torchrun started differ in {listed(different)}; call ud.train with the same "
+            "arguments in all of them. On different machines, automatic choices may differ: set engine and lanes."
         )
 
 

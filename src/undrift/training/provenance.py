@@ -9,10 +9,13 @@ from typing import Any
 
 PATIENCE = 2.0
 """The timeout for git, in seconds."""
+modules: dict[str, str] = {}
+"""The users' modules that this process has imported by name, with the folder that each was found in."""
 
 
 def session(versions: dict[str, str], choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the time, the versions, the commit of the working directory, and which processes and runs train as one.
+    """Return the time, the versions, the commit of the working directory, where users' modules are, and which processes
+    and runs train as one.
 
     `commit` is None if there is no commit or no git. `dirty` says whether tracked files differ from it. It is None if
     git takes too long, or would run commands that the repository itself names as filters.
@@ -26,6 +29,7 @@ def session(versions: dict[str, str], choices: dict[str, Any]) -> dict[str, Any]
         "versions": versions,
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
+        **({"modules": dict(modules)} if modules else {}),
         **{name: choices[name] for name in ("processes", "beside") if name in choices},
     }
 

@@ -203,7 +203,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str] | None, resume: bool = False) -> None:
         if not (path is None or isinstance(path, str | os.PathLike)) or path == "":
-            raise UndriftError(f"out must name a folder, not {path!r}; leave it out for a run without one.")
+            raise UndriftError(f"out must be the path of a folder, not {path!r}; leave it out to write no files.")
         self.path = None if path is None else Path(path)
         self.resume = resume
         self.metrics: TextIO | None = None
@@ -211,14 +211,14 @@ class Folder:
         self.record: dict[str, Any] = {}
         """The contents of `run.json`."""
         if resume and not self.path:
-            raise UndriftError("resume needs the folder of the run; name it with out=….")
+            raise UndriftError("resume=True needs the folder of the run; pass out=….")
         if resume and self.path and not any((self.path / name).exists() for name in (RUN, "config.toml")):
-            raise UndriftError(f"{self.path} has no run to resume; leave resume out to start one there.")
+            raise UndriftError(f"{self.path} contains no run to resume; leave resume out to start one there.")
 
     def __enter__(self) -> Folder:
         if self.path:
             if self.path.exists() and not self.path.is_dir():
-                raise UndriftError(f"{self.path} exists; choose another folder for this run, or remove that one.")
+                raise UndriftError(f"{self.path} is not a folder; choose another path for this run.")
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -244,10 +244,15 @@ class Folder:
         found = {file.name: file for file in self.path.iterdir() if not PARTIAL.fullmatch(file.name)}
         if not self.resume:
             if "config.toml" in found:
-                raise UndriftError(f"{self.path} exists; choose another folder for this run, or remove that one.")
+                raise UndriftError(
+                    f"{self.path} already contains a run. Choose another folder, resume that run, or replace it with "
+                    "undrift run --force."
+                )
             other = sorted(name for name in found if name != RUN)  # which a run that failed at once leaves behind
             if other:
-                raise UndriftError(f"{self.path} contains {other[0]!r}; choose an empty or a new folder for a new run.")
+                raise UndriftError(
+                    f"{self.path} is not empty: it contains {other[0]!r}. Choose a new or an empty folder for the run."
+                )
         for name, file in found.items():
             if OURS.fullmatch(name) and not regular(file):
                 raise UndriftError(f"{file} is a link or a folder, not a file of this run; remove it to continue.")

@@ -50,8 +50,8 @@ def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int |
         state, _ = checkpoints.read(where)
     except Exception as error:  # the files here may be damaged in any way
         raise UndriftError(
-            f"Process {run.ranks.rank} cannot read what the first one reads in {given.out} ({first_line(error)}); all "
-            "processes must see the same folder."
+            f"Process {run.ranks.rank} cannot read the checkpoint in {given.out} that the first process reads "
+            f"({first_line(error)}); all processes need access to the same folder."
         ) from error
     checkpoints.saved_round = where
     take_up(run, state)
@@ -67,7 +67,9 @@ def resumed(
     """
     known = folder.recorded() or checkpoints.recorded()
     if known is None:
-        raise UndriftError(f"Nothing in {folder.path} says which run it is of; start it again in another folder.")
+        raise UndriftError(
+            f"{folder.path} has no readable run.json or checkpoint, so it cannot be resumed; start in another folder."
+        )
     before = int(known["identity"]["rounds"])
     allowed = compared(run, given, folder, checkpoints, known)
     refuse_fewer(run, folder, checkpoints)
@@ -87,8 +89,8 @@ def resumed(
         elif state.round < run.rounds and stops(rule, state):
             if run.rounds > before:
                 log.warning(
-                    "%s ended after round %d (%s), and stop_when ends it there again; to continue it, give another "
-                    "rule or none", folder.path, len(rows), early,
+                    "%s ended after round %d (%s), and stop_when would end it there again; to train further, change or "
+                    "remove stop_when", folder.path, len(rows), early,
                 )  # fmt: skip
             return finished(run, folder)
     if state is not None:
@@ -97,7 +99,9 @@ def resumed(
         raise UndriftError(nothing_to_continue_from(folder, whole))
     if state is None:
         log.warning(
-            "%s has no checkpoint, so its %d rounds are trained again from the first", folder.path, rows_of(folder)
+            "%s has no checkpoint, so training starts over from round 1 (%d rounds were done)",
+            folder.path,
+            rows_of(folder),
         )
     if run.rounds != before:
         warn_of_schedules(run, before, known["config"], folder)
@@ -146,8 +150,8 @@ def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
     done = max(rows_of(folder), checkpoints.newest)
     if done > run.rounds:
         raise UndriftError(
-            f"{folder.path} is of a run that has already trained {done} rounds, and rounds is {run.rounds}; ask for "
-            f"at least {done}, or choose another folder."
+            f"The run in {folder.path} has already trained {done} rounds, but rounds is {run.rounds}; ask for at least "
+            f"{done}, or choose another folder."
         )
 
 
@@ -171,7 +175,9 @@ def finished(run: Run, folder: Folder) -> Result:
 
 def unknown_own_model(client: int) -> dict[str, Tensor]:
     """Raise, since the folder of a finished run only has the global model."""
-    raise UndriftError("Clients' own weights are in the result of the training itself, not in that of a finished run.")
+    raise UndriftError(
+        "A run's folder does not have clients' own weights; only the result of the call that trained them has."
+    )
 
 
 def stops(rule: Rule | None, state: State) -> str | None:
@@ -185,7 +191,7 @@ def stops(rule: Rule | None, state: State) -> str | None:
 def nothing_to_continue_from(folder: Folder, whole: bool) -> str:
     if not whole:
         return (
-            f"The results in {folder.path} are damaged, and there is no checkpoint to make them again from; run it "
+            f"The results in {folder.path} are damaged, and there is no checkpoint to restore them from; run it "
             "again in another folder."
         )
     return (

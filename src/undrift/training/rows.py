@@ -48,6 +48,6 @@ def late_figures(
     for name in own:
         require(
             name not in row | settled and not reserved(name),
-            f"A part's history has {name!r}, which is a column of the history already; rename it.",
+            f"A part's history has a column {name!r}, a name that undrift uses itself; rename it.",
         )
     return settled | own

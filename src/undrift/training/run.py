@@ -113,18 +113,18 @@ class Run:
         clients, steps = np.asarray(plan.clients), np.asarray(plan.steps)
         require(plan.round == t, "A part's plan must not change the round.")
         known = clients.ndim == 1 and (clients.dtype.kind in "iu" or not len(clients))
-        require(known, "A part's plan must name its clients by whole numbers, as a flat array of ids.")
+        require(known, "A part's plan must list its clients as a one-dimensional array of integer ids.")
         clients = clients.astype(np.int64)
         there = (clients >= 0) & (clients < len(self.data))
         strange = clients[~there | (self.data.sizes_of(np.where(there, clients, 0)) == 0)]
         require(not len(strange), f"A part's plan has client {strange[:1]}, which does not exist or has no data.")
-        require(len(np.unique(clients)) == len(clients), "A part's plan names a client twice.")
+        require(len(np.unique(clients)) == len(clients), "A part's plan lists a client twice.")
         alike = steps.shape == clients.shape
         require(
             alike, f"A part's plan has {len(clients)} clients and {steps.size} step counts; see server.steps(clients)."
         )
         fine = not len(steps) or (steps.dtype.kind in "iu" and steps.min() >= 1)
-        require(fine, "A part's plan must leave each client a whole number of steps from 1.")
+        require(fine, "A part's plan must give each client a positive integer number of steps.")
         most = len(clients) <= self.cohort_size or self.conditions.max_norm_ratio is None
         require(most, "A part's plan has more clients than are sampled, which max_norm_ratio does not allow.")
         for name, interval in (("lr", "[0, inf)"), ("momentum", "[0, 1)"), ("weight_decay", "[0, inf)")):

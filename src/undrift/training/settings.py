@@ -80,8 +80,8 @@ class Settings:
     data_on: str = field(default="auto", metadata=role("text", resume="free", compared=False))
     deterministic: bool = field(default=False, metadata=role("switch", resume="digits"))
     threads: int | None = field(default=None, metadata=role("threads", resume="digits", compared=False))
-    evaluate_every: int = field(default=1, metadata=role("count", compared=False))
-    personalize_every: int | None = field(default=None, metadata=role("count", compared=False))
+    evaluate_every: int = field(default=1, metadata=role("count", resume="free", compared=False))
+    personalize_every: int | None = field(default=None, metadata=role("count", resume="free", compared=False))
     drift: bool | str = field(default=False, metadata=role("drift", resume="digits", compared=False))
     out: str | Path | None = field(default=None, metadata=OF_THE_CALL)
     checkpoint_every: int | str | None = field(

@@ -39,7 +39,7 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
     """
     present = torch.get_num_threads()
     if asked is not None:
-        return asked, "asked for"
+        return asked, "set by threads"
     for name in VARIABLES:
         if name in os.environ:
             return present, f"set by {name}"

@@ -45,7 +45,9 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
         with torch.no_grad(), Seeded(torch_seed(seed, "model")):
             made.eval()(*args, **kwargs)
     except Exception as error:  # whatever a user's forward pass may raise
-        raise UndriftError(f"The model's lazy layers get no shapes from the clients' samples: {error}") from error
+        raise UndriftError(
+            f"The model's lazy layers cannot infer their shapes from the clients' samples: {error}"
+        ) from error
     return made.train(module.training)
 
 
@@ -80,8 +82,8 @@ def check_split(
     if classes and not isinstance(output, Tensor):
         names = listed(output) if isinstance(output, dict) else f'"0" to "{len(output) - 1}"'
         raise UndriftError(
-            f'The model returns several outputs ({names}); name the one that the loss is about: output="…", or give '
-            "a loss of your own, which takes them all."
+            f'The model returns several outputs ({names}); choose the one for the loss with output="…", or pass a '
+            "loss of your own, which is given all of them."
         )
     if classes:
         check_labels(whose, rows, output, target, loss)
@@ -104,8 +106,8 @@ def check_split(
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             require(
                 fine,
-                f"The {name} must give one value per sample, shape (2,) for two samples, not {found}; got {given}."
-                + _way_out(tensor),
+                f"The {name} must return one value per sample, shape (2,) for two samples, not {found}; it was given "
+                f"{given}." + _way_out(tensor),
             )
     return with_draws_of_loss(examined, trial, drew)
 
@@ -138,7 +140,7 @@ def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) 
 def _way_out(value: Any) -> str:
     """Return advice on how to get one value per sample."""
     if isinstance(value, Tensor) and value.dim() == 0:
-        return ' A function of torch\'s gives one with reduction="none".'
+        return ' torch\'s functions return one with reduction="none".'
     if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
         return " To average over a sample's own values, append .flatten(1).mean(1)."
     return ""
@@ -157,13 +159,13 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
         ) from error
     found = extremes(rows.store["y"], rows.index, None if loss is squared_hinge else IGNORED)
     if found is None:
-        raise UndriftError(f"The {whose} labels are all {IGNORED}, which stands for none; give some samples one.")
+        raise UndriftError(f"The {whose} labels are all {IGNORED}, which means no label; give some samples a label.")
     low, high = found
     most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
     require(
         low >= 0 and high <= most,
         f"The {whose} labels run from {low} to {high}, but the model has {outputs} outputs; "
-        f"labels must be from 0 to {most}, or {IGNORED} for none with cross-entropy.",
+        f"labels must be from 0 to {most}, or, with cross-entropy, {IGNORED} for no label.",
     )
 
 
@@ -172,10 +174,14 @@ def _hint(model: Model, rows: Rows, x: Samples) -> str:
     if not isinstance(x, Tensor):
         return f" (They are {kind(x)}.)"
     if not x.is_floating_point():
-        numbers = "flat pictures want x.float() / 255" if x.dtype == torch.uint8 else "other numbers want x.float()"
+        numbers = (
+            "for flattened images, pass x.float() / 255"
+            if x.dtype == torch.uint8
+            else "for other numbers, pass x.float()"
+        )
         return f" (They are {x.dtype}, as tokens are; {numbers}.)"
     if "x" in rows.store and rows.store["x"].dtype == torch.uint8 and rows.take is take:
-        return " (They were given as uint8, which stands for pictures and is scaled to [0, 1]; tokens want x.long().)"
+        return " (They were given as uint8, which means images and is scaled to [0, 1]; for tokens, pass x.long().)"
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.module.modules()):
         return " (undrift trains a copy of the model: a hook must use the module that it is given, not one it knows.)"
     return ""
@@ -251,13 +257,13 @@ def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device
     source = trial.unkeyed.removeprefix("it draws from ").partition(",")[0]
     require(
         not trial.unkeyed,
-        f"The augmentation draws from {source}, so runs would not repeat; draw from the key that it is given "
+        f"The augmentation draws from {source}, so runs would not repeat; draw from the key that it receives "
         "(ud.random.uniform(key, shape)).",
     )
     whole = _batch_kind(found)
     require(
         whole == _batch_kind(x),
-        f"The augmentation must keep a batch's shape and type, {_batch_kind(x)}, not give {whole}.",
+        f"The augmentation must keep the shape and type of a batch, {_batch_kind(x)}, not return {whole}.",
     )
 
 

@@ -23,6 +23,7 @@ from undrift.tools.report.curves import AXES, POINTS, SHORT, SOURCES, curves
 from undrift.tools.report.downsample import even, rounded
 from undrift.tools.report.names import named
 from undrift.tools.report.records import longest_updates, records
+from undrift.tools.study.paths import runs_in
 from undrift.training.result import finished
 from undrift.training.track import BY_CLIENT
 
@@ -39,12 +40,12 @@ SHOWN_OTHERWISE = {*BY_CLIENT, "local_steps", "class_accuracy"}
 
 
 def folders(paths: Iterable[Path]) -> list[Path]:
-    """The folders of runs: each path itself or, for the folder of a sweep, those in it."""
+    """The folders of runs: each path itself or, for the folder of a sweep or a study, those in it."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            raise UndriftError(f"{path} is not a run; name the folder that undrift run or ud.train(out=…) wrote.")
-        inside = [path] if (path / "config.toml").exists() else sorted(f.parent for f in path.glob("*/config.toml"))
+            raise UndriftError(f"{path} is not a run. Name a folder that undrift run or ud.train(out=…) has written.")
+        inside = runs_in(path)
         if not inside:
             raise UndriftError(f"{path} is not a run: neither it nor a folder in it has a config.toml.")
         found += inside

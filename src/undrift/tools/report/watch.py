@@ -11,9 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from undrift.errors import UndriftError, first_line
-from undrift.tools.report.gather import gather
+from undrift.errors import UndriftError, first_line, listed
+from undrift.tools.report.gather import folders, gather
 from undrift.tools.report.page import numbers, page, write
+from undrift.tools.study.paths import runs_in
 
 HOST = "127.0.0.1"
 PAUSE = 1.0
@@ -72,9 +73,19 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page and update it until Ctrl-C."""
-    seen, payload = stamps(folders), gather(folders)
+def wait_for(paths: Sequence[Path], say: Callable[[str], None]) -> None:
+    """Wait until there is a run in each of these folders, which may not exist yet."""
+    waiting = [path for path in paths if not path.exists() or (path.is_dir() and not runs_in(path))]
+    if waiting:
+        say(f"waiting for {listed([str(path) for path in waiting], 3)} …")
+    while any(not runs_in(path) for path in waiting):
+        time.sleep(PAUSE)
+
+
+def watch(paths: Sequence[Path], file: Path, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page and update it until Ctrl-C, with the runs that a sweep or a study has started since."""
+    found = folders(paths)
+    seen, payload = stamps(found), gather(found)
     try:
         server = Server(port, payload)
     except OSError as error:
@@ -95,10 +106,11 @@ def watch(folders: Sequence[Path], file: Path, port: int, say: Callable[[str], N
     try:
         while True:
             time.sleep(pause)
-            if (now := stamps(folders)) != seen:
+            found = [folder for path in paths for folder in runs_in(path)]
+            if (now := stamps(found)) != seen:
                 seen, began = now, time.monotonic()
                 try:
-                    payload = gather(folders)
+                    payload = gather(found)
                     server.show(payload)
                 except Exception as error:  # all folders are damaged or being rewritten: keep the page as it is
                     warn([first_line(error)])

@@ -8,48 +8,92 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrift.tools import launch
+from undrift.tools.help import Command, examples
 from undrift.tools.options import DataDir, File, Import, Out, Set, Trust
 from undrift.tools.torchrun import refuse_torchrun
 
 if TYPE_CHECKING:
     from undrift.tools.study.measures import Asked, Figures
 
-Seeds = Annotated[int | None, typer.Option(min=1, max=10_000, help="How many seeds, from the experiment's own on.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time.  [default: one per core]")]
-Devices = Annotated[str | None, typer.Option(help="Devices that take a run each: cuda:0,cuda:1", metavar="DEVICE,…")]
+Seeds = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=10_000, metavar="N", help="Run with N consecutive seeds, beginning with the experiment's own."
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="How many runs train in parallel.", show_default="one per CPU core"),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(metavar="DEVICE,…", help="Devices to train on, one run at a time each, such as cuda:0,cuda:1."),
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (compare, sweep, study):
-        app.command()(command)
+    shown: dict[Any, str] = {
+        compare: examples(
+            "undrift compare runs/fedavg runs/fedprox --baseline FedAvg",
+            "undrift compare FedAvg=runs/a* FedProx=runs/b* --target 0.8 --latex table.tex",
+        ),
+        sweep: examples("undrift sweep experiment.toml --grid 'local.lr=[0.01, 0.1]' --seeds 3"),
+        study: examples("undrift study study.toml", "undrift study study.toml --devices cuda:0,cuda:1"),
+    }
+    for command, epilog in shown.items():
+        app.command(cls=Command, epilog=epilog)(command)
 
 
 def compare(
     paths: Annotated[
         list[str],
-        typer.Argument(help="Folders of runs or of sweeps, and experiment files to run; FedAvg=runs/a gives a label."),
+        typer.Argument(
+            help="Folders of runs, sweeps or studies, and experiment files to run first. LABEL=PATH names a group.",
+            show_default=False,
+        ),
     ],
-    target: Annotated[float | None, typer.Option(help="Also show the cost of reaching this accuracy.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="VALUE", help="Also report the rounds, local steps, bytes and seconds needed to reach this value."
+        ),
+    ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="What to compare by: accuracy, loss, validation_accuracy …")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The metric to compare by, such as loss or validation_accuracy.",
+            show_default="the first metric of the runs",
+        ),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, help="Report the mean over so many last rounds.")] = 1,
+    last: Annotated[int, typer.Option(min=1, metavar="N", help="Average the metric over the last N evaluations.")] = 1,
     baseline: Annotated[
-        str | None, typer.Option(help="Also show differences to this group, seed by seed, with a 95% interval.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also report differences to this group, paired by seed, with a 95% confidence interval.",
+        ),
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Also write every number to this file.")] = None,
-    latex: Annotated[Path | None, typer.Option(help="Also write a LaTeX table, for booktabs.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write a Markdown table.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="Also draw figures into this folder: .pdf, .svg, .png")] = None,
-    double: Annotated[bool, typer.Option("--double", help="Figures as wide as two columns of a paper.")] = False,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write every number as CSV.")] = None,
+    latex: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a LaTeX table (uses booktabs).")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a Markdown table.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also draw figures: .pdf, .svg and .png files.")
+    ] = None,
+    double: Annotated[bool, typer.Option("--double", help="Draw the figures two columns wide.")] = False,
     seeds: Seeds = None,
     set: Set = None,
     out: Out = None,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compare runs, with mean ± standard deviation over seeds."""
+    """Compare runs in a table: mean ± standard deviation over seeds.
+
+    Runs that differ only in their seed form a group. Experiment files are run first, into --out.
+    """
     refuse_torchrun("compare")
     from undrift.errors import UndriftError
     from undrift.tools import compare as compared
@@ -114,7 +158,10 @@ def _points(
 def sweep(
     file: File,
     grid: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=[VALUE, …]", help="Values of a key: 'local.lr=[0.01, 0.1]'")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=[…]", help="The values to try for a setting, such as 'local.lr=[0.01, 0.1]'. May be repeated."
+        ),
     ] = None,
     seeds: Seeds = None,
     workers: Workers = None,
@@ -125,10 +172,10 @@ def sweep(
     trust: Trust = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Run every combination of some keys' values; the best is chosen on validation data.
+    """Run every combination of a grid of settings and choose the best on validation data.
 
-    The grid may also be in the file, as a section \\[sweep] of keys and lists. The same command with the same --out
-    continues a sweep that was stopped. To choose the best setting of each method, see undrift study.
+    The grid can also be written in the file, in a section \\[sweep]. To continue an interrupted sweep, repeat the
+    command with the same --out. To tune each method separately, use undrift study.
     """
     refuse_torchrun("sweep")
     from undrift.tools import sweep as swept
@@ -151,25 +198,26 @@ def sweep(
     if found["best"] is not None and len(found["settings"]) > 1:
         console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
     elif found["chosen_by"] and len(found["settings"]) > 1:
-        console.print("no best setting: in each of them, a run stopped or diverged")
+        console.print("no best setting: every setting has a run that stopped or diverged")
     console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
     raise typer.Exit(1 if failed else 0)
 
 
 def study(
-    file: Annotated[Path, typer.Argument(help="A study file.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="A study file (TOML).", show_default=False)],
     workers: Workers = None,
     devices: Devices = None,
     set: Set = None,
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write to.  [default: runs/ and the file's name]")
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder to write to.", show_default="the file's name, in runs/"),
     ] = None,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Tune every method on validation data, run the chosen settings on fresh seeds, and write tables and figures.
+    """Tune every method on validation data, rerun the best settings on fresh seeds, and write tables and figures.
 
-    The same command continues a study that was stopped.
+    To continue an interrupted study, repeat the command.
     """
     refuse_torchrun("study")
     from undrift.tools import sweep as swept
@@ -187,7 +235,7 @@ def study(
             run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), workers, places))
     except KeyboardInterrupt:
         rest = "" if out is None else f" with --out {out}"
-        typer.echo(f"stopped; the same command{rest} continues", err=True)
+        typer.echo(f"stopped; to continue, repeat the command{rest}", err=True)
         raise typer.Exit(130) from None
     blocks, asked = results.write(outcomes, found, folder)
     _print(blocks, asked)

@@ -141,7 +141,7 @@ def _plan(section: Any, where: str) -> Plan:
         key = ".".join(["study", *map(str, first["loc"][:2])])
         if first["type"] == "extra_forbidden":
             close = nearest(str(first["loc"][-1]), Plan.model_fields)
-            hint = f"Did you mean {close!r}?" if close else f"Known here: {', '.join(Plan.model_fields)}."
+            hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(Plan.model_fields)}."
             raise UndriftError(f"{where}: There is no key {quoted(key)}. {hint}") from None
         if first["type"] == "missing":
             raise UndriftError(f"{where}: The key {key!r} is missing; add it, such as seeds = [0, 1, 2].") from None
@@ -159,7 +159,7 @@ def _cell(
     settings = base
     for key, value in _entries(keys, ranges=False).items():
         if key in ("seed", "method"):
-            raise UndriftError(f"{place}: {key} is the same for all partitions; write it into study.{key}s.")
+            raise UndriftError(f"{place}: {key} must be the same for all partitions; set it in study.{key}s.")
         settings = put(settings, key, value, place)
     place = f"{where}: study.methods.{method}"
     entry = {"method": entry} if isinstance(entry, str) else entry
@@ -178,7 +178,7 @@ def _cell(
     for key in own:
         if key == "seed" or key.startswith("data."):
             raise UndriftError(
-                f"{place}: {key} is the same for all methods; vary it in [study.partitions] or in seeds."
+                f"{place}: {key} must be the same for all methods; vary it in [study.partitions] or in seeds."
             )
         if key not in braces and not _known(key):
             raise UndriftError(
@@ -231,7 +231,7 @@ def _check(study: Study, where: str) -> None:
     plan = study.plan
     for name, seeds in (("seeds", plan.seeds), ("tuning_seeds", plan.tuning_seeds)):
         if len(set(seeds)) < len(seeds):
-            raise UndriftError(f"{where}: study.{name} has a seed twice.")
+            raise UndriftError(f"{where}: study.{name} lists a seed twice.")
     both = sorted({*plan.seeds} & {*plan.tuning_seeds})
     if both:
         raise UndriftError(
@@ -244,7 +244,7 @@ def _check(study: Study, where: str) -> None:
     if not study.tuned:
         return
     if not plan.tuning_seeds:
-        raise UndriftError(f"{where}: there are settings to choose; add study.tuning_seeds, such as [100].")
+        raise UndriftError(f"{where}: there are settings to tune; add study.tuning_seeds, such as [100].")
     ranged = [key for cell in study.cells for key, options in cell.choices.items() if isinstance(options, Range)]
     if plan.search == "grid" and ranged:
         raise UndriftError(

@@ -37,8 +37,8 @@ def measure(groups: Mapping[str, Sequence[Run]], asked: Asked) -> list[Figures]:
     """
     if asked.baseline is not None and asked.baseline not in groups:
         close = nearest(asked.baseline, groups)
-        hint = f"did you mean {close!r}?" if close else f"there are {', '.join(groups)}."
-        raise UndriftError(f"The baseline {quoted(asked.baseline)} is not among what is compared; {hint}")
+        hint = f"did you mean {close!r}?" if close else f"the groups are {', '.join(groups)}."
+        raise UndriftError(f"There is no group {quoted(asked.baseline)} to use as the baseline; {hint}")
     by_seed = {name: values_by_seed(runs, asked) for name, runs in groups.items()}
     return [_group(name, runs, by_seed, asked) for name, runs in groups.items()]
 

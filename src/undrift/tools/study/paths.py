@@ -56,9 +56,9 @@ def understand(arguments: Sequence[str]) -> Given:
     if given.skipped and not given.folders and not given.files:
         name, why = next(iter(given.skipped.items()))
         raise UndriftError(
-            f"The run in {name} is not finished; first: undrift resume {name}"
+            f"The run in {name} is not finished. Finish it first: undrift resume {name}"
             if why == "not finished"
-            else f"{name} is no run: it has no metrics.jsonl."
+            else f"{name} is not a run: it has no metrics.jsonl."
         )
     return given
 
@@ -102,7 +102,7 @@ def grouped(runs: Sequence[Run], labels: Mapping[Path, str | None]) -> dict[str,
         if len(several := groups(own)) > 1:
             names = " and ".join(quoted(name) for name in list(several)[:2])
             raise UndriftError(
-                f"The runs labelled {label!r} differ in more than their seeds: {names}. Label them apart."
+                f"The runs labelled {label!r} differ in more than their seeds: {names}. Give them different labels."
             )
     for name, own in groups([run for run in runs if not labels.get(run.folder)]).items():
         if name in found:
@@ -117,17 +117,19 @@ def mismatches(by_name: Mapping[str, Sequence[Run]]) -> list[str]:
     seeds = {name: sorted(run.seed for run in runs) for name, runs in by_name.items()}
     twice = [name for name, own in seeds.items() if len(set(own)) < len(own)]
     if twice:
-        said.append(f"{listed(twice, 3)}: a seed occurs twice, so that the deviation is over fewer seeds than runs.")
+        said.append(
+            f"{listed(twice, 3)}: a seed occurs twice, so the standard deviation is over fewer seeds than runs."
+        )
     if len({frozenset(own) for own in seeds.values()}) > 1:
         some = "; ".join(f"{name}: {', '.join(map(str, dict.fromkeys(own)))}" for name, own in list(seeds.items())[:3])
-        said.append(f"the groups have different seeds ({some}), and with them different data and draws.")
+        said.append(f"the groups have different seeds ({some}), and so different partitions and random draws.")
     runs = [run for own in by_name.values() for run in own]
     keys = sorted({key for run in runs for key in run.settings if key.startswith("data.")} - ELSEWHERE)
     differing = [key for key in keys if _differ(runs, partial(_setting, key))]
     if differing:
-        said.append(f"the groups differ in {listed(differing, 3)}, so that their figures are of different data.")
+        said.append(f"the groups differ in {listed(differing, 3)}, so their results are on different data.")
     elif _differ(runs, _digests):
-        said.append("the groups were trained or tested on different data, although their settings do not say so.")
+        said.append("the groups were trained or tested on different data, although their settings are the same.")
     return said
 
 

@@ -151,8 +151,8 @@ def validation(run: Run, metric: str | None, last: int) -> Figure:
     held = name if name.startswith("validation_") else f"validation_{name}"
     if not any(held in row for row in run.rows):
         raise UndriftError(
-            f"The study's metric is {name!r}, which is not measured on validation data, so no setting can be chosen by "
-            "it; choose another, such as accuracy or loss."
+            f"The study's metric is {name!r}, which is not measured on validation data, so it cannot be used to "
+            "choose settings; choose another, such as accuracy or loss."
         )
     return held, run.last(held, last)
 

@@ -155,7 +155,7 @@ class BackgroundTracker:
 
     def _give_up(self, error: Exception) -> None:
         self.works = False
-        log.warning("%s failed and no longer tracks this run, which continues: %s", self.name, _line(error))
+        log.warning("%s failed and no longer tracks this run; training continues: %s", self.name, _line(error))
 
 
 def _line(error: Exception) -> str:

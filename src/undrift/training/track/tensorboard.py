@@ -15,7 +15,7 @@ class Tracker:
 
     def __init__(self, folder: Path | None) -> None:
         if folder is None:
-            raise UndriftError("track='tensorboard' writes into the run's folder; name one: out=….")
+            raise UndriftError("track='tensorboard' writes to the run's folder; pass out=….")
         self.folder = folder / "tensorboard"
 
     def begin(self, config: str, rounds: list[Scalars]) -> None:
