@@ -106,7 +106,7 @@ GROUPS = {
     "correct for the difference.",
     "Aggregation": "How the server combines the clients' updates.",
     "Server optimizers": "The server treats the aggregated update as a gradient, and takes the step of an optimizer. "
-    "Clients do the same work as with FedAvg.",
+    "Clients do the same work as with FedAvg. The family is also known as FedOpt.",
     "Label skew": "For clients whose class distributions differ: some classes are rare at a client, or missing.",
     "Decaying learning rates and local steps": "On heterogeneous clients, with several local steps at a constant "
     "learning rate, FedAvg converges to a point other than the minimum of the global loss. Decaying the learning rate "
