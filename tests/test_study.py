@@ -143,6 +143,15 @@ WRONG = {
     "There is no method called 'FedAvgg'": ('"FedAvg()"', '"FedAvgg()"'),
     "There is no partition called 'IDI'": ('"IID()"', '"IDI()"'),
     "data.validation_fraction is 0. Settings are chosen on validation data": ("validation_fraction = 0.2\n", ""),
+    "study.metric is 'acuracy', which is not among the metrics of the runs. Did you mean 'accuracy'?": (
+        "baseline",
+        'metric = "acuracy"\nbaseline',
+    ),
+    "'client_accuracy_worst', which is not measured on validation data": (
+        "baseline",
+        'metric = "client_accuracy_worst"\nbaseline',
+    ),
+    "study.metric is 'confusion_matrix', which is not a number": ("baseline", 'metric = "confusion_matrix"\nbaseline'),
 }
 
 
@@ -154,6 +163,36 @@ def test_wrong_files_are_refused_before_anything_runs(here, sentence):
     done = CliRunner().invoke(app, ["study", "s.toml"])
     assert sentence in str(done.exception), done.exception
     assert [path.name for path in here.iterdir()] == ["s.toml"]
+
+
+def metrics(text: str) -> list[list[str] | None]:
+    return [cell.settings.get("metrics") for cell in prepare(understood(text), "s.toml").cells]
+
+
+def test_the_metric_of_a_study_is_measured_by_its_runs(here):
+    """In a study of which `metrics` does not list it, it is added, and other metrics stay."""
+    for name in ("accuracy", "loss", "validation_accuracy"):
+        assert metrics(SMALL.replace("baseline", f'metric = "{name}"\nbaseline')) == [None] * 4
+    text = SMALL.replace("baseline", 'metric = "validation_f1"\nbaseline')
+    assert metrics(text) == [["accuracy", "f1"]] * 4
+    assert metrics(f'metrics = ["auroc", "f1"]\n{text}') == [["auroc", "f1"]] * 4
+    assert metrics(f'metrics = "auroc"\n{text}') == [["auroc", "f1"]] * 4
+    free = text.replace("[0.001, 0.2]", "0.2").replace("[0.1, 1.0]", "0.1")
+    assert metrics(free.replace("validation_f1", "client_f1_worst")) == [["accuracy", "f1"]] * 4
+    assert metrics(free.replace("validation_f1", "own_column")) == [None] * 4  # a part may add it to the history
+
+
+def test_a_study_by_another_metric_and_its_folder_with_other_settings(here, monkeypatch):
+    monkeypatch.setattr(results, "draw", lambda *drawn: [])
+    text = SMALL.replace("baseline", 'metric = "auroc"\nbaseline').replace("rounds = 2", "rounds = 1")
+    text = text.split("[study.partitions]")[0] + '[study.methods]\nFedAvg = "FedAvg()"\n'
+    Path("s.toml").write_text(text)
+    assert "last auroc" in undrift("study", "s.toml", "--workers", 1)
+    found = json.loads(Path("runs/s/study.json").read_text())
+    assert found["chosen_by"] == "validation_auroc" and 0 < found["cells"][0]["tried"][0]["validation"][0] < 1
+    Path("s.toml").write_text(text.replace('"auroc"', '"f1"'))
+    with pytest.raises(UndriftError, match="is a run with other settings; choose another --out for this study"):
+        undrift("study", "s.toml", "--workers", 1)
 
 
 def test_ranges_that_are_none(here):

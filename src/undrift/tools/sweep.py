@@ -135,10 +135,11 @@ def sweep(
     workers: int | None,
     done: Callable[[Point, str | None], None],
     devices: list[str] | None = None,
+    kind: str = "sweep",
 ) -> list[Run]:
     """Run the points that are not finished yet, in parallel on CPUs, or on these devices.
 
-    Returns the runs that finished or stopped.
+    `kind` is what messages call all of them together. Returns the runs that finished or stopped.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ def sweep(
         raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be created ({error.strerror}).") from error
     _refuse_others(out)
     for point in found:
-        _claim(point, out)
+        _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
     some: Sequence[str | None] = devices or [None] * (workers or _workers(found[0], where))
     places = some[: len(waiting)]
@@ -182,12 +183,12 @@ def _refuse_others(out: Path) -> None:
         raise UndriftError(f"{file} was not written by a sweep; choose another --out, or move that file away.")
 
 
-def _claim(point: Point, out: Path) -> None:
+def _claim(point: Point, out: Path, kind: str) -> None:
     """Record the settings of a run's folder; raise if it has other settings, so that a sweep only continues itself."""
     file = out / f"{point.name}.json"
     mine = json.dumps(point.settings, sort_keys=True)
     if file.exists() and file.read_bytes() != mine.encode():
-        raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this sweep.")
+        raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this {kind}.")
     write_text(file, mine)
 
 

@@ -225,8 +225,7 @@ def study(
     from undrift.tools.study.file import read_study
     from undrift.tools.study.run import Outcome, prepare, run_study
 
-    found = read_study(launch.read_settings(file, set, imports, data_dir), str(file))
-    prepare(found, str(file))
+    found = prepare(read_study(launch.read_settings(file, set, imports, data_dir), str(file)), str(file))
     folder = out or Path("runs") / file.stem
     places = swept.parse_devices(devices, workers) if devices is not None else None
     outcomes = [Outcome(cell) for cell in found.cells]
