@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,8 @@ from undrift.tools.cli import app
 from undrift.tools.compare import Run
 from undrift.tools.config import read
 from undrift.tools.report import figures
-from undrift.tools.study import results
-from undrift.tools.study.file import read_study
+from undrift.tools.study import results, tables
+from undrift.tools.study.file import Range, read_study
 from undrift.tools.study.run import Outcome, new_point, prepare, run_study, validation
 from undrift.tools.study.search import Grid, Suggested
 
@@ -185,9 +187,12 @@ def test_the_metric_of_a_study_is_measured_by_its_runs(here):
 def test_a_study_by_another_metric_and_its_folder_with_other_settings(here, monkeypatch):
     monkeypatch.setattr(results, "draw", lambda *drawn: [])
     text = SMALL.replace("baseline", 'metric = "auroc"\nbaseline').replace("rounds = 2", "rounds = 1")
-    text = text.split("[study.partitions]")[0] + '[study.methods]\nFedAvg = "FedAvg()"\n'
+    text = text.split("[study.partitions]")[0].replace("[0.001,", "[1e-9, 1e-8,")
+    text += '[study.methods]\nFedAvg = "FedAvg()"\n'
     Path("s.toml").write_text(text)
-    assert "last auroc" in undrift("study", "s.toml", "--workers", 1)
+    said = undrift("study", "s.toml", "--workers", 1)
+    assert "last auroc" in said and "settings tried" in said
+    assert "FedAvg: local.lr 0.2 chosen at the edge of its range; consider widening it" in said.splitlines()
     found = json.loads(Path("runs/s/study.json").read_text())
     assert found["chosen_by"] == "validation_auroc" and 0 < found["cells"][0]["tried"][0]["validation"][0] < 1
     Path("s.toml").write_text(text.replace('"auroc"', '"f1"'))
@@ -317,6 +322,41 @@ def test_a_setting_that_diverged_is_never_chosen_and_one_that_failed_decides_not
     outcomes, made = ran(text, failed)
     assert outcomes[0].chosen is None and "a tuning run failed" in outcomes[0].why and len(outcomes[1].runs) == 2
     assert not any(name.startswith("IID,FedAvg") and "seed=0" in name for name in made.asked)
+
+
+def test_choices_at_the_edge_of_what_was_tried_are_mentioned(here):
+    text = SMALL.replace("[0.001, 0.2]", "[0.2, 0.001, 0.05]").replace("mu = [0.1, 1.0]", "mu = [0.1, 1.0, 0.5]")
+    peak = {"FedAvg()": 0.05, "FedProx(mu=0.5)": 0.1}  # IID: neither is at an edge
+
+    def value(settings):
+        if settings["data"]["partition"] == "Shards(5)":  # the lowest learning rate, and the highest mu
+            return -settings["local"]["lr"] + (settings["method"] == "FedProx(mu=1.0)")
+        return -abs(settings["local"]["lr"] - peak.get(settings["method"], 9))
+
+    outcomes, _ = ran(text, value)
+    Path("out").mkdir(exist_ok=True)
+    blocks, asked = results.write(outcomes, understood(text), Path("out"))
+    lines = [
+        "label skew, FedAvg: local.lr 0.001 chosen at the edge of its range; consider widening it",
+        "label skew, Prox: mu 1 chosen at the edge of its range; consider widening it",
+    ]
+    assert tables.notes(blocks) == lines
+    assert Path("out/study.md").read_text().endswith("".join(f"\n- {line}" for line in lines) + "\n")
+    cells = json.loads(Path("out/study.json").read_text())["cells"]
+    assert [cell["at_edge"] for cell in cells] == [[], [], ["local.lr"], ["mu"]]
+    assert [cell["settings_tried"] for cell in cells] == [3] * 4
+    table = csv.DictReader(io.StringIO(Path("out/study.csv").read_text()))
+    assert [row["at_edge"] for row in table] == ["", "", "local.lr", "mu"]
+    assert "| settings tried | setting |" in tables.markdown(blocks, asked)
+    cell = replace(outcomes[0].cell, choices={"local.lr": [1, 2, 3], "mu": [0.1, 0.2, 0.3], "pair": [1, 2]})
+    assert cell.at_edge({"local.lr": 3, "mu": 0.1, "pair": 2}) == ["local.lr", "mu"]  # of two, both are edges
+    row = {"name": "A", "setting": {"local.lr": 3, "mu": 0.1}, "at_edge": ["local.lr", "mu"]}
+    both = "A: local.lr 3, mu 0.1 chosen at the edge of their ranges; consider widening them"
+    assert tables.notes({"": [row]}) == [both]
+    cell = replace(
+        cell, choices={"a": Range(low=1, high=5), "b": [True, False, None], "c": ["x", "y", "z"], "d": [0.5]}
+    )
+    assert cell.at_edge({"a": 5, "b": True, "c": "x", "d": 0.5}) == ["a"]
 
 
 def test_loss_is_minimised(here):

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from undrift.errors import UndriftError, listed, nearest
 from undrift.losses import get_loss
-from undrift.metrics import METRICS, ConfusionMatrix, get_metrics
+from undrift.metrics import METRICS, get_metrics
+from undrift.metrics.classes import ConfusionMatrix
 from undrift.tools.config import Document, checked, put
 from undrift.tools.experiment import about, loaded
 from undrift.tools.plugins import import_plugins
