@@ -25,7 +25,8 @@ from undrift.tools.cli import app
 from undrift.tools.compare import Run
 from undrift.tools.config import read
 from undrift.tools.report import figures
-from undrift.tools.study import results, tables
+from undrift.tools.report.gather import folders, gather
+from undrift.tools.study import labels, results, tables
 from undrift.tools.study.file import Range, read_study
 from undrift.tools.study.run import Outcome, new_point, prepare, run_study, validation
 from undrift.tools.study.search import Grid, Suggested
@@ -248,6 +249,8 @@ def test_a_study_from_the_file_to_the_paper(here, monkeypatch):
         Path("s/figures/accuracy.pdf").read_bytes().startswith(b"%PDF")
         and Path("s/figures/accuracy_over_bytes.pdf").exists()
     )
+    names = [group["name"] for group in gather(folders([Path("s")]))["groups"]]  # undrift report has the study's labels
+    assert names == ["FedAvg, IID", "Prox, IID", "FedAvg, label skew", "Prox, label skew"]
     before = {file: file.read_bytes() for file in Path("s").glob("*/*/model.safetensors")}
     for gone in (Path("s/tuning") / runs[0] / "model.safetensors", Path("s/final") / final[3] / "model.safetensors"):
         gone.unlink()  # as if it had been killed before these runs were over
@@ -309,6 +312,12 @@ def test_each_cell_has_a_choice_of_its_own(here):
         {"local.lr": 0.001}, {"local.lr": 0.1, "mu": 1.0}, {"local.lr": 0.2}, {"local.lr": 0.1, "mu": 1.0},
     ]  # fmt: skip
     assert all(len(o.runs) == 2 and o.left == 0 for o in outcomes) and len(made.asked) == 8 + 8
+
+
+def test_methods_whose_settings_are_the_same_share_a_run_and_its_label(here):
+    text = SMALL.split("[study.partitions]")[0] + '[study.methods]\nFedAvg = "FedAvg()"\nSame = "FedAvg()"\n'
+    ran(text, lambda settings: 0.5)
+    assert set(labels.read(Path("out/final")).values()) == {labels.Label("", "FedAvg = Same")}
 
 
 def test_a_setting_that_diverged_is_never_chosen_and_one_that_failed_decides_nothing(here):

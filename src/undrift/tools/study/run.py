@@ -16,6 +16,7 @@ from undrift.tools.compare import Run, chosen_metric
 from undrift.tools.config import checked
 from undrift.tools.display import score
 from undrift.tools.experiment import about, understood
+from undrift.tools.study import labels
 from undrift.tools.study.file import Cell, Study
 from undrift.tools.study.metric import not_validated, with_metric
 from undrift.tools.study.search import Search, Values, new_search
@@ -81,9 +82,9 @@ def prepare(study: Study, where: str) -> Study:
 
 def new_point(cell: Cell, values: Values, seed: int, where: str) -> Point:
     """A run of a cell, named after its labels, what was chosen for it, and its seed."""
-    labels = [distinct(label) for label in (cell.partition, cell.method) if label]
+    called = [distinct(label) for label in (cell.partition, cell.method) if label]
     choices = {key: value for key, value in values.items() if key not in cell.fixed} | {"seed": seed}
-    name = ",".join([*labels, *(f"{key}={word(value)}" for key, value in choices.items())])
+    name = ",".join([*called, *(f"{key}={word(value)}" for key, value in choices.items())])
     return Point(name, cell.chosen(values, seed, where))
 
 
@@ -183,5 +184,16 @@ def _run(points: dict[Outcome, list[Point]], out: Path, run: Runner) -> dict[Poi
         for outcome in owners[point.name]:
             outcome.left -= 1
 
-    runs = run(list(renamed.values()), out, ended) if renamed else {}
+    if not renamed:
+        return {}
+    labels.write(out, {name: _label([outcome.cell for outcome in own]) for name, own in owners.items()})
+    runs = run(list(renamed.values()), out, ended)
     return {point: runs[renamed[key].name] for point, key in keys.items() if renamed[key].name in runs}
+
+
+def _label(cells: list[Cell]) -> labels.Label:
+    """The label of a run that these cells share."""
+    partitions, methods = (
+        dict.fromkeys(names) for names in zip(*((c.partition, c.method) for c in cells), strict=True)
+    )
+    return labels.Label(" = ".join(partitions), " = ".join(methods))
