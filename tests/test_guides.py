@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tomllib
 
 import pytest
 
 import undrift as ud
 from tests.pages import DOCS, ROOT
+from undrift.tools.study.file import read_study
 
 PERFORMANCE = (DOCS / "performance.md").read_text(encoding="utf-8")
 CONTRIBUTING = (DOCS / "contributing.md").read_text(encoding="utf-8")
@@ -77,6 +79,17 @@ def test_the_page_on_the_report_has_its_sections_in_order():
     page = re.findall(r"^## (.+)$", (DOCS / "how-to/report.md").read_text(encoding="utf-8"), re.M)
     assert len(sections) == 8 and [heading for heading in page if heading in sections] == sections
     assert all(f'"{name}"' in source for name in ("over", "measured on", "details of"))
+
+
+@pytest.mark.parametrize("file", ["examples/study.toml", "docs/how-to/study.md"])
+def test_every_method_of_a_study_that_is_shown_has_as_many_settings(file):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    text = re.search(r'```toml title="study.toml"\n(.*?)```', text, re.DOTALL)[1] if file.endswith(".md") else text
+    assert len({cell.combinations for cell in read_study(tomllib.loads(text), file).cells}) == 1
+
+
+def test_what_the_readmes_commands_leave_is_ignored_by_git():
+    assert {"runs/", "/report.html"} <= {*(ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
 
 
 PATHS = [path for path in re.findall(r"`([\w/-]+\.(?:py|md|toml|js))`", CONTRIBUTING) if "/" in path]

@@ -124,6 +124,19 @@ def test_it_opens_without_a_network_and_draws_everything(browser, report):
         assert reader.complaints == []
 
 
+def test_printing_draws_what_was_never_in_view(browser, report):
+    blank = "[...document.querySelectorAll('.chart')].filter((card) => !card.querySelector('.main-svg')).length"
+    widest = "Math.max(...[...document.querySelectorAll('.main-svg')].map((one) => one.getBoundingClientRect().width))"
+    with Reader(browser, report) as reader:
+        reader.curves("metric accuracy")
+        assert reader.see(blank) > 3
+        reader.see(f"addEventListener('beforeprint', () => {{ window.printed = [{blank}, {widest}]; }})")
+        reader.page.pdf()
+        assert reader.see("printed[0]") == 0 and reader.see("printed[1]") < 700, "at once, no wider than the paper"
+        reader.until(f"{widest} > 1000")
+        assert reader.complaints == []
+
+
 def test_a_click_on_the_legend_hides_a_curve_and_the_switch_changes_the_axis(browser, report):
     with Reader(browser, report) as reader:
         reader.page.click("#legend button:nth-child(2)")

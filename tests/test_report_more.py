@@ -17,6 +17,7 @@ from undrift.tools.report.gather import folders, gather
 from undrift.tools.report.names import named
 from undrift.tools.report.page import write
 from undrift.tools.report.records import longest_updates, records
+from undrift.tools.study import labels
 
 PLOT = "document.querySelector('.chart[data-key=\"{}\"] .plot')"
 
@@ -54,6 +55,26 @@ def test_many_settings_give_way_to_folders_names():
     ]  # fmt: skip
     same = group("x", 0, method="FedAvg()", **many), group("x", 1, method="FedAvg()", **{**many, "data__key1": 9})
     assert len(set(names(*same))) == 2, "two folders of one name keep the long names"
+
+
+def test_runs_of_a_study_have_its_labels(tmp_path):
+    def own(label: tuple[str, str], name: str, *seeds: int, **settings) -> list[Run]:
+        runs = group(str(tmp_path / name), *seeds, **settings)
+        labels.write(tmp_path, {run.folder.name: labels.Label(*label) for run in runs})
+        return runs
+
+    momentum = own(("IID", "FedAvgM"), "a", 0, 1, method="ServerSGD(momentum=0.5)", local__lr=0.1)
+    avg = own(("IID", "FedAvg"), "b", 0, 1, method="FedAvg()", local__lr=0.2)
+    assert names(momentum, avg) == ["FedAvgM", "FedAvg"]
+    skewed = own(("label skew", "FedAvg"), "c", 0, method="FedAvg()", local__lr=0.2, data__partition="Shards(2)")
+    assert names(momentum, avg, skewed) == ["FedAvgM, IID", "FedAvg, IID", "FedAvg, label skew"]
+    tried = own(("IID", "FedAvg"), "d", 0, 1, method="FedAvg()", local__lr=0.4)
+    assert names(momentum, avg, tried) == ["FedAvgM", "FedAvg, lr=0.2", "FedAvg, lr=0.4"]
+    elsewhere = group(str(tmp_path / "x" / "run"), 0, method="FedProx(0.1)", local__lr=0.2)
+    assert names(momentum, elsewhere) == ["FedAvgM", "FedProx(mu=0.1), lr=0.2"]
+    for damaged in ("[", "[]", '{"a-0": 3}', '{"a-0": {"partition": 1, "method": "x"}}', '{"a-0": {"other": "x"}}'):
+        (tmp_path / labels.FILE).write_text(damaged)
+        assert names(momentum, avg) == ["ServerSGD(momentum=0.5), lr=0.1", "FedAvg(), lr=0.2"]
 
 
 def rows_of(accuracies: list[float | None]) -> list[dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,9 @@ from undrift.tools.cli import app
 from undrift.tools.compare import Run
 from undrift.tools.config import read
 from undrift.tools.report import figures
-from undrift.tools.study import results
-from undrift.tools.study.file import read_study
+from undrift.tools.report.gather import folders, gather
+from undrift.tools.study import labels, results, tables
+from undrift.tools.study.file import Range, read_study
 from undrift.tools.study.run import Outcome, new_point, prepare, run_study, validation
 from undrift.tools.study.search import Grid, Suggested
 
@@ -143,6 +146,15 @@ WRONG = {
     "There is no method called 'FedAvgg'": ('"FedAvg()"', '"FedAvgg()"'),
     "There is no partition called 'IDI'": ('"IID()"', '"IDI()"'),
     "data.validation_fraction is 0. Settings are chosen on validation data": ("validation_fraction = 0.2\n", ""),
+    "study.metric is 'acuracy', which is not among the metrics of the runs. Did you mean 'accuracy'?": (
+        "baseline",
+        'metric = "acuracy"\nbaseline',
+    ),
+    "'client_accuracy_worst', which is not measured on validation data": (
+        "baseline",
+        'metric = "client_accuracy_worst"\nbaseline',
+    ),
+    "study.metric is 'confusion_matrix', which is not a number": ("baseline", 'metric = "confusion_matrix"\nbaseline'),
 }
 
 
@@ -154,6 +166,39 @@ def test_wrong_files_are_refused_before_anything_runs(here, sentence):
     done = CliRunner().invoke(app, ["study", "s.toml"])
     assert sentence in str(done.exception), done.exception
     assert [path.name for path in here.iterdir()] == ["s.toml"]
+
+
+def metrics(text: str) -> list[list[str] | None]:
+    return [cell.settings.get("metrics") for cell in prepare(understood(text), "s.toml").cells]
+
+
+def test_the_metric_of_a_study_is_measured_by_its_runs(here):
+    """In a study of which `metrics` does not list it, it is added, and other metrics stay."""
+    for name in ("accuracy", "loss", "validation_accuracy"):
+        assert metrics(SMALL.replace("baseline", f'metric = "{name}"\nbaseline')) == [None] * 4
+    text = SMALL.replace("baseline", 'metric = "validation_f1"\nbaseline')
+    assert metrics(text) == [["accuracy", "f1"]] * 4
+    assert metrics(f'metrics = ["auroc", "f1"]\n{text}') == [["auroc", "f1"]] * 4
+    assert metrics(f'metrics = "auroc"\n{text}') == [["auroc", "f1"]] * 4
+    free = text.replace("[0.001, 0.2]", "0.2").replace("[0.1, 1.0]", "0.1")
+    assert metrics(free.replace("validation_f1", "client_f1_worst")) == [["accuracy", "f1"]] * 4
+    assert metrics(free.replace("validation_f1", "own_column")) == [None] * 4  # a part may add it to the history
+
+
+def test_a_study_by_another_metric_and_its_folder_with_other_settings(here, monkeypatch):
+    monkeypatch.setattr(results, "draw", lambda *drawn: [])
+    text = SMALL.replace("baseline", 'metric = "auroc"\nbaseline').replace("rounds = 2", "rounds = 1")
+    text = text.split("[study.partitions]")[0].replace("[0.001,", "[1e-9, 1e-8,")
+    text += '[study.methods]\nFedAvg = "FedAvg()"\n'
+    Path("s.toml").write_text(text)
+    said = undrift("study", "s.toml", "--workers", 1)
+    assert "last auroc" in said and "settings tried" in said
+    assert "FedAvg: local.lr 0.2 chosen at the edge of its range; consider widening it" in said.splitlines()
+    found = json.loads(Path("runs/s/study.json").read_text())
+    assert found["chosen_by"] == "validation_auroc" and 0 < found["cells"][0]["tried"][0]["validation"][0] < 1
+    Path("s.toml").write_text(text.replace('"auroc"', '"f1"'))
+    with pytest.raises(UndriftError, match="is a run with other settings; choose another --out for this study"):
+        undrift("study", "s.toml", "--workers", 1)
 
 
 def test_ranges_that_are_none(here):
@@ -204,6 +249,8 @@ def test_a_study_from_the_file_to_the_paper(here, monkeypatch):
         Path("s/figures/accuracy.pdf").read_bytes().startswith(b"%PDF")
         and Path("s/figures/accuracy_over_bytes.pdf").exists()
     )
+    names = [group["name"] for group in gather(folders([Path("s")]))["groups"]]  # undrift report has the study's labels
+    assert names == ["FedAvg, IID", "Prox, IID", "FedAvg, label skew", "Prox, label skew"]
     before = {file: file.read_bytes() for file in Path("s").glob("*/*/model.safetensors")}
     for gone in (Path("s/tuning") / runs[0] / "model.safetensors", Path("s/final") / final[3] / "model.safetensors"):
         gone.unlink()  # as if it had been killed before these runs were over
@@ -267,6 +314,12 @@ def test_each_cell_has_a_choice_of_its_own(here):
     assert all(len(o.runs) == 2 and o.left == 0 for o in outcomes) and len(made.asked) == 8 + 8
 
 
+def test_methods_whose_settings_are_the_same_share_a_run_and_its_label(here):
+    text = SMALL.split("[study.partitions]")[0] + '[study.methods]\nFedAvg = "FedAvg()"\nSame = "FedAvg()"\n'
+    ran(text, lambda settings: 0.5)
+    assert set(labels.read(Path("out/final")).values()) == {labels.Label("", "FedAvg = Same")}
+
+
 def test_a_setting_that_diverged_is_never_chosen_and_one_that_failed_decides_nothing(here):
     text = SMALL.replace("tuning_seeds = [100]", "tuning_seeds = [100, 101]")
     lost = lambda s: math.nan if (s["local"]["lr"], s["seed"]) == (0.2, 101) else s["local"]["lr"]  # noqa: E731
@@ -278,6 +331,41 @@ def test_a_setting_that_diverged_is_never_chosen_and_one_that_failed_decides_not
     outcomes, made = ran(text, failed)
     assert outcomes[0].chosen is None and "a tuning run failed" in outcomes[0].why and len(outcomes[1].runs) == 2
     assert not any(name.startswith("IID,FedAvg") and "seed=0" in name for name in made.asked)
+
+
+def test_choices_at_the_edge_of_what_was_tried_are_mentioned(here):
+    text = SMALL.replace("[0.001, 0.2]", "[0.2, 0.001, 0.05]").replace("mu = [0.1, 1.0]", "mu = [0.1, 1.0, 0.5]")
+    peak = {"FedAvg()": 0.05, "FedProx(mu=0.5)": 0.1}  # IID: neither is at an edge
+
+    def value(settings):
+        if settings["data"]["partition"] == "Shards(5)":  # the lowest learning rate, and the highest mu
+            return -settings["local"]["lr"] + (settings["method"] == "FedProx(mu=1.0)")
+        return -abs(settings["local"]["lr"] - peak.get(settings["method"], 9))
+
+    outcomes, _ = ran(text, value)
+    Path("out").mkdir(exist_ok=True)
+    blocks, asked = results.write(outcomes, understood(text), Path("out"))
+    lines = [
+        "label skew, FedAvg: local.lr 0.001 chosen at the edge of its range; consider widening it",
+        "label skew, Prox: mu 1 chosen at the edge of its range; consider widening it",
+    ]
+    assert tables.notes(blocks) == lines
+    assert Path("out/study.md").read_text().endswith("".join(f"\n- {line}" for line in lines) + "\n")
+    cells = json.loads(Path("out/study.json").read_text())["cells"]
+    assert [cell["at_edge"] for cell in cells] == [[], [], ["local.lr"], ["mu"]]
+    assert [cell["settings_tried"] for cell in cells] == [3] * 4
+    table = csv.DictReader(io.StringIO(Path("out/study.csv").read_text()))
+    assert [row["at_edge"] for row in table] == ["", "", "local.lr", "mu"]
+    assert "| settings tried | setting |" in tables.markdown(blocks, asked)
+    cell = replace(outcomes[0].cell, choices={"local.lr": [1, 2, 3], "mu": [0.1, 0.2, 0.3], "pair": [1, 2]})
+    assert cell.at_edge({"local.lr": 3, "mu": 0.1, "pair": 2}) == ["local.lr", "mu"]  # of two, both are edges
+    row = {"name": "A", "setting": {"local.lr": 3, "mu": 0.1}, "at_edge": ["local.lr", "mu"]}
+    both = "A: local.lr 3, mu 0.1 chosen at the edge of their ranges; consider widening them"
+    assert tables.notes({"": [row]}) == [both]
+    cell = replace(
+        cell, choices={"a": Range(low=1, high=5), "b": [True, False, None], "c": ["x", "y", "z"], "d": [0.5]}
+    )
+    assert cell.at_edge({"a": 5, "b": True, "c": "x", "d": 0.5}) == ["a"]
 
 
 def test_loss_is_minimised(here):

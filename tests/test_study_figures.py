@@ -181,13 +181,32 @@ def test_what_is_selected_on_test_data_says_so():
 def test_latex_is_escaped_and_bold_where_it_is_best():
     rows = measure({"100% of_it & more": AVG, "Prox {x}": PROX}, Asked("accuracy", baseline="100% of_it & more"))
     text = tables.latex({"a_b": rows}, Asked("accuracy", baseline="100% of_it & more"))
-    assert r"100\% of\_it \& more & 0.6333 $\pm$ 0.2082" in text and r"\emph{a\_b}" in text
+    assert r"100\% of\_it \& more & \textbf{0.6333 $\pm$ 0.2082}" in text and r"\emph{a\_b}" in text
     half = stats.t.ppf(0.975, 2) * np.std([0.1, 0.2, -0.1], ddof=1) / math.sqrt(3)
     interval = rf"$+$0.0667 [$-${half - 1 / 15:.4f}, $+${half + 1 / 15:.4f}]"
     assert rf"Prox \{{x\}} & \textbf{{0.7000 $\pm$ 0.1000}} & {interval}" in text
     assert r"\\[" not in text, "a bracket after a line break would be its length"
     body = [line for line in text.splitlines() if " & " in line and "tabular" not in line]
     assert {line.count(" & ") for line in body} == {4}
+
+
+def test_bold_is_every_mean_that_the_runs_do_not_show_to_be_worse():
+    far = [run("Far()", seed, 0.1 + 0.001 * seed) for seed in range(3)]
+    steady = [run("Steady()", seed, x) for seed, x in enumerate((0.69, 0.39, 0.79))]  # less than AVG by 0.01 each time
+    asked = Asked("accuracy", baseline="FedAvg")
+    rows = measure({"FedAvg": AVG, "FedProx": PROX, "Far": far, "Steady": steady}, asked)
+    assert [row["name"] for row in tables.leaders(rows, "accuracy")] == ["FedAvg", "FedProx", "Steady"]
+    assert [row["name"] for row in tables.leaders([rows[0], rows[3]], "accuracy")] == ["FedAvg"]
+    for text, bold in ((tables.latex({"": rows}, asked), "textbf{"), (tables.markdown({"": rows}, asked), "| **")):
+        lines = [line for line in text.splitlines() if bold in line]
+        assert [name for name in ("FedAvg", "FedProx", "Far", "Steady") if any(name in line for line in lines)] == [
+            "FedAvg", "FedProx", "Steady",
+        ]  # fmt: skip
+    one = measure({"FedAvg": AVG[:1], "FedProx": PROX[:1]}, asked)  # of one seed there is no interval
+    assert [row["name"] for row in tables.leaders(one, "accuracy")] == ["FedProx"]
+    lost = measure({"FedAvg": [*AVG[:2], run("FedAvg()", 2, 0.9, stopped="Round 2: …")], "FedProx": PROX}, asked)
+    assert [row["name"] for row in tables.leaders(lost, "accuracy")] == ["FedProx"]
+    assert tables.leaders(rows[:1], "accuracy") == []
 
 
 def test_csv_has_every_number():

@@ -94,6 +94,22 @@ def test_a_run_that_diverged_is_never_the_best(tmp_path, lost):
     assert summary(lost, tmp_path)["best"] is None
 
 
+def test_settings_as_good_as_the_best_are_mentioned(here, tmp_path):
+    """To the digits shown, whichever way is better."""
+    found = summary(
+        [run(0.1, row(0.2)), run(0.2, row(0.50004)), run(0.3, row(0.50001)), run(0.4, row(0.5001))], tmp_path
+    )
+    assert (found["best"], found["tied"]) == ("local.lr=0.4", [])
+    found = summary([run(0.1, row(0.2)), run(0.2, row(0.50001)), run(0.3, row(0.50004)), run(0.4, row(0.4))], tmp_path)
+    assert (found["best"], found["tied"]) == ("local.lr=0.3", ["local.lr=0.2"])
+    losses = [run(lr, {"round": 1, "loss": x, "validation_loss": x}) for lr, x in ((0.1, 2.0), (0.2, 1.0), (0.3, 1.0))]
+    found = summary(losses, tmp_path)
+    assert (found["best"], found["tied"]) == ("local.lr=0.2", ["local.lr=0.3"])
+    Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2)))
+    said = sweep("--grid", "local.lr=[1e-9, 2e-9]", "--workers", 1, "--out", "s")
+    assert "best by validation accuracy: local.lr=1e-09 (tied with local.lr=2e-09)" in said
+
+
 def test_all_clients_left_out_is_no_result(here):
     """With "skip" the weights stay as they were at the start, whose accuracy must not count."""
     Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2) | {"on_nonfinite": "skip"}))

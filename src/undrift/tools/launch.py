@@ -201,6 +201,7 @@ def run_on(
     workers: int | None,
     devices: list[str] | None,
     ended: Callable[[Point], None],
+    kind: str = "sweep",
 ) -> tuple[list[Run], dict[str, str]]:
     """Run the points that are not finished, and report them to the board. Returns as `run_points` does."""
     from undrift.tools.config import checked
@@ -228,7 +229,7 @@ def run_on(
             failed[point.name] = message
             board.say(f"error: {point.name}: {message}")
 
-    return sweep(list(points), folder, where, workers, done, devices), failed
+    return sweep(list(points), folder, where, workers, done, devices, kind), failed
 
 
 def sweep_table(found: dict[str, Any]) -> Any:

@@ -80,6 +80,8 @@ def parse_devices(text: str, workers: int | None) -> list[str]:
 MOST = 10_000
 """The most runs of a sweep."""
 NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
+DIGITS = 4
+"""Decimals of metrics in tables."""
 LONGEST = 200
 """The most bytes in the name of a run's folder."""
 
@@ -135,10 +137,11 @@ def sweep(
     workers: int | None,
     done: Callable[[Point, str | None], None],
     devices: list[str] | None = None,
+    kind: str = "sweep",
 ) -> list[Run]:
     """Run the points that are not finished yet, in parallel on CPUs, or on these devices.
 
-    Returns the runs that finished or stopped.
+    `kind` is what messages call all of them together. Returns the runs that finished or stopped.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +149,7 @@ def sweep(
         raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be created ({error.strerror}).") from error
     _refuse_others(out)
     for point in found:
-        _claim(point, out)
+        _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
     some: Sequence[str | None] = devices or [None] * (workers or _workers(found[0], where))
     places = some[: len(waiting)]
@@ -182,12 +185,12 @@ def _refuse_others(out: Path) -> None:
         raise UndriftError(f"{file} was not written by a sweep; choose another --out, or move that file away.")
 
 
-def _claim(point: Point, out: Path) -> None:
+def _claim(point: Point, out: Path, kind: str) -> None:
     """Record the settings of a run's folder; raise if it has other settings, so that a sweep only continues itself."""
     file = out / f"{point.name}.json"
     mine = json.dumps(point.settings, sort_keys=True)
     if file.exists() and file.read_bytes() != mine.encode():
-        raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this sweep.")
+        raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this {kind}.")
     write_text(file, mine)
 
 
@@ -277,7 +280,8 @@ def _wait_for(folder: Path) -> None:
 def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Each setting's validation and test metrics, as mean and standard deviation over seeds, and the best setting.
 
-    The best is chosen by validation data. A setting with a run that diverged or stopped has no mean and is never best.
+    The best is chosen by validation data; `tied` has those with the same mean to the digits shown. A setting with a
+    run that diverged or stopped has no mean and is never best.
     """
     metric = leading_metric(runs) if any(score(row) for run in runs for row in run.rows) else None
     held = metric if metric is None or metric.startswith("validation_") else f"validation_{metric}"
@@ -290,14 +294,22 @@ def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None)
         for key in dict.fromkeys(key for key in (chosen_by, metric) if key):
             row[key] = _figures([run.final(key) for run in own])
         rows.append(row)
-    best = None
-    if chosen_by and metric:
-        sign = 1 if lower_is_better(metric) else -1
-        known = [row for row in rows if row[chosen_by]["mean"] is not None]
-        best = min(known, key=lambda row: sign * row[chosen_by]["mean"])["name"] if known else None
-    found = {"metric": metric, "chosen_by": chosen_by, "best": best, "settings": rows, "failed": dict(failed or {})}
+    best = _best(rows, chosen_by) if chosen_by else []
+    found: dict[str, Any] = {"metric": metric, "chosen_by": chosen_by}
+    found |= {"best": best[0] if best else None, "tied": best[1:]}
+    found |= {"settings": rows, "failed": dict(failed or {})}
     write_text(out / "sweep.json", json.dumps(found, indent=2))
     return found
+
+
+def _best(rows: list[dict[str, Any]], key: str) -> list[str]:
+    """The setting with the best mean of a metric, and those whose mean is the same to the digits shown."""
+    known = {row["name"]: row[key]["mean"] for row in rows if row[key]["mean"] is not None}
+    if not known:
+        return []
+    best = (min if lower_is_better(key) else max)(known, key=lambda name: known[name])
+    shown = {name: f"{mean:.{DIGITS}f}" for name, mean in known.items()}
+    return [best, *(name for name in known if name != best and shown[name] == shown[best])]
 
 
 def _figures(values: list[float]) -> dict[str, float | None]:

@@ -1,4 +1,7 @@
-"""Short names for groups of runs: the method first, then only what differs; where that is too much, folders' names."""
+"""Short names for groups of runs: the method first, then only what differs; where that is too much, folders' names.
+
+Runs of a study have the study's labels.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from undrift.tools.compare import IGNORED_KEYS, Run, brief
+from undrift.tools.study.labels import read
 
 LONGEST = 60
 """The most characters of a name that is made of settings."""
@@ -18,14 +22,37 @@ SPEAKING = ("method", "model", "data.name", "data.partition")
 def named(grouped: dict[str, list[Run]]) -> dict[str, list[Run]]:
     """The groups, in their order, under names that are short and differ."""
     own = list(grouped.values())
-    texts = [_described(runs[0], _differing([group[0] for group in own])) for runs in own]
+    labels = _labelled(own)
+    texts = [
+        label or _described(runs[0], _differing([g[0] for g in own])) for label, runs in zip(labels, own, strict=True)
+    ]
     counts = Counter(texts)
     names = [
-        text if counts[text] == 1 and len(text) <= LONGEST else _by_folder(runs)
-        for text, runs in zip(texts, own, strict=True)
+        text if counts[text] == 1 and (label or len(text) <= LONGEST) else _by_folder(runs)
+        for text, label, runs in zip(texts, labels, own, strict=True)
     ]
     unique = len(set(names)) == len(names)
     return dict(zip(names if unique else grouped, own, strict=True))
+
+
+def _labelled(groups: list[list[Run]]) -> list[str | None]:
+    """The label of each group whose runs have one, from a study: the method's, and the partition's if these differ.
+
+    Groups with the same label, such as the settings that a method tried, also have what they differ in.
+    """
+    places = [[run.folder.resolve() for run in runs] for runs in groups]
+    known = {folder: read(folder) for folder in {place.parent for own in places for place in own}}
+    of_runs = [{known[place.parent].get(place.name) for place in own} for own in places]
+    labels = [next(iter(own)) if len(own) == 1 else None for own in of_runs]
+    several = len({label.partition for label in labels if label}) > 1
+    found: list[str | None] = []
+    for label, runs in zip(labels, groups, strict=True):
+        parts = [label.method, label.partition if several else ""] if label else []
+        alike = [other[0] for other, own in zip(groups, labels, strict=True) if own == label]
+        if label and len(alike) > 1:
+            parts.append(_described(runs[0], _differing(alike)))
+        found.append(", ".join(filter(None, parts)) or None)
+    return found
 
 
 def _differing(runs: list[Run]) -> list[str]:

@@ -140,7 +140,7 @@ function declared() {
   }
   for (const [key, more] of [["lr", {}], ["local_steps", {}]]) {
     if (any("schedules", key)) add("schedules", key, capital(word(key)), lines("schedules", key, word(key), more),
-      { note: key === "local_steps" ? `mean of the round’s clients${payload.groups.some((g) => g.runs.length > 1) ? " and of the seeds" : ""}, and from the fewest to the most of any` : "before any part’s own factor" });
+      { note: key === "local_steps" ? `mean of the round’s clients${payload.groups.some((g) => g.runs.length > 1) ? " and of the seeds" : ""}, and from the fewest to the most of any` : "the values used in each round, before the method scales them" });
   }
   const layer = (section, key, y, name) => {
     const run = holder((r) => r.layers[key]), { lines } = payload.runs[run].layers[key];
@@ -168,7 +168,7 @@ const SECTIONS = {
   classes: ["Classes", "Accuracy on the test set’s samples of each class."],
   clients: ["Clients", "The global model on each client’s own held-out data."],
   drift: ["Drift", "How far clients move, and whether they move the same way. Agreement is the length of the mean update divided by the updates’ mean length: 1 if all are the same, near 0 if they cancel out."],
-  schedules: ["Schedules", "Learning rates and local steps as they were."],
+  schedules: ["Schedules", "Learning rates and local steps by round."],
   decay: ["Decay by diagnostic", "Pflug’s diagnostic sums the inner products of successive rounds’ updates; when it turns negative, training has become stationary."],
   parts: ["What the method measured", null],
   data: ["Data", null],

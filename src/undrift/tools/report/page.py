@@ -12,7 +12,7 @@ from typing import Any
 from undrift.errors import UndriftError
 from undrift.files import write_text
 
-SCRIPTS = ("table.js", "drift.js", "page.js")
+SCRIPTS = ("table.js", "drift.js", "page.js", "print.js")
 FILES = ("page.html", "page.css", *SCRIPTS)
 
 

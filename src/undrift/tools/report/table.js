@@ -50,7 +50,7 @@ function summary() {
       el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map((name) => el("th", {}, name)))), el("tbody", {}, ...lines))));
   }
   if (columns.some((name) => /^(last|best) /.test(name))) {
-    const best = columns.some((name) => name.startsWith("best ")) ? " “Best” is the best round as chosen by these same data." : "";
+    const best = columns.some((name) => name.startsWith("best ")) ? " “Best” is the best value of any round. Because the round is picked on the same data, it is optimistic." : "";
     const ask = column && el("label", { class: "target" }, `What it took to reach ${word(metric)} of `, el("input", { id: "target", type: "number", step: "any", value: target,
       onchange: (event) => { const given = parseFloat(event.target.value); if (Number.isFinite(given)) chosen.target.set(key, given); else chosen.target.delete(key); summary(); } }));
     parts.push(el("p", { class: "about under" }, `Measured on ${SOURCES[chosen.source]}.${best} `, ask || ""));

@@ -178,6 +178,7 @@ def sweep(
     command with the same --out. To tune each method separately, use undrift study.
     """
     refuse_torchrun("sweep")
+    from undrift.errors import listed
     from undrift.tools import sweep as swept
     from undrift.tools.experiment import new_folder
 
@@ -196,7 +197,9 @@ def sweep(
     if runs:
         console.print(launch.sweep_table(found))
     if found["best"] is not None and len(found["settings"]) > 1:
-        console.print(Text(f"best by {found['chosen_by'].replace('_', ' ')}: ").append(found["best"], "bold"))
+        tied = f" (tied with {listed(found['tied'], 3)})" if found["tied"] else ""
+        by = found["chosen_by"].replace("_", " ")
+        console.print(Text(f"best by {by}: ").append(found["best"], "bold").append(tied))
     elif found["chosen_by"] and len(found["settings"]) > 1:
         console.print("no best setting: every setting has a run that stopped or diverged")
     console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
@@ -221,12 +224,11 @@ def study(
     """
     refuse_torchrun("study")
     from undrift.tools import sweep as swept
-    from undrift.tools.study import live, results
+    from undrift.tools.study import live, results, tables
     from undrift.tools.study.file import read_study
     from undrift.tools.study.run import Outcome, prepare, run_study
 
-    found = read_study(launch.read_settings(file, set, imports, data_dir), str(file))
-    prepare(found, str(file))
+    found = prepare(read_study(launch.read_settings(file, set, imports, data_dir), str(file)), str(file))
     folder = out or Path("runs") / file.stem
     places = swept.parse_devices(devices, workers) if devices is not None else None
     outcomes = [Outcome(cell) for cell in found.cells]
@@ -239,6 +241,8 @@ def study(
         raise typer.Exit(130) from None
     blocks, asked = results.write(outcomes, found, folder)
     _print(blocks, asked)
+    for note in tables.notes(blocks):
+        typer.echo(note)
     for outcome in outcomes:
         if outcome.why:
             where = ", ".join(filter(None, (outcome.cell.partition, outcome.cell.method)))

@@ -90,6 +90,17 @@ class Cell:
         """Whether there is anything to choose."""
         return len(self.fixed) < len(self.choices)
 
+    def at_edge(self, values: Mapping[str, Any]) -> list[str]:
+        """The choices, of three numbers or more or from a range, whose value is the lowest or the highest."""
+        found = []
+        for key, own in self.choices.items():
+            options = [own.low, own.high] if isinstance(own, Range) else own
+            numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in options)
+            enough = isinstance(own, Range) or len(set(map(str, options))) > 2
+            if numbers and enough and values[key] in (min(options), max(options)):
+                found.append(key)
+        return found
+
     @property
     def combinations(self) -> int:
         return math.prod(len(own) for own in self.choices.values() if isinstance(own, list))

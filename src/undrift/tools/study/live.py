@@ -53,5 +53,5 @@ class Runner:
         if not self.board.console.is_terminal:
             what = "to choose settings" if folder.name == TUNING else "with the chosen settings, on fresh seeds"
             self.board.say(f"{len(points)} runs {what}")
-        runs, _ = launch.run_on(self.board, points, folder, self.where, self.workers, self.devices, ended)
+        runs, _ = launch.run_on(self.board, points, folder, self.where, self.workers, self.devices, ended, "study")
         return {run.folder.name: run for run in runs}

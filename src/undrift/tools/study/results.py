@@ -50,6 +50,8 @@ def _choice(outcome: Outcome) -> Figures:
         | {"validation": [value if math.isfinite(value) else None for _, value in own]}
         for values, own in outcome.tried
     ]
+    found["settings_tried"] = len({json.dumps(one["setting"], default=str) for one in found["tried"]})
+    found["at_edge"] = cell.at_edge(chosen) if chosen is not None and outcome.tried else []
     return found | ({"why": outcome.why} if outcome.why else {})
 
 
@@ -72,7 +74,8 @@ def write(outcomes: list[Outcome], study: Study, out: Path) -> tuple[dict[str, l
     write_text(out / "study.json", json.dumps(head | {"cells": cells}, indent=1) + "\n")
     write_text(out / "study.csv", tables.csv_text(blocks))
     write_text(out / "study.tex", tables.latex(blocks, asked))
-    write_text(out / "study.md", tables.markdown(blocks, asked))
+    notes = "".join(f"\n- {note}" for note in tables.notes(blocks))
+    write_text(out / "study.md", tables.markdown(blocks, asked) + (f"{notes}\n" if notes else ""))
     return blocks, asked
 
 

@@ -16,7 +16,9 @@ from undrift.tools.compare import Run, chosen_metric
 from undrift.tools.config import checked
 from undrift.tools.display import score
 from undrift.tools.experiment import about, understood
+from undrift.tools.study import labels
 from undrift.tools.study.file import Cell, Study
+from undrift.tools.study.metric import not_validated, with_metric
 from undrift.tools.study.search import Search, Values, new_search
 from undrift.tools.study.statistics import mean
 from undrift.tools.sweep import MOST, Point, unique, word
@@ -50,11 +52,14 @@ Runner = Callable[[Sequence[Point], Path, Callable[[Point], None]], dict[str, Ru
 the points' names."""
 
 
-def prepare(study: Study, where: str) -> None:
+def prepare(study: Study, where: str) -> Study:
     """Check the settings that the study will run, before the first run; of a range, those that are tried first.
 
+    Returns the study, whose runs measure its metric.
+
     Raises:
-        UndriftError: If one is wrong, or if something is to be tuned without validation data.
+        UndriftError: If one is wrong, or if something is to be tuned without validation data or by a metric that is not
+            measured on them.
     """
     plan = study.plan
     trials = sum((plan.trials or cell.combinations) * len(plan.tuning_seeds) for cell in study.cells if cell.tuned)
@@ -72,13 +77,14 @@ def prepare(study: Study, where: str) -> None:
                     f"{where}: data.validation_fraction is 0. Settings are chosen on validation data, never on test "
                     "data; set it to 0.1, for example."
                 )
+    return with_metric(study, where)
 
 
 def new_point(cell: Cell, values: Values, seed: int, where: str) -> Point:
     """A run of a cell, named after its labels, what was chosen for it, and its seed."""
-    labels = [distinct(label) for label in (cell.partition, cell.method) if label]
+    called = [distinct(label) for label in (cell.partition, cell.method) if label]
     choices = {key: value for key, value in values.items() if key not in cell.fixed} | {"seed": seed}
-    name = ",".join([*labels, *(f"{key}={word(value)}" for key, value in choices.items())])
+    name = ",".join([*called, *(f"{key}={word(value)}" for key, value in choices.items())])
     return Point(name, cell.chosen(values, seed, where))
 
 
@@ -150,10 +156,7 @@ def validation(run: Run, metric: str | None, last: int) -> Figure:
     name = chosen_metric([run], metric)
     held = name if name.startswith("validation_") else f"validation_{name}"
     if not any(held in row for row in run.rows):
-        raise UndriftError(
-            f"The study's metric is {name!r}, which is not measured on validation data, so it cannot be used to "
-            "choose settings; choose another, such as accuracy or loss."
-        )
+        raise UndriftError(not_validated(name))
     return held, run.last(held, last)
 
 
@@ -181,5 +184,16 @@ def _run(points: dict[Outcome, list[Point]], out: Path, run: Runner) -> dict[Poi
         for outcome in owners[point.name]:
             outcome.left -= 1
 
-    runs = run(list(renamed.values()), out, ended) if renamed else {}
+    if not renamed:
+        return {}
+    labels.write(out, {name: _label([outcome.cell for outcome in own]) for name, own in owners.items()})
+    runs = run(list(renamed.values()), out, ended)
     return {point: runs[renamed[key].name] for point, key in keys.items() if renamed[key].name in runs}
+
+
+def _label(cells: list[Cell]) -> labels.Label:
+    """The label of a run that these cells share."""
+    partitions, methods = (
+        dict.fromkeys(names) for names in zip(*((c.partition, c.method) for c in cells), strict=True)
+    )
+    return labels.Label(" = ".join(partitions), " = ".join(methods))

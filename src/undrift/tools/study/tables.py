@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from undrift.losses import lower_is_better
 from undrift.tools.study.measures import Asked, Figures
+from undrift.tools.study.statistics import paired
 
 Blocks = Mapping[str, Sequence[Figures]]
 """The figures of groups, by partition. The name of the only block of a comparison is empty."""
@@ -47,8 +49,25 @@ def columns(blocks: Blocks, asked: Asked) -> list[Column]:
     if any("client_worst" in row for row in told):
         found.append(Column("worst tenth of clients", lambda row: spread(row.get("client_worst", {}))))
         found.append(Column("deviation over clients", lambda row: spread(row.get("client_std", {}))))
+    if any(row.get("settings_tried") for row in told):
+        found.append(Column("settings tried", lambda row: str(row["settings_tried"] or "–"), printed=False))
     if any("setting" in row for row in told):
         found.append(Column("setting", lambda row: described(row["setting"]), printed=False))
+    return found
+
+
+def notes(blocks: Blocks) -> list[str]:
+    """A line for each group whose setting has a value at the edge of those that were tried."""
+    found = []
+    for partition, rows in blocks.items():
+        for row in rows:
+            if keys := row.get("at_edge"):
+                which = described({key: row["setting"][key] for key in keys})
+                where = ", ".join(filter(None, (partition, row["name"])))
+                several = (
+                    "its range; consider widening it" if len(keys) == 1 else "their ranges; consider widening them"
+                )
+                found.append(f"{where}: {which} chosen at the edge of {several}")
     return found
 
 
@@ -88,6 +107,31 @@ def described(setting: Mapping[str, Any]) -> str:
     )
 
 
+def leaders(rows: Sequence[Figures], metric: str) -> list[Figures]:
+    """The row with the best mean, and those that its runs do not show to be worse, of those without a lost run.
+
+    A row is among them if the 95% interval of its difference to the best, paired by seed, contains 0.
+    """
+    leader = best(rows, metric)
+    if leader is None:
+        return []
+    ahead = _by_seed(leader)
+    close = [paired(_by_seed(row), ahead) for row in rows]
+    return [
+        row
+        for row, found in zip(rows, close, strict=True)
+        if row is leader or (not row["lost"] and found.low <= 0 <= found.high)
+    ]
+
+
+def _by_seed(row: Figures) -> dict[int, float]:
+    """Each seed's figure; the mean, if there are several runs with one seed."""
+    found: dict[int, list[float]] = {}
+    for seed, value in zip(row["seeds"], row["values"], strict=True):
+        found.setdefault(seed, []).append(math.nan if value is None else value)
+    return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
+
+
 def best(rows: Sequence[Figures], metric: str) -> Figures | None:
     """The row with the best mean, of those without a lost run; None if there is only one row."""
     sound = [row for row in rows if row["mean"] is not None and not row["lost"]]
@@ -115,16 +159,16 @@ def rich_table(blocks: Blocks, asked: Asked) -> Any:
 
 
 def markdown(blocks: Blocks, asked: Asked) -> str:
-    """A Markdown table; **bold** is the best mean of a block."""
+    """A Markdown table; **bold** are the `leaders` of a block."""
     found = columns(blocks, asked)
     named = any(blocks)
     lines = [_line([*(["partition"] if named else []), "method" if named else "", *(c.header for c in found)])]
     lines.append("|" + "---|" * (1 + named) + "---:|" * len(found))
     for name, rows in blocks.items():
-        leader = best(rows, asked.metric)
+        leading = leaders(rows, asked.metric)
         for row in rows:
             cells = [column.cell(row) for column in found]
-            cells[1] = f"**{cells[1]}**" if row is leader else cells[1]
+            cells[1] = f"**{cells[1]}**" if row in leading else cells[1]
             lines.append(_line([*([name] if named else []), row["name"], *cells]))
     return "\n".join(lines) + "\n"
 
@@ -134,10 +178,11 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def latex(blocks: Blocks, asked: Asked) -> str:
-    r"""A `tabular` for booktabs, to be put into a `table` or `table*`; bold is the best mean of a block."""
+    r"""A `tabular` for booktabs, to be put into a `table` or `table*`; bold are the `leaders` of a block."""
     found = [column for column in columns(blocks, asked) if column.printed]
     lines = [
-        r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds; bold: the best mean.",
+        r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds. Bold: the best mean, and every mean",
+        "% whose difference to it, paired by seed, has a 95% confidence interval that contains 0.",
         rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
         r"\toprule",
         " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
@@ -147,10 +192,10 @@ def latex(blocks: Blocks, asked: Asked) -> str:
         lines.append(r"\midrule")
         if name:
             lines.append(rf"\multicolumn{{{1 + len(found)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
-        leader = best(rows, asked.metric)
+        leading = leaders(rows, asked.metric)
         for row in rows:
             cells = [escaped(column.cell(row)) for column in found]
-            cells[main] = rf"\textbf{{{cells[main]}}}" if row is leader else cells[main]
+            cells[main] = rf"\textbf{{{cells[main]}}}" if row in leading else cells[main]
             lines.append(" & ".join([escaped(row["name"]), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
