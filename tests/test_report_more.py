@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,7 @@ def drifting(tmp_path_factory) -> Path:
                 seed=seed,
                 out=folder,
                 engine="plain",
+                drift=True,
             )
             rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             for t, row in enumerate(rows):
@@ -152,7 +154,7 @@ def test_the_page_of_runs_that_record_drift(browser, drifting, tmp_path):  # noq
         keys = reader.read_on()
         assert [key for key in keys if key.startswith("drift ")] == [
             "drift agreement", "drift cosine", "drift update_norm", "drift update_norm_max", "drift mean_update_norm",
-            "drift server_step", "drift layers", "drift clients",
+            "drift server_step", "drift train_loss_first", "drift train_loss", "drift layers", "drift clients",
         ]  # fmt: skip
         assert not [key for key in keys if key.startswith("other ")], "and nothing of it twice"
         assert reader.curves("drift agreement") == ["FedAvg()", "Scaffold()"]
@@ -173,6 +175,26 @@ def test_no_drift_no_section(tmp_path):
     make_run(tmp_path / "r", 0.1, 0, 5)
     payload = gather([tmp_path / "r"])
     assert "norms" not in payload["runs"][0] and "agreement" not in payload["groups"][0]["schedules"]
+
+
+@dataclass(frozen=True)
+class OwnStep(ud.Part):
+    """A part with a column that has the name of one of drift's."""
+
+    def history(self, state):
+        return {"server_step": 2.0}
+
+
+def test_a_parts_column_is_not_taken_for_drift(browser, tmp_path):  # noqa: F811
+    data, local = ud.load("digits", "IID()", 3), ud.Local(steps=1, lr=0.1)
+    ud.train("logistic", data, OwnStep(), rounds=3, local=local, out=tmp_path / "r", metrics=["perplexity", "accuracy"])
+    payload = gather([tmp_path / "r"])
+    assert not payload["drift"] and set(payload["lower"]) == {"perplexity", "loss"}
+    write(tmp_path / "report.html", payload)
+    with Reader(browser, (tmp_path / "report.html").as_uri()) as reader:
+        keys = reader.read_on()
+        assert "other server_step" in keys and not [key for key in keys if key.startswith("drift ")]
+        assert reader.complaints == []
 
 
 def test_the_table_follows_the_data_and_the_target(browser, drifting, tmp_path):  # noqa: F811

@@ -1,17 +1,22 @@
-// Drift: how far clients move, and whether they agree. Drawn only if the history has these columns.
+// Drift: how far clients move, and whether they agree. Drawn only if a run has these figures: without them, a column of
+// the same name is a part’s own.
 
 const DRIFT = {
   agreement: ["Agreement of the updates", "‖mean update‖ / mean ‖update‖", "1: all the same, 0: they cancel out"],
   cosine: ["Cosine with the mean update", "mean cosine", "mean over the round’s clients"],
+  cosine_min: ["Smallest cosine with the mean update", "smallest cosine", null],
   update_norm: ["Length of the clients’ updates", "mean ‖update‖", "mean over the round’s clients"],
   update_norm_max: ["Longest update of a round", "max ‖update‖", null],
   mean_update_norm: ["Length of the mean update", "‖mean update‖", null],
   server_step: ["Length of the server’s step", "‖step‖", "what the weights change by in a round"],
+  train_loss_first: ["Training loss, first local step", "loss", "mean over the round’s clients"],
+  train_loss: ["Training loss, last local step", "loss", "mean over the round’s clients"],
 };
+const drifts = (key) => payload.drift && key in DRIFT;
 function drift(add, lines, any, whose) {
   for (const [key, [title, y, note]] of Object.entries(DRIFT)) {
-    if (!any("schedules", key)) continue;
-    const bound = key === "agreement" ? { floor: 0, ceiling: 1, range: [0, 1.03] } : key === "cosine" ? { floor: -1, ceiling: 1 } : { floor: 0 };
+    if (!drifts(key) || !any("schedules", key)) continue;
+    const bound = key === "agreement" ? { floor: 0, ceiling: 1, range: [0, 1.03] } : key.startsWith("cosine") ? { floor: -1, ceiling: 1 } : key.startsWith("train") ? {} : { floor: 0 };
     add("drift", `drift ${key}`, title, lines("schedules", key, y, bound), { note });
   }
   const mapped = holder((r) => r.layers.layer_agreement);

@@ -155,7 +155,7 @@ function declared() {
     layer("parts", key, word(key).split(" ")[0], (k) => (key === "ratio" || key === "temperature" ? `layer ${k}` : k));
   }
   const others = new Set(payload.groups.flatMap((group) => Object.keys(group.schedules)));
-  for (const key of others) if (!["lr", "local_steps", "diagnostic", "decays", ...Object.keys(DRIFT)].includes(key)) add("parts", `other ${key}`, capital(word(key)), lines("schedules", key, word(key)));
+  for (const key of others) if (!drifts(key) && !["lr", "local_steps", "diagnostic", "decays"].includes(key)) add("parts", `other ${key}`, capital(word(key)), lines("schedules", key, word(key)));
   const owner = holder((r) => r.partition !== undefined);
   if (owner >= 0) {
     const { counts } = payload.partitions[payload.runs[owner].partition];

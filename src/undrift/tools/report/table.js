@@ -4,7 +4,7 @@
 const COSTS = { round: ["rounds", (x) => x.toLocaleString("en", { maximumFractionDigits: 1 })], steps: ["SGD steps", (x) => Math.round(x).toLocaleString("en")],
   bytes: ["bytes", (x) => `${+x.toPrecision(3)}`.length > 6 || x >= 1000 ? sized(x) : `${x} B`], seconds: ["seconds", (x) => `${+x.toPrecision(3)}`] };
 const sized = (x) => { const k = Math.min(4, Math.floor(Math.log10(Math.max(x, 1)) / 3)); return `${+(x / 1000 ** k).toPrecision(3)} ${["B", "kB", "MB", "GB", "TB"][k]}`; };
-const lower = (metric) => metric.endsWith("loss");
+const lower = (metric) => payload.lower.includes(metric);
 const targetKey = () => `${chosen.source}.${payload.metrics[0]}`;
 
 // A round number that at least half of the runs reach.
