@@ -214,7 +214,7 @@ def test_in_experiment_files(tmp_path):
     assert 'drop = ["name"]' in written and 'missing = "mean"' in written and "# resize: not set" in written
     again = arguments(checked(text | {"data": text["data"] | {"drop": ["name", "a"]}}, "a test"))
     assert again["data"].digests != ud.load(**text["data"]).digests
-    with pytest.raises(refused, match="run with"):
+    with pytest.raises(refused, match="was started with training data"):
         ud.train(**again, out=tmp_path / "run", resume=True)
     with pytest.raises(refused, match=r"data\.resize"):
         checked(text | {"data": data | {"resize": 0}}, "a test")

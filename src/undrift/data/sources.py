@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from undrift.data import tables
+from undrift.data import notices, tables
 from undrift.data.cache import Notes, Writer, cached
 from undrift.data.dataset import Rows
 from undrift.data.fractions import stratified
@@ -22,8 +21,6 @@ from undrift.data.sound import spectrogram
 from undrift.data.source import Source
 from undrift.data.text import Characters, Sentences, Tags
 from undrift.random import host_generator
-
-log = logging.getLogger("undrift")
 
 
 class Recipe(Protocol):
@@ -106,7 +103,7 @@ def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
     """Return the source that a recipe makes of arrays, after logging its warnings, which concern every run."""
     for note in ("assumed", "incomplete"):
         if notes.get(note):
-            log.warning("%s", notes[note])
+            notices.warn(notes[note])
     return recipe.open(arrays, notes)
 
 
