@@ -133,7 +133,9 @@ def register_data(name: str, function: Callable[[], Any]) -> None:
 
     Args:
         name: The name. An existing data set of this name is replaced.
-        function: A function without arguments that returns a pair `(train, test)`. Each is a pair `(x, y)` of arrays or
-            a torch `Dataset`; `test` may be None.
+        function: A function without arguments. It returns a pandas `DataFrame`, to which the arguments `label`,
+            `client`, `columns`, `drop`, `missing` and `normalize` of `ud.load` apply; or a pair `(train, test)`, each a
+            `DataFrame`, a pair `(x, y)` of arrays or a torch `Dataset`, where `test` may be None; or a
+            `FederatedDataset`, which is used as it is, with its own clients.
     """
     FUNCTIONS[name] = function
