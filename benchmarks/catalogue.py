@@ -90,7 +90,7 @@ INTRODUCTION = """# Methods
 Federated learning methods for heterogeneous, non-IID clients. Each is FedAvg plus a change, and they combine with `+`:
 `FedDyn(0.1) + FedNLR()`. Every number may be a schedule of the round, such as `ud.decay(0.1, 0.99)`.
 
-The last column says what a method does and what it is meant for, which is no promise for your data.
+The last column says what a method does and what it is meant for; it may or may not help on your data.
 [Which method helps](troubles.md) compares methods on six kinds of heterogeneity, and [Papers](papers.md)
 re-runs the experiments of five papers. [References](references.md) lists all papers, with BibTeX. More methods are
 written as examples on the page of [hooks](hooks.md): MOON, FedSAM, Ditto, FedPer, Mime and others.
@@ -106,7 +106,7 @@ GROUPS = {
     "correct for the difference.",
     "Aggregation": "How the server combines the clients' updates.",
     "Server optimizers": "The server treats the aggregated update as a gradient, and takes the step of an optimizer. "
-    "Clients do the same work as with FedAvg.",
+    "Clients do the same work as with FedAvg. The family is also known as FedOpt.",
     "Label skew": "For clients whose class distributions differ: some classes are rare at a client, or missing.",
     "Decaying learning rates and local steps": "On heterogeneous clients, with several local steps at a constant "
     "learning rate, FedAvg converges to a point other than the minimum of the global loss. Decaying the learning rate "

@@ -121,8 +121,17 @@ without a paper. The file [references.bib](references.bib) has all entries as Bi
 
 ## How to cite undrift
 
-To cite undrift, use the entry in `CITATION.cff`, at the root of the repository. Please also cite the papers of the
-methods that you use."""
+Cite undrift as below ([CITATION.cff](../CITATION.cff) has the same for tools that read it), together with the papers of
+the methods that you use.
+
+```text
+@software{undrift,
+  author  = {{The undrift authors}},
+  title   = {undrift: federated learning on heterogeneous clients},
+  version = {0.1.0},
+  license = {Apache-2.0}
+}
+```"""
 
 
 def page(entries: list[Entry]) -> str:

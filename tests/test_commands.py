@@ -176,8 +176,8 @@ def test_force_touches_nothing_but_a_run(here):
     Path("linked/checkpoint/mine.txt").write_text("mine")
     for folder, why in (
         ("mine", "--force replaces only runs"),
-        ("r", r"notes.txt was not written by a run, so --force does not remove it"),
-        ("linked", r"mine.txt was not written by a run"),
+        ("r", r"notes.txt is not one of the files that --force removes"),
+        ("linked", r"mine.txt is not one of the files"),
         ("e.toml", "--force replaces only runs"),
     ):
         before = files(here)
@@ -187,7 +187,7 @@ def test_force_touches_nothing_but_a_run(here):
     Path("linked/checkpoint/mine.txt").unlink()
     Path("linked/metrics.jsonl").unlink()
     Path("linked/metrics.jsonl").symlink_to(here / "elsewhere.json")
-    with pytest.raises(UndriftError, match=r"metrics.jsonl was not written by a run"):
+    with pytest.raises(UndriftError, match=r"metrics.jsonl is not one of the files"):
         undrift("run", "e.toml", "--out", "linked", "--force")
     with pytest.raises(UndriftError, match="--force needs --out"):
         undrift("run", "e.toml", "--force")

@@ -79,7 +79,7 @@ def test_own_losses_may_use_any_label_below_0():
         z = found[0].model(data.test[0])
     right = (z.argmax(1) == data.test[1])[kept]
     assert found[0].history[-1]["accuracy"] == pytest.approx(float(right.double().mean()))
-    with pytest.raises(ud.UndriftError, match=r"labels run from -1 to 3.*or -100 for none"):
+    with pytest.raises(ud.UndriftError, match=r"labels run from -1 to 3.*-100 for no label"):
         ud.train(net(), data, rounds=1, local=LOCAL)
 
 

@@ -84,7 +84,7 @@ def test_capped_dirichlet_is_niid_benchs():
 
 
 def eval_repr(partition) -> bool:
-    from undrift.data.partition import parse_partition
+    from undrift.data.partition_names import parse_partition
 
     return parse_partition(repr(partition)) == partition
 

@@ -33,6 +33,17 @@ METHODS = {
     "ServerYogi": "undrift.methods.server",
     "ServerAdagrad": "undrift.methods.server",
 }
+IN_THE_LITERATURE = {
+    "FedAvgM": "ServerSGD(momentum=0.9)",
+    "FedAdam": "ServerAdam(lr=0.01)",
+    "FedYogi": "ServerYogi(lr=0.01)",
+    "FedAdagrad": "ServerAdagrad(lr=0.01)",
+    "FedOpt": "one of ServerSGD, ServerAdam, ServerYogi and ServerAdagrad",
+    "SCAFFOLD": "Scaffold()",
+    "FedProxTE": "FedProx(mu=0.1, target=TemporalEnsemble(beta=0.5))",
+    "FedCLTE": "FedCL(weight=0.1, target=TemporalEnsemble(beta=0.5))",
+}
+"""Names of the literature, and what to write for them."""
 PARTS = {"BalancedLoss": "undrift.methods.balanced"}
 """Parts that expressions know like methods, but that are changes to a loss rather than methods of a paper."""
 PARTITIONS = dict.fromkeys(
@@ -78,7 +89,10 @@ _PUBLIC = (
         "Totals": "undrift.method.context",
         "tree_map": "undrift.tree",
         "register_data": "undrift.data.sources",
+        "register_loss": "undrift.losses",
+        "register_metric": "undrift.metrics",
         "register_model": "undrift.models",
+        "register_partition": "undrift.data.partition_names",
         "UndriftError": "undrift.errors",
     }
 )
@@ -100,8 +114,10 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.data.partition import QuantitySkew as QuantitySkew
     from undrift.data.partition import Shards as Shards
     from undrift.data.partition import SortedShards as SortedShards
+    from undrift.data.partition_names import register_partition as register_partition
     from undrift.data.sources import register_data as register_data
     from undrift.errors import UndriftError as UndriftError
+    from undrift.losses import register_loss as register_loss
     from undrift.method.context import Batch as Batch
     from undrift.method.context import Client as Client
     from undrift.method.context import Plan as Plan
@@ -143,6 +159,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.methods.techniques import ServerTraining as ServerTraining
     from undrift.methods.techniques import SignAgreement as SignAgreement
     from undrift.methods.temporal import TemporalEnsemble as TemporalEnsemble
+    from undrift.metrics import register_metric as register_metric
     from undrift.models import register_model as register_model
     from undrift.schedule import Number as Number
     from undrift.schedule import cosine as cosine
@@ -160,7 +177,8 @@ def __getattr__(name: str) -> Any:
     if name in ("models", "random"):
         return importlib.import_module(f"undrift.{name}")
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'undrift' has no attribute {name!r}")
+        known = f"; here it is {IN_THE_LITERATURE[name]}" if name in IN_THE_LITERATURE else ""
+        raise AttributeError(f"module 'undrift' has no attribute {name!r}{known}")
     found = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = found
     return found

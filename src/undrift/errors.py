@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
 from numbers import Integral, Real
 
@@ -55,11 +55,13 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UndriftError:
-    """Return the error for an unknown name, which suggests the most similar known one."""
+def unknown(kind: str, name: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> UndriftError:
+    """Return the error for an unknown name, which suggests what to write `instead`, or the most similar known name."""
     names = sorted(known)
     close = nearest(name, names)
     hint = f"Did you mean {close!r}?" if close else f"Known: {listed(names, 40)}."
+    if instead and name in instead:
+        hint = f"Here it is {instead[name]}."
     return UndriftError(f"There is no {kind} called {quoted(name)}. {hint}")
 
 

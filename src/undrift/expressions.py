@@ -1,6 +1,7 @@
 """Expressions in strings, such as `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed, never evaluated.
 
-The caller decides which names are known: `parse_method` (method/parse.py), `parse_partition` (data/partition.py), ….
+The caller decides which names are known: `parse_method` (method/parse.py), `parse_partition`
+(data/partition_names.py), ….
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def parse(
     names: Mapping[str, Callable[..., Any]],
     example: str,
     inner: Mapping[str, Callable[..., Any]] | None = None,
+    instead: Mapping[str, str] | None = None,
 ) -> Any:
     """Build the object that `text` describes: a call of a known name with literals.
 
     A method may also be a sum of calls, and a step schedule a product. The names in `inner` are known only inside
-    arguments. Errors show the `example`.
+    arguments. Errors show the `example`, and for unknown names what to write `instead`.
     """
 
     def refuse(node: ast.AST) -> UndriftError:
@@ -53,7 +55,7 @@ def parse(
             raise refuse(node)
         name = node.func.id
         if name not in allowed:
-            raise unknown(kind, name, allowed)
+            raise unknown(kind, name, allowed, instead)
         args = [argument(a) for a in node.args]
         keywords = [(str(k.arg), argument(k.value)) for k in node.keywords]
         _check_arguments(name, allowed[name], len(args), [key for key, _ in keywords])
@@ -87,7 +89,7 @@ def parse(
         if isinstance(node, ast.Call):
             return call(node, names)
         if isinstance(node, ast.Name) and node.id not in names:
-            raise unknown(kind, node.id, names)
+            raise unknown(kind, node.id, names, instead)
         raise refuse(node)
 
     return build(_tree(text, kind, example))

@@ -137,6 +137,8 @@ CLASSES = (cross_entropy, cross_entropy_of_labelled, squared_hinge)
 """The losses whose targets are classes."""
 LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)}
 LOSSES["model"] = model_loss
+OURS = frozenset(LOSSES)
+"""The names that users cannot register."""
 
 
 COLUMNS = {
@@ -168,6 +170,28 @@ def lower_is_better(name: str, metric: Any = None) -> bool:
     if isinstance(own, bool):
         return not own
     return name.removesuffix("_worst").removesuffix("_first").endswith(LOWER)
+
+
+def register_loss(name: str, loss: Loss) -> None:
+    """Register a loss under a name that `ud.train`, experiment files and the command line know.
+
+    Example:
+        >>> import undrift as ud
+        >>> from torch import nn
+        >>> ud.register_loss("smooth", nn.CrossEntropyLoss(label_smoothing=0.1))
+        >>> data = ud.load("digits", ud.IID(), clients=5)
+        >>> result = ud.train("mlp", data, rounds=1, local=ud.Local(steps=1, lr=0.1), loss="smooth")
+
+    Args:
+        name: The name.
+        loss: A function of `(output, target)` that returns one value per sample, or a loss module of torch.
+
+    Raises:
+        UndriftError: If undrift has a loss of this name, or if the loss is not a function.
+    """
+    if name in OURS:
+        raise UndriftError(f"A loss of your own cannot be called {name!r}, which is one of undrift's; rename it.")
+    LOSSES[name] = get_loss(loss)
 
 
 def get_loss(loss: str | Loss | None) -> Loss:

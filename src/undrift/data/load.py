@@ -17,7 +17,8 @@ from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
 from undrift.data.names import names_of
-from undrift.data.partition import IID, MOST, ByKey, Partition, parse_partition
+from undrift.data.partition import IID, MOST, ByKey, Partition
+from undrift.data.partition_names import is_named, parse_partition
 from undrift.data.paths import as_path
 from undrift.data.shares import numbered
 from undrift.data.source import Source
@@ -178,9 +179,8 @@ def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset 
 
 def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
     """Return the arguments as an experiment file can hold them, or None if one of them is a Python object."""
-    ours = type(partition).__module__ == "undrift.data.partition"
-    ours &= augment is None or type(augment).__module__ == "undrift.data.augment"
-    if not ours or not isinstance(asked["name"], str | Path):
+    named = is_named(partition) and (augment is None or type(augment).__module__ == "undrift.data.augment")
+    if not named or not isinstance(asked["name"], str | Path):
         return None
     path = as_path(asked["name"])
     own_path = asked["name"] not in sources.names() and os.path.exists(path)

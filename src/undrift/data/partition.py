@@ -11,11 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-import undrift
 from undrift.data.dealing import fewest_first, holders, in_blocks, own_and_others
 from undrift.data.shares import Array, assign, bounded, by_class, even, in_order, numbered, shares
 from undrift.errors import UndriftError, quoted, whole
-from undrift.expressions import parse
 
 MOST = 100_000_000
 """The largest number of clients or shards. A larger one is taken for a mistake."""
@@ -389,10 +387,3 @@ def _positive(where: str, x: float) -> None:
 def _count(where: str, x: int) -> None:
     if isinstance(x, bool) or not isinstance(x, int) or x < 1:
         raise UndriftError(f"{where} must be a whole number from 1, not {quoted(x)}.")
-
-
-def parse_partition(text: str) -> Partition:
-    """Return the partition that a string such as `"Dirichlet(0.1)"` describes."""
-    known = {name: globals()[name] for name in undrift.PARTITIONS}
-    found: Partition = parse(text, "partition", known, "Dirichlet(0.1)")
-    return found

@@ -28,7 +28,8 @@ def as_method(method: Any) -> Method:
 def parse_method(text: str) -> Method:
     """`"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"` as a `Method`."""
     inner = {"decay": decay, "inverse": inverse, "TemporalEnsemble": undrift.TemporalEnsemble}
-    return as_method(parse(text, "method", known_parts(), "FedProx(mu=0.1) + ServerSGD(momentum=0.9)", inner))
+    example = "FedProx(mu=0.1) + ServerSGD(momentum=0.9)"
+    return as_method(parse(text, "method", known_parts(), example, inner, undrift.IN_THE_LITERATURE))
 
 
 def known_parts() -> dict[str, Callable[..., Any]]:

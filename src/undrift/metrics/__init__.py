@@ -27,6 +27,35 @@ METRICS: dict[str, Any] = {
 }
 
 
+OURS = frozenset(METRICS)
+"""The names that users cannot register."""
+
+
+def register_metric(name: str, metric: Any) -> None:
+    """Register a metric under a name that `ud.train`, experiment files and the command line know.
+
+    Example:
+        >>> import undrift as ud
+        >>> ud.register_metric("certain", lambda output, target: (output.softmax(-1).amax(-1) > 0.9).float())
+        >>> data = ud.load("digits", ud.IID(), clients=5)
+        >>> local = ud.Local(steps=1, lr=0.1)
+        >>> result = ud.train("mlp", data, rounds=1, local=local, metrics=["accuracy", "certain"])
+        >>> "certain" in result.history[-1]
+        True
+
+    Args:
+        name: The name, and the column of the history.
+        metric: A function of `(output, target)` that returns one value per sample, or an object with `update` and
+            `compute`, such as those of torchmetrics.
+
+    Raises:
+        UndriftError: If undrift has a metric or a column of this name, or if the metric is neither.
+    """
+    if name in OURS:
+        raise UndriftError(f"A metric of your own cannot be called {name!r}, which is one of undrift's; rename it.")
+    METRICS[name] = _found(name, metric)
+
+
 def get_metrics(metrics: Any, loss: Loss) -> dict[str, Any]:
     """The metrics by name. The default is accuracy if the loss is for classes, otherwise none."""
     if metrics is None:
@@ -51,7 +80,7 @@ def _found(name: Any, metric: Any) -> Any:
     if reserved(name):
         raise UndriftError(f"A metric cannot be called {name!r}, which is a column of the history; rename it.")
     if isinstance(metric, str) and metric in METRICS:
-        return METRICS[metric]
+        metric = METRICS[metric]
     if isinstance(metric, type) and hasattr(metric, "update") and hasattr(metric, "compute"):
         raise UndriftError(f"The metric {name!r} is a class; give an object of it: {metric.__name__}(…).")
     if streams(metric):

@@ -18,11 +18,11 @@ from undrift.reproduce.results import DEFAULT, Results, pack, unpack
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
 
-DESCRIPTION = """Run the experiments of the papers again, and print their numbers beside ours.
+DESCRIPTION = """Rerun the experiments of the papers and compare the results with the published numbers.
 
   undrift reproduce fednlr --table table-1          the remaining cells of one table
   undrift reproduce --budget 9m                     the most valuable cells of all papers, for nine minutes
-  undrift reproduce --list                          what is done, what remains, and how long it takes
+  undrift reproduce --list                          what is done, what remains, and how long that takes
   undrift reproduce all --quick                     everything, scaled down to a minute on a CPU
 """
 

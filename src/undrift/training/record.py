@@ -17,6 +17,7 @@ from undrift.method.groups import Group
 from undrift.method.optimizers import Optimizer
 from undrift.method.part import Method, Part
 from undrift.metrics import METRICS
+from undrift.metrics.base import streams
 from undrift.schedule import StepSchedule, decay, inverse
 from undrift.training.early import EarlyStopping
 from undrift.training.identity import plainly
@@ -51,8 +52,8 @@ def record(run: Run, given: Settings) -> str:
         chosen["device"] = run.device.type  # each process determines its own
     settings = {**vars(given), **chosen, "method": run.method}
     settings["loss"] = name_of(run.loss) or run.loss
-    ours = all(METRICS.get(name) is metric for name, metric in run.metrics.items())
-    settings["metrics"] = list(run.metrics) if ours else run.metrics
+    named = all(_named(name, metric) for name, metric in run.metrics.items())
+    settings["metrics"] = list(run.metrics) if named else run.metrics
     lines = [
         "# A run of undrift, complete: `undrift run` with this file repeats it.",
         *(line(name, settings[name]) for name in LINES),
@@ -68,6 +69,12 @@ def record(run: Run, given: Settings) -> str:
         asked = [f.name for f in fields(faults) if getattr(faults, f.name) != f.default]
         lines += ["", "[faults]", *(line(name, getattr(faults, name)) for name in asked)]
     return "\n".join(lines) + "\n"
+
+
+def _named(name: str, metric: Any) -> bool:
+    """Return whether a file means this metric by the name. Those that see every batch are copied for each run."""
+    known = METRICS.get(name)
+    return known is metric or (streams(known) and type(known) is type(metric) and plainly(known) == plainly(metric))
 
 
 def line(name: str, value: Any) -> str:

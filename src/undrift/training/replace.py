@@ -59,5 +59,6 @@ def _ours(file: Path, names: re.Pattern[str]) -> Path:
     if regular(file) and names.fullmatch(partial[1] if partial else file.name):
         return file
     raise UndriftError(
-        f"{file} was not written by a run, so --force does not remove it. Move it away, or choose another --out."
+        f"{file} is not one of the files that --force removes: those that a run itself writes. Move it away, or choose "
+        "another --out."
     )
