@@ -162,6 +162,7 @@ def test_split_data_are_shown_with_their_own_clients():
     ud.register_data("hospitals", lambda: calls.append(1) or hospitals())
     shown = CliRunner().invoke(app, ["data", "show", "hospitals"])
     assert shown.exit_code == 0 and "hospitals, ByKey()" in shown.output and len(calls) == 1
+    assert sources.FUNCTIONS["hospitals"]() is not sources.FUNCTIONS["hospitals"]()  # it was not replaced
     assert re.findall(r"^\s*(H\d+)", shown.output, re.M) == ["H7", "H9", "H12"]
 
 

@@ -144,7 +144,7 @@ def test_a_warning_names_the_extreme_columns_once(caplog):
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1 and "normalize=True" in said[0] and "normalize = true" in said[0]
     income, ratio = table["income"].std(ddof=0), table["ratio"].std(ddof=0)
-    assert f"'income' has a standard deviation of {income:.3g}, 'ratio' has a standard" in said[0]
+    assert f"'income' has a standard deviation of {income:,.0f}, 'ratio' has a standard" in said[0]
     assert f"{ratio:.3g}" in said[0] and "fixed" not in said[0]
     caplog.clear()
     notices.given.clear()

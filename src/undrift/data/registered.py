@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from undrift.data import held, own, sources
@@ -16,13 +18,22 @@ KEPT = ("name", "partition", "seed", "augment", "data_dir")
 """Arguments of `ud.load` that do not change a `FederatedDataset`, or have no influence on one."""
 
 
-def has_clients(name: str) -> bool:
-    """Return whether the function of a name returns data that are split into clients. Its result is kept."""
-    if name not in sources.FUNCTIONS:
-        return False
-    made = sources.FUNCTIONS[name]()
+@contextmanager
+def called_once(name: str) -> Iterator[bool]:
+    """Say whether the function of this name, if any, returns data that are split into clients.
+
+    Loading the data inside the context does not call it again.
+    """
+    function = sources.FUNCTIONS.get(name)
+    if function is None:
+        yield False
+        return
+    made = function()
     sources.FUNCTIONS[name] = lambda: made
-    return isinstance(made, FederatedDataset)
+    try:
+        yield isinstance(made, FederatedDataset)
+    finally:
+        sources.FUNCTIONS[name] = function
 
 
 def keep(asked: dict[str, Any], partition: Any) -> None:

@@ -69,11 +69,15 @@ def warning(scales: Scales | None) -> str | None:
     most = int(scales.std.argmax())
     if scales.std[most] <= MOST_RATIO * scales.std[least]:
         return None
-    sizes = [f"{quoted(scales.columns[i])} has a standard deviation of {scales.std[i]:.3g}" for i in (most, least)]
+    sizes = [f"{quoted(scales.columns[i])} has a standard deviation of {_short(scales.std[i])}" for i in (most, least)]
     return (
         f"The columns of {scales.table} have very different scales: {sizes[0]}, {sizes[1]}. A model may then learn no "
         "more than the most frequent class. Write normalize=True, in an experiment file normalize = true under [data]."
     )
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}"
 
 
 def normalised(source: Source) -> Source:

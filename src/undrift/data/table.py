@@ -69,12 +69,17 @@ class Table:
         write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
         write.notes["scales"] = {"columns": list(features)} | moments.lists()
         if changed:
-            what = (
-                "empty cells were filled with their columns' means"
-                if means is not None
-                else "incomplete rows were left out"
+            write.notes["incomplete"] = f"{place.name}: {self._changed(changed)} (missing={self.missing!r})."
+
+    def _changed(self, count: int) -> str:
+        """Return what became of so many missing values, or of rows with one."""
+        if self.missing == "mean":
+            return (
+                "1 empty cell was filled with its column's mean"
+                if count == 1
+                else (f"{count:,} empty cells were filled with their columns' means")
             )
-            write.notes["incomplete"] = f"{place.name}: {changed:,} {what} (missing={self.missing!r})."
+        return "1 incomplete row was left out" if count == 1 else f"{count:,} incomplete rows were left out"
 
     def _complete(
         self, place: Place, split: str, features: dict[str, Any], means: np.ndarray | None
