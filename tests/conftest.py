@@ -12,7 +12,7 @@ import undrift as ud
 from tests.flower_problem import register
 from tests.problems import make_clients
 from undrift import models
-from undrift.data import sources
+from undrift.data import notices, sources
 
 torch.set_num_threads(1)  # tests run two at a time on two cores
 with contextlib.suppress(ValueError):  # not in the main thread
@@ -33,6 +33,12 @@ def no_waiting_for_the_disk():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def warnings_again() -> None:
+    """Every test gets the warnings about its data, which a process gives once."""
+    notices.given.clear()
 
 
 @pytest.fixture

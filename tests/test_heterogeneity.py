@@ -65,7 +65,7 @@ def test_the_command(tmp_path, monkeypatch):
             ["digits", "--partition", "Dirichlt(1)"],
             "error: There is no partition called 'Dirichlt'. Did you mean 'Dirichlet'?\n",
         ),
-        (["digits", "--clients", "0"], "error: clients must be a whole number from 1, not 0.\n"),
+        (["digits", "--clients", "0"], "error: --clients must be a whole number from 1, not 0.\n"),
         (["digits", "--picture", "a.xyz"], "error: "),
     ],
 )

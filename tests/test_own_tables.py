@@ -163,6 +163,11 @@ def test_missing_values(file, caplog):
     assert np.allclose(filled.store["x"], wanted, rtol=1e-6) and len(filled.store["y"]) == 40
     assert "2 empty cells were filled" in caplog.text
     assert filled.digests["training data"] != dropped.digests["training data"]
+    caplog.clear()
+    table.loc[7, "flag"] = True
+    for missing, one in (("drop", "1 incomplete row was left out"), ("mean", "1 empty cell was filled with its")):
+        ud.load(table, ud.IID(), 1, client="site", missing=missing)
+        assert one in caplog.text
     table.loc[5, "a"] = np.inf
     with pytest.raises(refused, match=r"Row 5 .* has no finite 'a'; clean or drop that row.$"):
         ud.load(table, ud.IID(), 1, client="site", missing="mean")

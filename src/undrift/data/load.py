@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,23 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from undrift.data import held, own, sources
+from undrift.data import held, notices, own, registered, scales, sources
 from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
-from undrift.data.images import standardised
-from undrift.data.lazy_images import with_statistics
 from undrift.data.names import names_of
-from undrift.data.partition import MOST, ByKey, Partition
+from undrift.data.partition import IID, MOST, ByKey, Partition
 from undrift.data.partition_names import is_named, parse_partition
 from undrift.data.paths import as_path
-from undrift.data.samples import take
 from undrift.data.shares import numbered
 from undrift.data.source import Source
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
-
-log = logging.getLogger("undrift")
 
 EMPTY = "%s of %s clients have no samples, for there are %s to train on; ask for fewer clients"
 OWN_TEST = 0.2
@@ -38,7 +32,7 @@ OWN_TEST = 0.2
 
 def load(
     name: Any,
-    partition: Partition | str,
+    partition: Partition | str | None = None,
     clients: int | None = None,
     seed: int = 0,
     server_fraction: float = 0.0,
@@ -74,7 +68,8 @@ def load(
             or of a folder in the format of LEAF or PFLlib; the id of a data set on the Hugging Face hub; a pair
             `(x, y)`, where x may be a tuple or a dict of arrays; a pandas `DataFrame`; a torch `Dataset` that yields
             `(x, y)`, `(x1, x2, y)` or a dict; or a `datasets.Dataset`, a table or tokenized.
-        partition: How samples are assigned to clients, such as `ud.Dirichlet(0.1)`, or the same as a string.
+        partition: How samples are assigned to clients, such as `ud.Dirichlet(0.1)`, or the same as a string. By default
+            `ud.IID()`; data of a registered function that returns a `FederatedDataset` keep its clients.
         clients: The number of clients. Leave it out with `ud.ByKey()`, which uses the data's own clients.
         seed: The seed of the partition and of what is held out for the server, for validation and for clients' tests.
         server_fraction: A class-balanced fraction of the training data that goes to the server instead of the clients.
@@ -92,7 +87,9 @@ def load(
             rows are held out.
         resize: The size of images in your own files and tables: one number, or height and width. By default, all images
             must have the same size.
-        normalize: Subtract the training set's mean from images and divide by its standard deviation, per channel.
+        normalize: Subtract the mean and divide by the standard deviation: per channel for images in files, per column
+            for tables and for arrays with one row of floats per sample. Both are computed over the training split,
+            before any of its rows are held out. A column without deviation is only centred.
         augment: `ud.CropFlip()`, or a function of `(x, key)`, applied to training batches.
         data_dir: A folder in hub layout to read from, instead of the hub (or set UNDRIFT_DATA).
         lazy: Read samples when they are needed, and keep none in memory: for a folder of images, a torch `Dataset`, or
@@ -107,15 +104,20 @@ def load(
         UndriftError: If the data cannot be found or read, or an argument does not match them.
     """
     asked = dict(locals())
-    partition = _partition(partition)
+    partition = None if partition is None else _partition(partition)
+    augment = _augment(augment)
+    made = sources.FUNCTIONS[name]() if isinstance(name, str) and name in sources.FUNCTIONS else None
+    if isinstance(made, FederatedDataset):
+        registered.keep(asked, partition)
+        return replace(made, augment=augment or made.augment, origin=_origin(asked, ByKey(), augment))
+    partition = IID() if partition is None else partition
     natural = isinstance(partition, ByKey)
     _check_clients(clients, natural)
     _check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
     if test_size is not None and (not whole(test_size) or test_size < 1):
         raise UndriftError(f"test_size must be a whole number from 1, not {quoted(test_size)}.")
-    augment = _augment(augment)
     wanted = own.Wanted(label, client, columns, drop, missing, resize, data_dir, lazy, workers)
-    source = _source(name, test, wanted)
+    source = _source(name, test, wanted, made)
     if not len(source.labels):
         raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
     if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
@@ -123,10 +125,12 @@ def load(
         source = replace(
             source, keys=keys, clients=names_of(known, source.clients), test_keys=_renumbered(source, known)
         )
+    if normalize:
+        source = scales.normalised(source)
+    elif said := scales.warning(source.scales):
+        notices.warn(said)
     own_name = name if isinstance(name, str) and name in sources.names() else None
     source = _with_test(source, own_name, test_fraction, test_size)
-    if normalize:
-        source = _normalised(source)
     left = np.arange(len(source.labels))
     server, left = _hold_out(source, left, server_fraction, seed, "server")
     # Both fractions are of the whole training set.
@@ -150,7 +154,7 @@ def load(
         client_test=personal, augment=augment, origin=_origin(asked, partition, augment), **common,
     )  # fmt: skip
     if 2 * made.population < count:
-        log.warning(EMPTY, f"{count - made.population:,}", f"{count:,}", f"{len(left):,}")
+        notices.warn(EMPTY % (f"{count - made.population:,}", f"{count:,}", f"{len(left):,}"))
     return made
 
 
@@ -214,8 +218,8 @@ def _assigned(source: Source, samples: np.ndarray, owner: np.ndarray, clients: i
     return FederatedDataset.from_owners(source.store, source.in_store(samples), owner, clients, **rest)
 
 
-def _source(name: Any, test: Any, wanted: own.Wanted) -> Source:
-    lazy = wanted.lazy
+def _source(name: Any, test: Any, wanted: own.Wanted, made: Any) -> Source:
+    """Return the data that an argument stands for. `made`: what the function of this name returned, if it has one."""
     if not isinstance(name, str | Path):
         if held.is_frame(name):
             return own.given(name, test, wanted)
@@ -231,17 +235,13 @@ def _source(name: Any, test: Any, wanted: own.Wanted) -> Source:
         raise UndriftError(
             "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."
         )
-    if name in sources.names():
+    if name in sources.FUNCTIONS:
+        return registered.source(str(name), made, wanted)
+    if name in sources.RECIPES:
         if wanted.client is not None:
             raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")
         wanted.refuse(str(name), "columns", "drop", "missing", "resize")
-    if name in sources.FUNCTIONS:
-        made = sources.FUNCTIONS[str(name)]()
-        if isinstance(made, Source) and lazy:
-            raise UndriftError(own.NOT_LAZY.format(name))
-        return made if isinstance(made, Source) else own.given(made[0], made[1], replace(wanted, label="label"))
-    if name in sources.RECIPES:
-        if lazy:
+        if wanted.lazy:
             raise UndriftError(own.NOT_LAZY.format(name))
         return sources.named(str(name), wanted.data_dir)
     if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or os.path.exists(name)):
@@ -276,14 +276,6 @@ def _with_test(source: Source, name: str | None, fraction: float | None, size: i
         whose = None if source.test_keys is None else source.test_keys[np.sort(chosen)]
         source = replace(source, test=replace(source.test, index=index), test_keys=whose)
     return source
-
-
-def _normalised(source: Source) -> Source:
-    source = with_statistics(source)
-    if source.take is not take or "mean" not in source.store:
-        raise UndriftError("normalize is for images that are read from files; leave it out.")
-    test = replace(source.test, take=standardised) if source.test else None
-    return replace(source, take=standardised, test=test)
 
 
 def _hold_out(

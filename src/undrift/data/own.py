@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from undrift.data import held, lazy_images, lazy_sets, shards, tables
+from undrift.data import held, lazy_images, lazy_sets, notices, shards, tables
 from undrift.data.dataset import Rows
 from undrift.data.images import ImageFolder, Images
 from undrift.data.labels import not_utf8
@@ -23,8 +22,6 @@ from undrift.data.stacking import partition_labels, stacked
 from undrift.data.table import MISSING, Table
 from undrift.data.tables import Place
 from undrift.errors import UndriftError, listed, quoted, shortened, whole
-
-log = logging.getLogger("undrift")
 
 NOT_LAZY = (
     "lazy=True is for folders of images, torch Datasets and arrays; {} is decoded once and then read from its file "
@@ -112,7 +109,7 @@ def _in_memory(data: Any, test: Any, wanted: Wanted) -> Source:
         kept = (wanted.label, wanted.client, "client")
         texts = [n for n, f in place.features("train").items() if "string" in str(f.dtype) and n not in kept]
         if texts:
-            log.warning("the text in %s is left out: only numbers can be trained on", listed(texts))
+            notices.warn(f"the text in {listed(texts)} is left out: only numbers can be trained on")
         wanted = replace(wanted, drop=texts)
     recipe = _recipe(place, wanted)
     recipe.decode([place], write)  # type: ignore[arg-type]
@@ -188,7 +185,7 @@ def _images(root: Path) -> Place:
     below = {folder.name.lower(): folder for folder in folders_in(root)}
     splits = [(split, below[split]) for split in ("train", "test") if split in below] or [("train", root)]
     if "train" in below and (others := below.keys() - {"train", "test"}):
-        log.warning("%s: only train and test are read, not %s", root, listed(sorted(others)))
+        notices.warn(f"{root}: only train and test are read, not {listed(sorted(others))}")
     found = [(split, tuple(_in_classes(folder))) for split, folder in splits]
     if not dict(found).get("train"):
         raise UndriftError(f"{root} has neither parquet files nor images in one subfolder per class.")

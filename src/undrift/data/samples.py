@@ -34,7 +34,7 @@ def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
     """Return the samples at `indices`, on the store's device.
 
     uint8 values of a single tensor are pictures if a sample has at least two axes, and are scaled to [0, 1]. Along one
-    axis, or in a tuple or dict, nothing is converted: there, small integers are as likely to be tokens or a mask.
+    axis, or in a tuple or dict, nothing is converted: such small integers may be tokens or a mask.
     """
     return finish(gather(store, indices), store)
 

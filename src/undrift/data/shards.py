@@ -7,22 +7,19 @@ PFLlib (Zhang et al., 2023): `train/0.npz`, `train/1.npz`, … and the same belo
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from undrift.data import pickles
+from undrift.data import notices, pickles
 from undrift.data.clients import joined
 from undrift.data.dataset import Rows
 from undrift.data.paths import kind
 from undrift.data.source import Source
 from undrift.data.stacking import partition_labels
 from undrift.errors import UndriftError, first_line, listed
-
-log = logging.getLogger("undrift")
 
 Pairs = dict[str, tuple[Any, Any]]
 """A pair (x, y) per client, by name."""
@@ -63,7 +60,7 @@ def source(folder: Path) -> Source:
         place = {who: i for i, who in enumerate(train)}
         keys = np.repeat([place.get(who, -1) for who in test], np.diff(tests.offsets))
         if strange := [who for who in test if who not in place]:
-            log.warning("%s: %s have test data only, which are part of the common test set", folder, listed(strange, 5))
+            notices.warn(f"{folder}: {listed(strange, 5)} have test data only, which are part of the common test set")
     return Source(
         own.store,
         partition_labels(own.store["y"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from undrift.errors import UndriftError
 BARS = 60
 """Up to this many clients have a bar each; more are drawn as one stacked area."""
 LISTED = 20
+MOST_SORTED = 10_000
+"""Up to this many clients are listed by name; more, in the order in which the data name them."""
 
 
 def picture(data: FederatedDataset, title: str, file: str | Path) -> None:
@@ -89,7 +92,7 @@ def report(data: FederatedDataset, title: str) -> Any:
     table.add_column("")
     table.add_column("largest classes")
     counts, names = class_counts(data), data.names or []
-    for client in range(min(len(data), LISTED)):
+    for client in _by_name(data)[:LISTED]:
         own = counts[client]
         top = np.argsort(-own, kind="stable")[:3]
         said = [f"{names[c] if names else c} {own[c] / own.sum():.0%}" for c in top if own[c]]
@@ -98,3 +101,13 @@ def report(data: FederatedDataset, title: str) -> Any:
         table.add_row(Text(who), f"{data.sizes[client]:,}", bar, Text(", ".join(said)))
     rest = [f"and {len(data) - LISTED:,} more clients"] if len(data) > LISTED else []
     return Group(Text(title, style="bold"), *lines, "", table, *rest)
+
+
+def _by_name(data: FederatedDataset) -> list[int]:
+    """Return the clients in the order of their names, numbers in them by value; as they are if there are many."""
+    order = list(range(min(len(data), MOST_SORTED)))
+    if not data.client_names or len(data) > MOST_SORTED:
+        return order
+    parts = [re.split(r"(\d+)", name) for name in data.client_names]  # every other one is a number
+    keys = [[int(part) if i % 2 else part for i, part in enumerate(own)] for own in parts]
+    return sorted(order, key=keys.__getitem__)

@@ -12,6 +12,18 @@ from undrift.data.samples import Store, Take, take
 
 
 @dataclass(frozen=True)
+class Scales:
+    """The mean and the standard deviation of each feature over the training split, in float64."""
+
+    mean: np.ndarray
+    std: np.ndarray
+    columns: list[str] | None = None
+    """The names of the features, if they have any."""
+    table: str = ""
+    """What to call the data in messages."""
+
+
+@dataclass(frozen=True)
 class Source:
     """A data set that is not partitioned yet: arrays, labels and, if the data have natural clients, their ids."""
 
@@ -35,6 +47,9 @@ class Source:
     """For overlapping windows: which run of consecutive windows each training sample belongs to."""
     gap: int = 0
     """The distance at which windows do not overlap."""
+
+    scales: Scales | None = None
+    """The scales of the features, if they are known. They are computed where they are needed and not known."""
 
     def in_store(self, positions: np.ndarray) -> np.ndarray:
         """Return the store's indices of the training samples at these positions."""

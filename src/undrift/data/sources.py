@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from undrift.data import tables
+from undrift.data import notices, tables
 from undrift.data.cache import Notes, Writer, cached
 from undrift.data.dataset import Rows
 from undrift.data.fractions import stratified
@@ -22,8 +21,6 @@ from undrift.data.sound import spectrogram
 from undrift.data.source import Source
 from undrift.data.text import Characters, Sentences, Tags
 from undrift.random import host_generator
-
-log = logging.getLogger("undrift")
 
 
 class Recipe(Protocol):
@@ -106,7 +103,7 @@ def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
     """Return the source that a recipe makes of arrays, after logging its warnings, which concern every run."""
     for note in ("assumed", "incomplete"):
         if notes.get(note):
-            log.warning("%s", notes[note])
+            notices.warn(notes[note])
     return recipe.open(arrays, notes)
 
 
@@ -136,7 +133,9 @@ def register_data(name: str, function: Callable[[], Any]) -> None:
 
     Args:
         name: The name. An existing data set of this name is replaced.
-        function: A function without arguments that returns a pair `(train, test)`. Each is a pair `(x, y)` of arrays or
-            a torch `Dataset`; `test` may be None.
+        function: A function without arguments. It returns a pandas `DataFrame`, to which the arguments `label`,
+            `client`, `columns`, `drop`, `missing` and `normalize` of `ud.load` apply; or a pair `(train, test)`, each a
+            `DataFrame`, a pair `(x, y)` of arrays or a torch `Dataset`, where `test` may be None; or a
+            `FederatedDataset`, which is used as it is, with its own clients.
     """
     FUNCTIONS[name] = function

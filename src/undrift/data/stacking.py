@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from undrift.data import notices
 from undrift.data.samples import Samples, as_pair, refuse_masked
 from undrift.errors import UndriftError, listed, quoted
 from undrift.losses import IGNORED
-
-log = logging.getLogger("undrift")
 
 TOKENS, MASK = "input_ids", "attention_mask"
 """The names that Hugging Face's models give to tokens, and to the 1s and 0s that tell them from padding."""
@@ -89,7 +87,7 @@ def _of_table(columns: dict[str, Sequence[Any]], label: str) -> tuple[Any, Seque
         raise ValueError(f"there is no {quoted(label)} among {listed(columns)}; name the labels with label=…")
     ys = columns.pop(target)
     if text := [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]:
-        log.warning("the text in %s is left out: only numbers can be trained on", listed(text))
+        notices.warn(f"the text in {listed(text)} is left out: only numbers can be trained on")
         columns = {name: values for name, values in columns.items() if name not in text}
     if not columns:
         raise ValueError(f"there are no numbers besides {quoted(target)}; tokenize the text first")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.data import notices
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Task
 from undrift.data.labels import MOST, Labels, encoded
-from undrift.data.source import Source
+from undrift.data.scales import Moments
+from undrift.data.source import Scales, Source
 from undrift.data.tables import Place
 from undrift.errors import UndriftError, listed, quoted, shortened
-
-log = logging.getLogger("undrift")
 
 MISSING = (None, "drop", "mean")
 """What to do about rows with missing values: refuse them, leave them out, or put in the column's mean."""
@@ -48,12 +47,14 @@ class Table:
         labels = None if fractions else Labels(place, self.label, whole=floats)
         codes: dict[Any, int] = {}
         whose = f"The column {quoted(self.client)} of {place.name}"
-        means, changed = self._means(place, features) if self.missing == "mean" else None, 0
+        means, changed, moments = self._means(place, features) if self.missing == "mean" else None, 0, Moments()
         for split in splits:
             count = 0
             for table, x, rows, gaps in self._complete(place, split, features, means):
                 y = table[self.label]
                 write.append(f"{split}_x", x)
+                if split == "train":
+                    moments.add(x)
                 write.append(
                     f"{split}_y", labels.read(y, split, rows) if labels else self._fractions(y, place, split, rows)
                 )
@@ -66,13 +67,19 @@ class Table:
             labels.check()
         names = labels.names if labels else None
         write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
+        write.notes["scales"] = {"columns": list(features)} | moments.lists()
         if changed:
-            what = (
-                "empty cells were filled with their columns' means"
-                if means is not None
-                else "incomplete rows were left out"
+            write.notes["incomplete"] = f"{place.name}: {self._changed(changed)} (missing={self.missing!r})."
+
+    def _changed(self, count: int) -> str:
+        """Return what became of so many missing values, or of rows with one."""
+        if self.missing == "mean":
+            return (
+                "1 empty cell was filled with its column's mean"
+                if count == 1
+                else (f"{count:,} empty cells were filled with their columns' means")
             )
-            write.notes["incomplete"] = f"{place.name}: {changed:,} {what} (missing={self.missing!r})."
+        return "1 incomplete row was left out" if count == 1 else f"{count:,} incomplete rows were left out"
 
     def _complete(
         self, place: Place, split: str, features: dict[str, Any], means: np.ndarray | None
@@ -101,13 +108,14 @@ class Table:
         for asked in (*(self.columns or ()), *(self.drop or ())):
             if asked not in others:
                 why = "is the label or the client" if asked in every else f"is none of its columns, {listed(every)}"
-                raise UndriftError(f"columns and drop name features of {place.name}; {quoted(asked)} {why}.")
+                which = "drop" if self.columns is None else "columns"
+                raise UndriftError(f"{which} must name features of {place.name}; {quoted(asked)} {why}.")
         if self.columns is not None:
             features = {name: others[name] for name in self.columns}
         else:
             features = {n: f for n, f in others.items() if not _is_index(n) and n not in (self.drop or ())}
             if any(_is_index(name) and name not in (self.drop or ()) for name in others):
-                log.warning("%s: the index column that pandas wrote is left out", place.name)
+                notices.warn(f"{place.name}: the index column that pandas wrote is left out")
         kinds = {name: getattr(feature, "dtype", type(feature).__name__) for name, feature in features.items()}
         if wrong := [name for name, kind in kinds.items() if not kind.startswith(("int", "uint", "float", "bool"))]:
             if kinds[wrong[0]] == "null" and not any(map(len, place.batches("train", [wrong[0]]))):
@@ -184,7 +192,14 @@ class Table:
             task=Task("mse") if notes["fractions"] else Task(),
             names=notes["classes"],
             clients=notes["clients"] or None,
+            scales=self._scales(notes.get("scales")),
         )
+
+    def _scales(self, noted: Notes | None) -> Scales | None:
+        """Return the features' scales, which files in the cache that an earlier version wrote do not have."""
+        if noted is None:
+            return None
+        return Scales(np.array(noted["mean"]), np.array(noted["std"]), noted["columns"], self.hub)
 
 
 def numbers(column: Any, name: str, place: Place, split: str) -> np.ndarray:

@@ -296,8 +296,9 @@ def show(
         str, typer.Argument(help="The name of a data set, or your own file or folder.", show_default=False)
     ],
     partition: Annotated[
-        str, typer.Option(metavar="EXPR", help='How samples are assigned to clients: "Dirichlet(0.1)", "ByKey()", …')
-    ] = "IID()",
+        str | None,
+        typer.Option(metavar="EXPR", help='How samples are assigned: "Dirichlet(0.1)", …', show_default="IID()"),
+    ] = None,
     clients: Annotated[
         int | None,
         typer.Option(metavar="N", help="The number of clients.", show_default="10; with ByKey(), as in the data"),
@@ -323,20 +324,26 @@ def show(
     resize: Annotated[
         int | None, typer.Option(metavar="PIXELS", help="Resize your images to this height and width.")
     ] = None,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Subtract each column's or channel's mean and divide by its deviation.")
+    ] = False,
     imports: Import = None,
     data_dir: DataDir = None,
 ) -> None:
     """Draw which clients hold which classes, and print client sizes and measures of heterogeneity."""
     from undrift.data import show as shown
     from undrift.data.load import load
+    from undrift.data.registered import called_once
     from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
-    if clients is None and not partition.startswith("ByKey"):
-        clients = 10
     columns: dict[str, Any] = {"label": label, "client": client, "drop": drop or None, "missing": missing}
-    with launch.arguments_as_flags():
-        loaded = load(name, partition, clients, seed, **columns, resize=resize, data_dir=data_dir)
+    options = columns | {"resize": resize, "normalize": normalize, "data_dir": data_dir}
+    with launch.arguments_as_flags(), called_once(name) as split:
+        partition = partition or ("ByKey()" if split else "IID()")
+        if clients is None and not partition.startswith("ByKey"):
+            clients = 10
+        loaded = load(name, partition, clients, seed, **options)
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     shown.picture(loaded, title, file)

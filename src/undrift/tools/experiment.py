@@ -117,6 +117,8 @@ def arguments(experiment: Experiment, data: FederatedDataset | None = None) -> d
 def loaded(experiment: Experiment, **other: Any) -> FederatedDataset:
     """The data that the file names, with `other` values of keys of its section."""
     asked = experiment.data.model_dump() | other
+    if "partition" not in experiment.data.model_fields_set | other.keys():
+        asked["partition"] = None  # so that data that are split into clients already keep them
     with about("data"):
         return load(**{**asked, "seed": experiment.seed if asked["seed"] is None else asked["seed"]})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,18 +52,33 @@ def arguments_as_flags() -> Iterator[None]:
     try:
         yield
     except UndriftError as error:
-        raise UndriftError(ARGUMENT.sub(_flag, str(error))) from error
+        raise UndriftError(as_flags(str(error))) from error
 
 
-ARGUMENT = re.compile(
-    r"""\b(label|client|clients|drop|missing|resize|seed|data_dir)=\[?('[^']*'|"[^"]*"|…|[\w.]+)\]?"""
-)
-"""An argument of `ud.load` in a message, such as missing="drop", drop=['id'] or label=…."""
-QUOTES = "'\""
+FLAGS = "label|client|clients|drop|missing|resize|normalize|partition|seed|data_dir"
+ARGUMENT = re.compile(rf"""(?<![\w-])({FLAGS})=(\[[^]]*\]|'[^']*'|"[^"]*"|…|\w+(?:\.\w+)*)""")
+"""An argument of `ud.load` in a message, such as missing="drop", drop=['id', 'name'] or label=…."""
+SUBJECT = re.compile(rf"^({FLAGS})(?= (must|does|is|names) )|`({FLAGS})`")
+"""An argument that a message is about."""
+PAIR = re.compile(r",? or (resize=\[height, width\]|\(height, width\))")
+"""What resize may be in Python, and not on the command line."""
+
+
+def as_flags(message: str) -> str:
+    """A message of `ud.load` in terms of the command line."""
+    return SUBJECT.sub(lambda found: _name(found[1] or found[3]), ARGUMENT.sub(_flag, PAIR.sub("", message)))
+
+
+def _name(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"
 
 
 def _flag(found: re.Match[str]) -> str:
-    return f"--{found[1].replace('_', '-')} {found[2].strip(QUOTES)}"
+    name, text = _name(found[1]), found[2]
+    if text in ("True", "…"):
+        return name if text == "True" else f"{name} …"
+    values = re.findall(r"""'([^']*)'|"([^"]*)"|([^][,\s'"]+)""", text)
+    return " ".join(f"{name} {shlex.quote(next(filter(None, value), ''))}" for value in values)
 
 
 def read_settings(

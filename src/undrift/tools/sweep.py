@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, regular, write_text
 from undrift.losses import lower_is_better
@@ -251,6 +253,8 @@ def _one(
     `device` takes the place of that of the settings.
     """
     mute()  # the reason for a stop is returned
+    if parent_process() is not None:  # that process has read the data, and given the warnings about them
+        notices.hush()
     _wait_for(Path(folder))
     settings = settings if device is None else {**settings, "device": device}
     try:

@@ -1,0 +1,24 @@
+"""Warnings about data, each given once: the runs of a sweep read the same data, and so does a loop in a notebook."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("undrift")
+
+given: set[str] = set()
+"""The warnings that this process has given."""
+EVERY = "every warning"
+"""Stands for all warnings in `given`."""
+
+
+def warn(message: str) -> None:
+    """Log a warning; at the level of information if it was given before."""
+    level = logging.INFO if {message, EVERY} & given else logging.WARNING
+    given.add(message)
+    log.log(level, "%s", message)
+
+
+def hush() -> None:
+    """Give no warnings in this process, as the process that started it has read the same data and given them."""
+    given.add(EVERY)
