@@ -15,6 +15,7 @@ import undrift as ud
 from undrift import losses, metrics
 from undrift.data import partition_names
 from undrift.method.parse import parse_method
+from undrift.tools import compare
 from undrift.tools.cli import app
 
 MODULE = '''
@@ -33,6 +34,33 @@ class Halves:
     def __call__(self, labels, clients, rng, keys):
         half = clients // 2
         return (labels >= self.classes // 2) * half + rng.integers(0, half, len(labels))
+
+
+class Plain:
+    """Not a dataclass: two of them are never equal, and nothing says what they are."""
+
+    def __call__(self, labels, clients, rng, keys):
+        return labels % clients
+
+
+class Distance:
+    """Half the squared distance to the right answer, of which less is better, though its name does not say so."""
+
+    higher_is_better = False
+
+    def __init__(self):
+        self.total, self.count = 0.0, 0
+
+    def update(self, output, target):
+        right = torch.nn.functional.one_hot(target, output.shape[-1])
+        self.total += float((output.softmax(-1) - right).square().sum()) / 2
+        self.count += len(target)
+
+    def compute(self):
+        return torch.tensor(self.total / self.count)
+
+    def reset(self):
+        self.total, self.count = 0.0, 0
 
 
 class Count:
@@ -57,6 +85,9 @@ ud.register_partition("Halves", Halves)
 ud.register_loss("twice", lambda z, y: 2 * torch.nn.functional.cross_entropy(z, y, reduction="none"))
 ud.register_metric("certain", lambda output, target: (output.softmax(-1).amax(-1) > 0.2).float())
 ud.register_metric("count", Count())
+ud.register_metric("brier", Distance())
+ud.register_partition("Plain", Plain)
+ud.register_partition("halves", lambda classes=10: Halves(classes))
 '''
 FILE = """
 model = "logistic"
@@ -123,6 +154,35 @@ def test_what_is_registered_is_what_is_used(folder):
     run = ud.train("logistic", data, rounds=2, local=local, loss=loss)
     found = weights(folder / "runs/first")
     assert all(torch.equal(run.params[name], w) for name, w in found.items())
+
+
+@pytest.mark.parametrize("text", ["Plain()", "halves(classes=10)"])
+def test_a_partition_is_recorded_as_it_was_written(folder, text):
+    command("run", "experiment.toml", "--import", "own_names", "--set", f"data.partition={text}", "--out", "runs/first")
+    config = (folder / "runs/first/config.toml").read_text(encoding="utf-8")
+    assert f'partition = "{text}"' in config and "of Python" not in config
+    command("run", "runs/first", "--trust", "--out", "runs/again")
+    module = sys.modules["own_names"]
+    assert ud.load("digits", module.Plain(), clients=4).origin is None
+    assert ud.load("digits", module.Halves(), clients=4).origin["partition"] == "Halves(classes=10)"
+
+
+def test_a_metric_that_is_better_lower_is_chosen_by_and_compared_so(folder, monkeypatch):
+    monkeypatch.setattr(losses, "DIRECTIONS", {})
+    for module in (metrics, compare):
+        monkeypatch.setattr(module, "DIRECTIONS", losses.DIRECTIONS)
+    settings = ["--set", 'metrics=["brier"]', "--set", "data.validation_fraction=0.2", "--set", "rounds=4"]
+    said = command(
+        "sweep", "experiment.toml", "--import", "own_names", *settings, "--grid", "local.lr=[0.0001, 0.5]", "--out", "s"
+    )
+    assert "best by validation brier: local.lr=0.5" in said.replace("_", " ")
+    losses.DIRECTIONS.clear()  # as in a process that does not know the module
+    metrics.METRICS.pop("brier")
+    runs, _ = compare.read_runs([path.parent for path in (folder / "s").glob("*/metrics.jsonl")])
+    (best,) = (run for run in runs if run.settings["local.lr"] == 0.5)
+    assert compare.leading_metric([best]) == "brier"
+    assert best.best("brier") == min(row["brier"] for row in best.rows) < max(row["brier"] for row in best.rows)
+    assert losses.lower_is_better("client_brier_worst") and not losses.lower_is_better("accuracy")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ whose sums are divided. Others are in `undrift.metrics`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -159,6 +160,18 @@ LOWER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "std")
 """The last words of columns of which less is better; the last is a deviation over clients."""
 
 
+DIRECTIONS: dict[str, bool] = {}
+"""Whether lower values are better, of metrics that say so themselves: those used here, and those recorded with runs."""
+AFFIXES = re.compile(r"^(validation_|client_|tuned_)|(_worst|_first)$")
+"""What a column's name has beside that of its metric."""
+
+
+def direction(metric: Any) -> bool | None:
+    """Whether lower values of a metric are better, by its own `higher_is_better`; None if it has none."""
+    own = getattr(metric, "higher_is_better", None)
+    return not own if isinstance(own, bool) else None
+
+
 def lower_is_better(name: str, metric: Any = None) -> bool:
     """Whether a lower value of a column of the history is the better one.
 
@@ -166,10 +179,10 @@ def lower_is_better(name: str, metric: Any = None) -> bool:
         name: The column, such as `validation_mae` or `client_accuracy_worst`.
         metric: The metric that the column is of, if it is at hand; its own `higher_is_better` decides, if it has one.
     """
-    own = getattr(metric, "higher_is_better", None)
-    if isinstance(own, bool):
-        return not own
-    return name.removesuffix("_worst").removesuffix("_first").endswith(LOWER)
+    base = AFFIXES.sub("", name)
+    own = direction(metric)
+    own = DIRECTIONS.get(base) if own is None else own
+    return base.endswith(LOWER) if own is None else own
 
 
 def register_loss(name: str, loss: Loss) -> None:

@@ -18,7 +18,7 @@ from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
 from undrift.data.names import names_of
 from undrift.data.partition import IID, MOST, ByKey, Partition
-from undrift.data.partition_names import is_named, parse_partition
+from undrift.data.partition_names import parse_partition, text_of
 from undrift.data.paths import as_path
 from undrift.data.shares import numbered
 from undrift.data.source import Source
@@ -179,13 +179,14 @@ def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset 
 
 def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
     """Return the arguments as an experiment file can hold them, or None if one of them is a Python object."""
-    named = is_named(partition) and (augment is None or type(augment).__module__ == "undrift.data.augment")
+    text = text_of(partition, asked["partition"])
+    named = text is not None and (augment is None or type(augment).__module__ == "undrift.data.augment")
     if not named or not isinstance(asked["name"], str | Path):
         return None
     path = as_path(asked["name"])
     own_path = asked["name"] not in sources.names() and os.path.exists(path)
     name = str(path.resolve()) if own_path else str(asked["name"])
-    texts = {"name": name, "partition": repr(partition), "augment": repr(augment) if augment else None}
+    texts = {"name": name, "partition": text, "augment": repr(augment) if augment else None}
     place = {"data_dir": str(as_path(asked["data_dir"]).resolve()) if asked["data_dir"] else None}
     return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
 

@@ -49,7 +49,13 @@ def parse_partition(text: str) -> Partition:
     return found
 
 
-def is_named(partition: object) -> bool:
-    """Return whether `repr` of the partition is a string that describes it."""
-    kind = type(partition)
-    return kind.__module__ == "undrift.data.partition" or OWN.get(kind.__name__) is kind
+def text_of(partition: Partition, given: Partition | str) -> str | None:
+    """Return a string that describes the partition, `given` as it is or as a string; None if there is none."""
+    if type(partition).__module__ == "undrift.data.partition":
+        return repr(partition)
+    if isinstance(given, str):
+        return given
+    try:
+        return repr(partition) if parse_partition(repr(partition)) == partition else None
+    except UndriftError:
+        return None

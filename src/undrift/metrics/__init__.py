@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from undrift.errors import UndriftError, unknown
-from undrift.losses import CLASSES, Loss, accuracy, recall_at_5, reserved
+from undrift.losses import CLASSES, DIRECTIONS, Loss, accuracy, direction, recall_at_5, reserved
 from undrift.metrics.base import Metric, Ratio, fresh, streams
 from undrift.metrics.classes import BalancedAccuracy, ConfusionMatrix, MacroF1, WeightedF1
 from undrift.metrics.numbers import MAE, R2, Perplexity
@@ -66,7 +66,15 @@ def get_metrics(metrics: Any, loss: Loss) -> dict[str, Any]:
         metrics = {_name(metric): metric for metric in metrics}
     if not isinstance(metrics, dict):
         raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
-    return {name: _found(name, metric) for name, metric in metrics.items()}
+    found = {name: _found(name, metric) for name, metric in metrics.items()}
+    DIRECTIONS.update(directions(found))
+    return found
+
+
+def directions(metrics: dict[str, Any]) -> dict[str, bool]:
+    """Return whether lower values are better, of those metrics that say so themselves."""
+    found = {name: direction(metric) for name, metric in metrics.items() if not isinstance(metric, Metric)}
+    return {name: lower for name, lower in found.items() if lower is not None}
 
 
 def _name(metric: Any) -> str:

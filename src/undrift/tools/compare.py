@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from undrift import files
 from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
-from undrift.losses import lower_is_better
+from undrift.losses import DIRECTIONS, lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
 from undrift.training.record import flat, repeats
-from undrift.training.result import finished, history, stopped
+from undrift.training.result import RUN, finished, history, stopped
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
@@ -66,7 +67,14 @@ class Run:
                 _check_row(row, t)
             if ended and not rows:
                 raise ValueError("the run is finished, but there are no rounds in it")
+        DIRECTIONS.update(_directions(folder))
         return cls(folder, settings, rows, why)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that its settings name."""
+        listed = self.settings.get("metrics", [])
+        return [listed] if isinstance(listed, str) else list(listed)
 
     @property
     def diverged(self) -> int | None:
@@ -130,6 +138,15 @@ def damage(folder: Path, file: str) -> Iterator[None]:
         raise DamagedError(f"{folder}: {file} cannot be read ({error.strerror}).") from error
 
 
+def _directions(folder: Path) -> dict[str, bool]:
+    """Whether lower values are better, by those metrics of a run that said so themselves."""
+    try:
+        found = files.unseal(folder / RUN)["choices"]["lower_is_better"]
+    except (files.DamagedError, KeyError, TypeError):  # a run of an earlier version, or without such metrics
+        return {}
+    return {str(name): lower is True for name, lower in found.items()} if isinstance(found, dict) else {}
+
+
 def _check_settings(settings: dict[str, Any]) -> None:
     """Of the settings, those that something is computed or built from."""
     kinds = {"rounds": int, "seed": int, "method": str, "model": str, "data.name": str, "data.partition": str}
@@ -191,7 +208,7 @@ def chosen_metric(runs: Sequence[Run], metric: str | None) -> str:
 def leading_metric(runs: Sequence[Run]) -> str:
     """What runs are compared by: the first metric that one of them was evaluated with."""
     for run in runs:
-        if found := next(filter(None, map(score, reversed(run.rows))), None):
+        if found := next(filter(None, (score(row, run.metrics) for row in reversed(run.rows))), None):
             return found[0]
     if any(run.stopped for run in runs):
         raise UndriftError(f"No run was evaluated before it stopped. {next(r.stopped for r in runs if r.stopped)}")

@@ -34,7 +34,7 @@ from undrift.method.local import Local
 from undrift.method.parse import as_method
 from undrift.method.part import Method
 from undrift.method.work import with_local_work
-from undrift.metrics import get_metrics
+from undrift.metrics import directions, get_metrics
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training import drift
@@ -96,6 +96,8 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     with threads(count):
         engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
     choices |= {"threads": count, "threads_why": why_so_many, "data": place, "data_why": why_there}
+    if said := directions(chosen_metrics):  # for whoever reads the run's folder without the metrics themselves
+        choices["lower_is_better"] = said
     run = Run(
         method=method,
         composed=program.method,

@@ -20,7 +20,7 @@ from undrift.metrics import METRICS
 from undrift.metrics.base import streams
 from undrift.schedule import StepSchedule, decay, inverse
 from undrift.training.early import EarlyStopping
-from undrift.training.identity import plainly
+from undrift.training.identity import deeply, plainly
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
 
@@ -74,7 +74,7 @@ def record(run: Run, given: Settings) -> str:
 def _named(name: str, metric: Any) -> bool:
     """Return whether a file means this metric by the name. Those that see every batch are copied for each run."""
     known = METRICS.get(name)
-    return known is metric or (streams(known) and type(known) is type(metric) and plainly(known) == plainly(metric))
+    return known is metric or (streams(known) and deeply(known) == deeply(metric))
 
 
 def line(name: str, value: Any) -> str:
