@@ -215,13 +215,13 @@ def trouble() -> list[Case]:
 
 
 def test_a_crash_or_a_hang_costs_one_case(monkeypatch):
-    monkeypatch.setattr(pool, "LONGEST", 5.0)
+    monkeypatch.setattr(pool, "LONGEST", 10.0)
     reported = []
     pool.run(trouble(), "tests.test_compat:trouble", 1, lambda case, found: reported.append((case.name, found)))
     assert [name for name, _ in reported] == ["is fine", "hangs", "crashes"]
     found = dict(reported)
     assert found["crashes"].problems == ["the process ended"] and "noise" in found["crashes"].detail
-    assert found["hangs"].outcome == "traceback" and found["hangs"].problems == ["did not end within 5 s"]
+    assert found["hangs"].outcome == "traceback" and found["hangs"].problems == ["did not end within 10 s"]
     assert not found["is fine"].problems and found["is fine"].outcome == "lanes"
 
 
