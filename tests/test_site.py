@@ -161,6 +161,19 @@ def test_pages_fit_a_phone_and_names_in_tables_are_not_broken(site, browser):
     narrow(browser, site, ["docs/index.html", "docs/methods.html", "docs/troubles.html"])
 
 
+@pytest.mark.parametrize("width", [760, 900, 1020, 1100, 1280, 1600])
+def test_pages_fit_windows_of_any_width(site, browser, width):
+    context = browser.new_context(viewport={"width": width, "height": 800}, offline=True)
+    reader = context.new_page()
+    for page in ("index", "faq", "methods"):
+        reader.goto((site / f"docs/{page}.html").as_uri())
+        ends = reader.evaluate(
+            "[...document.querySelectorAll('article > section p')].map((p) => p.getBoundingClientRect().right)"
+        )
+        assert max(ends) <= width and reader.evaluate("document.documentElement.scrollWidth") <= width, page
+    context.close()
+
+
 @pytest.mark.long
 def test_all_pages_fit_a_phone(site, browser):
     narrow(browser, site, [built(page) for page in PAGES])
