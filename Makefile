@@ -29,7 +29,7 @@ docs: .venv/ready
 	@echo "written: site/index.html"
 
 docs-serve: docs
-	$(BIN)/python -m http.server -d site 8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 -d site 8000
 
 # Longer trials: twenty kills of five methods, damage at 200 places of run folders, memory, ten thousand made-up files, and the tests that take long.
 soak: .venv/ready

@@ -12,13 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 
 import undrift as ud
 from tests.experiments import GOOD, changed, toml, undrift
+from undrift import models
 from undrift.data import sources
 from undrift.errors import UndriftError
+from undrift.files import lock
 from undrift.losses import lower_is_better
 from undrift.metrics import METRICS
 from undrift.tools import listing, plugins
@@ -28,6 +31,7 @@ from undrift.tools.report import watch
 from undrift.training import provenance
 from undrift.training.early import as_rule
 from undrift.training.result import history
+from undrift.training.run import Run
 
 SMALL = GOOD | {"rounds": 3, "local": {"steps": 2, "batch_size": 8, "lr": 0.1}}
 
@@ -178,7 +182,7 @@ def test_force_touches_nothing_but_a_run(here):
         ("mine", "--force replaces only runs"),
         ("r", r"notes.txt is not one of the files that --force removes"),
         ("linked", r"mine.txt is not one of the files"),
-        ("e.toml", "--force replaces only runs"),
+        ("e.toml", "e.toml is not a folder"),
     ):
         before = files(here)
         with pytest.raises(UndriftError, match=why):
@@ -193,12 +197,50 @@ def test_force_touches_nothing_but_a_run(here):
         undrift("run", "e.toml", "--force")
 
 
-def test_force_removes_nothing_if_the_new_experiment_is_wrong(here):
+def nan_model(classes, shape):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))
+    model[1].bias.data[3] = float("nan")
+    return model
+
+
+def test_force_removes_nothing_if_the_new_experiment_is_wrong(here, monkeypatch):
+    monkeypatch.setattr(models, "MODELS", {**models.MODELS, "nanm": nan_model})
     before = files(Path("r"))
-    for wrong in ("local.lr=fast(1)", "participation=50", "lanes=-1"):
+    for wrong in (
+        "local.lr=fast(1)", "participation=50", "lanes=-1", "model=nanm", "track=nosuch",
+        "stop_when=EarlyStopping('nosuch')", "on_nonfinite=maybe",
+    ):  # fmt: skip
         with pytest.raises(UndriftError):
-            undrift("run", "e.toml", "--out", "r", "--force", "--set", wrong)
-        assert files(Path("r")) == before
+            undrift("run", "r/config.toml", "--out", "r", "--force", "--set", wrong)
+        assert files(Path("r")) == before, wrong
+
+
+def test_force_removes_nothing_before_the_new_run_can_start(here, monkeypatch):
+    def fails(run):
+        raise UndriftError("not enough memory, say")
+
+    before = files(Path("r"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "start", fails)
+        with pytest.raises(UndriftError, match="not enough memory"):
+            undrift("run", "r/config.toml", "--out", "r", "--force")
+    assert files(Path("r")) == before
+    undrift("run", "r/config.toml", "--out", "r", "--force", "--set", "seed=5")
+    assert "seed = 5" in Path("r/config.toml").read_text()
+
+
+def test_force_replaces_no_run_that_is_in_use(here):
+    before = files(Path("r"))
+    with lock(Path("r")), pytest.raises(UndriftError, match="Another process uses r"):
+        undrift("run", "e.toml", "--out", "r", "--force")
+    assert files(Path("r")) == before
+
+
+def test_force_removes_a_report_that_was_half_written(here):
+    left = Path("r/.report.html.0123456789abcdef.partial")
+    left.write_text("<!doctype")
+    undrift("run", "e.toml", "--out", "r", "--force")
+    assert not left.exists() and len(history(Path("r"))) == 3
 
 
 def test_a_run_that_is_half_removed_is_still_one(here, monkeypatch):
@@ -229,7 +271,15 @@ def test_more_rounds_and_settings_that_may_change(here):
     assert [row["round"] for row in rows if "loss" in row] == [1, 2, 3, 4, 6]
     assert rows[-1]["loss"] == whole[-1]["loss"] and [row["steps"] for row in rows] == [row["steps"] for row in whole]
     assert "evaluate_every = 2" in Path("r/config.toml").read_text()
-    assert "r is finished; to train it further" in undrift("resume", "r")
+    said = undrift("resume", "r")
+    assert "r is finished; to train it further" in said and "no effect" not in said
+
+
+def test_settings_without_effect_on_a_finished_run_are_named(here):
+    before = files(Path("r"))
+    said = undrift("resume", "r", "--set", "evaluate_every=2")
+    assert said.endswith("with --rounds. Without more rounds, the new evaluate_every has no effect.\n")
+    assert files(Path("r")) == before
 
 
 @pytest.mark.parametrize(
@@ -309,6 +359,19 @@ def test_watching_waits_for_a_run_that_has_no_folder_yet(here, monkeypatch):
     undrift("report", "later", "--out", "page.html")
     with pytest.raises(UndriftError, match=r"e.toml is not a run"):
         undrift("report", "e.toml", "--watch")
+
+
+def test_watching_ends_if_a_file_appears_where_a_run_was_expected(here, monkeypatch):
+    monkeypatch.setattr(watch, "PAUSE", 0.02)
+    naps = iter(range(5))
+
+    def sleep(seconds):
+        next(naps)  # ends the test, where it would wait forever
+        Path("later").write_text("not a folder")
+
+    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep))
+    with pytest.raises(UndriftError, match=r"later is not a run\. Name a folder"):
+        watch.wait_for([Path("later"), Path("never")], lambda line: None)
 
 
 def test_the_folder_of_a_study_stands_for_its_final_runs(here):

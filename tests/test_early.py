@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,10 @@ import undrift as ud
 from tests.experiments import StopError, stop_after
 from tests.problems import make_clients, net, same_bits
 from undrift.tools import config, experiment
+from undrift.training.build import prepare
+from undrift.training.early import as_rule, check_possible
+from undrift.training.result import recorded
+from undrift.training.settings import Settings
 
 LOCAL = ud.Local(epochs=1, batch_size=8, lr=0.1)
 SIZES = [12, 9, 20, 8]
@@ -132,6 +137,59 @@ def test_a_resumed_run_ends_where_it_would_have(tmp_path, killed):
     assert same_bits(again.params, whole.params)
     finished = ud.train(net(), data, **settings, stop_when=rule, out=tmp_path / "r", resume=True)
     assert finished.stopped_early == whole.stopped_early and same_bits(finished.params, whole.params)
+
+
+def test_how_often_a_rule_sees_figures_must_not_change(tmp_path):
+    """With fewer evaluations, EarlyStopping would end the resumed run in another round."""
+    data, rule = make_clients(SIZES), ud.EarlyStopping("loss", patience=3)
+    settings = {"rounds": 6, "local": LOCAL, "checkpoint_every": 1, "out": tmp_path / "r"}
+    with pytest.raises(StopError):
+        ud.train(net(), data, **settings, stop_when=rule, on_round=stop_after(2))
+    for changed in ({"evaluate_every": 5}, {"personalize_every": 2}):
+        before = {file: file.read_bytes() for file in (tmp_path / "r").rglob("*.*")}
+        with pytest.raises(ud.UndriftError, match=rf"had {next(iter(changed))} .*With stop_when, .*must keep them"):
+            ud.train(net(), data, **settings, stop_when=rule, resume=True, **changed)
+        assert {file: file.read_bytes() for file in (tmp_path / "r").rglob("*.*")} == before
+    shutil.copytree(tmp_path / "r", tmp_path / "without")
+    free = ud.train(net(), data, **settings | {"out": tmp_path / "without"}, resume=True, evaluate_every=5)
+    assert [row["round"] for row in free.history if "loss" in row] == [1, 2, 5, 6]
+    ud.train(net(), data, **settings, stop_when=rule, resume=True, evaluate_every=5, allow_version_change=True)
+    assert recorded(tmp_path / "r")["resumed"][-1]["allowed"] == ["evaluate_every 1, now 5"]
+
+
+@dataclass(frozen=True)
+class Speaking(ud.Part):
+    """Adds a column to the history."""
+
+    def history(self, state):
+        return {"volume": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("column", "settings", "possible"),
+    [
+        ("nosuch", {}, False),
+        ("validation_loss", {}, False),
+        ("client_loss", {}, False),
+        ("accuracy", {}, True),
+        ("seconds", {}, True),
+        ("volume", {}, False),
+        ("volume", {"method": Speaking()}, True),
+        ("validation_volume", {"method": Speaking()}, False),
+        ("update_norm", {"drift": True}, True),
+    ],
+)
+def test_a_column_that_cannot_be_there_is_refused_before_training(column, settings, possible):
+    given = Settings(
+        model=net(), data=make_clients(SIZES), rounds=5, local=LOCAL, stop_when=ud.EarlyStopping(column), **settings
+    )
+    run = prepare(given)
+    rule = as_rule(given.stop_when, run.metrics)
+    if possible:
+        check_possible(rule, run)
+        return
+    with pytest.raises(ud.UndriftError, match=rf"no column '{column}' to stop by.* It has loss, accuracy"):
+        check_possible(rule, run)
 
 
 def test_an_experiment_file_has_it_and_its_run_repeats(tmp_path):

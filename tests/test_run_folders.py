@@ -398,6 +398,15 @@ def test_a_checkpoint_cannot_name_files_elsewhere(tmp_path, caplog):
     assert "names the file '../../secret'" in caplog.text
 
 
+def test_syncing_a_closed_file_fails_here_too(tmp_path):
+    """The suite does not wait for the disk, but must not hide that a file was closed too early."""
+    with (tmp_path / "f").open("w") as file:
+        os.fsync(file.fileno())
+        handle = file.fileno()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fsync(handle)
+
+
 # ---- undrift resume ----------------------------------------------------------------------------------------------
 
 

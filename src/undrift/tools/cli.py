@@ -118,7 +118,7 @@ def resume(
     """
     from undrift.errors import UndriftError
     from undrift.tools import config
-    from undrift.tools.experiment import changed_for_resume, resumable, same_length
+    from undrift.tools.experiment import changed_for_resume, resumable, same_length, without_effect
     from undrift.training.record import repeats
     from undrift.training.result import RUN, finished, intact, recorded
 
@@ -134,7 +134,8 @@ def resume(
     changed = changed_for_resume(settings, given, allow_version_change)
     known = recorded(folder) if finished(folder) else None
     if known and same_length(changed, text) and intact(folder, known):
-        launch.say(f"{folder} is finished; to train it further, ask for more rounds with --rounds.")
+        rest = without_effect(changed, text)
+        launch.say(f"{folder} is finished; to train it further, ask for more rounds with --rounds.{rest}")
         return
     experiment = config.checked(launch.with_options(changed, folder, imports, None, trust), str(folder))
     launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)

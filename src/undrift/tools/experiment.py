@@ -32,9 +32,7 @@ from undrift.training.checkpoint import parse_interval
 from undrift.training.early import as_rule
 from undrift.training.loop import train_with
 from undrift.training.record import flat
-from undrift.training.replace import remove_run
 from undrift.training.result import RUN, Result, recorded
-from undrift.training.run import Run
 from undrift.training.settings import KEYS, ROLES, Settings
 from undrift.training.track import find
 
@@ -54,14 +52,8 @@ def run(
     """Load the data, train, and write the run's folder. With `force`, a run that is there is replaced."""
     given = arguments(experiment)
     given |= {"allow_version_change": allow_version_change, "on_round": on_round, "progress": progress}
-
-    def ready(run: Run) -> Run:
-        if force and out is not None and run.ranks.leads:  # not before everything has been checked
-            remove_run(Path(out))
-        return run
-
     try:
-        return train_with(Settings(**given, out=out, resume=resume), ready)
+        return train_with(Settings(**given, out=out, resume=resume, replace=force))
     except OSError as error:  # a full disk is found out while writing, when Python no longer names the file
         if error.errno is not None and error.filename is None and out is not None:
             error.filename = str(out)
@@ -178,6 +170,17 @@ def same_length(settings: Document, config: str) -> bool:
     """Whether a run with these settings ends where the one with this `config.toml` does."""
     before = tomllib.loads(config)
     return all(settings.get(key) == before.get(key) for key in ("rounds", "stop_when"))
+
+
+def without_effect(settings: Document, config: str) -> str:
+    """A sentence about settings that differ from a finished run's `config.toml`; empty if there are none."""
+    before, now = flat(tomllib.loads(config)), flat(settings)
+    names = [key for key in before | now if before.get(key) != now.get(key)]
+    return (
+        f" Without more rounds, the new {listed(names)} {'has' if len(names) == 1 else 'have'} no effect."
+        if names
+        else ""
+    )
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from undrift.errors import UndriftError, quoted, require, whole
+from undrift.errors import UndriftError, listed, quoted, require, whole
 from undrift.expressions import parse
-from undrift.losses import lower_is_better
+from undrift.losses import COLUMNS, lower_is_better, reserved
+from undrift.training.run import Run
 
 History = Sequence[dict[str, Any]]
 Rule = Callable[[History], Any]
@@ -108,6 +109,28 @@ def check_column(rule: Rule | None, history: History) -> None:
     """Raise if an evaluated round does not have the rule's column, since the rule would never stop the run."""
     row = history[-1]
     if isinstance(rule, EarlyStopping) and rule.column not in row and ("loss" in row or "validation_loss" in row):
-        hint = " Hold data out for it: ud.load(…, validation_fraction=0.1)." if "validation" in rule.column else ""
-        known = ", ".join(name for name, value in row.items() if isinstance(value, float))
-        raise UndriftError(f"The history has no column {rule.column!r} to stop by.{hint} It has {known}.")
+        raise no_column(rule, [name for name, value in row.items() if isinstance(value, float)])
+
+
+def check_possible(rule: Rule | None, run: Run) -> None:
+    """Raise before the first round if no round can have the rule's column, as far as that is known by then.
+
+    Parts and figures of drift may add columns, and a federation's held-out data are on its nodes.
+    """
+    if not isinstance(rule, EarlyStopping) or run.drift or type(run) is not Run:
+        return
+    if run.composed.overriding("history") and not reserved(rule.column):
+        return
+    names = ["loss", *run.metrics]
+    known = [*(names if run.test else ()), *(f"validation_{name}" for name in names if run.validation)]
+    if run.data.client_test is not None:
+        endings = [f"{name}{figure}" for name in names for figure in ("", "_std", "_worst")]
+        known += [f"{prefix}_{name}" for prefix in ("client", "tuned") for name in endings]
+    if rule.column not in known and rule.column not in COLUMNS - {"loss"}:
+        raise no_column(rule, known)
+
+
+def no_column(rule: EarlyStopping, known: Sequence[str]) -> UndriftError:
+    hint = " Hold data out for it: ud.load(…, validation_fraction=0.1)." if "validation" in rule.column else ""
+    has = f" It has {listed(known)}." if known else ""
+    return UndriftError(f"The history has no column {rule.column!r} to stop by.{hint}{has}")

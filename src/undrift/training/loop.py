@@ -26,7 +26,7 @@ from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
-from undrift.training.early import COLUMN, Rule, as_rule
+from undrift.training.early import COLUMN, Rule, as_rule, check_possible
 from undrift.training.evaluate import evaluate, warn_without_test
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
@@ -35,6 +35,7 @@ from undrift.training.processes import agree, opened
 from undrift.training.progress import shown
 from undrift.training.provenance import session
 from undrift.training.record import record
+from undrift.training.replace import ReplacedFolder
 from undrift.training.result import Folder, Result
 from undrift.training.resume import resumed_by_all, stops
 from undrift.training.rounds import Round, federated_round, finish
@@ -198,6 +199,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
     rule = as_rule(given.stop_when, run.metrics)
+    check_possible(rule, run)
     nonfinite.check_start(run.model.start)
     return run, rule
 
@@ -205,7 +207,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
 def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
     """The run's result, and its files. Of several processes, the first writes and tells; all read a checkpoint."""
     ranks, where = run.ranks, run.device
-    files = ranks.first(lambda: Folder(given.out, given.resume)) or Folder(None)
+    files = ranks.first(lambda: (ReplacedFolder if given.replace else Folder)(given.out, given.resume)) or Folder(None)
     checkpoints = Checkpoints(Path(given.out) if given.out else None, run, given.checkpoint_every)
     trackers = ranks.first(lambda: Trackers(given.track, files.path)) or Trackers(None, None)
     with (

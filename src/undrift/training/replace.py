@@ -1,29 +1,48 @@
-"""Removing a run so that another can take its folder."""
+"""A run that takes the folder of another, which is removed when the new one is ready to train."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from undrift.errors import UndriftError
-from undrift.files import PARTIAL, DamagedError, lock, regular, sync, unseal
+from undrift.files import PARTIAL, DamagedError, regular, sync, unseal
 from undrift.training import checkpoint
-from undrift.training.result import OURS, RUN
+from undrift.training.result import OURS, RUN, Folder
 
-REPORT = "report.html"
-"""Written into the folder of a run by `undrift report`."""
+REMOVED = re.compile(rf"{OURS.pattern}|report\.html")
+"""The files of a run, and the one that `undrift report` writes into its folder."""
 
 
-def remove_run(folder: Path) -> None:
-    """Remove the run in this folder, if it exists and is not empty; the folder itself stays.
+class ReplacedFolder(Folder):
+    """The folder of a new run, in which there may be another: that one is removed before anything is written.
 
-    Only files that undrift wrote are removed, `run.json` last: a run that is half removed is still recognized as one.
-
-    Raises:
-        UndriftError: If the folder is not a run's, has anything else in it, or is in use. Then nothing is removed.
+    Only files that undrift wrote are removed. `run.json` stays until the new one takes its place, so a run that is half
+    removed is still recognized as one.
     """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+
+    def refuse_others(self) -> None:
+        """Raise if the folder is not a run's, or has anything else in it. Nothing is removed yet."""
+        assert self.path
+        self.old = list(_files(self.path))
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Remove the old run and write the new one's identity: everything has been checked, and training can start."""
+        assert self.path
+        for path in self.old:
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        sync(self.path)
+        super().note(record)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """What to remove before `run.json` is replaced. Raises for anything that a run does not write."""
+    if not any(folder.iterdir()):
         return
     try:
         unseal(folder / RUN)
@@ -31,27 +50,15 @@ def remove_run(folder: Path) -> None:
         raise UndriftError(
             f"--force replaces only runs, and {folder} is not one: {error} Choose another --out, or remove it yourself."
         ) from None
-    with lock(folder):
-        files = list(_files(folder))
-        for file in files:
-            file.unlink()
-        if (folder / "checkpoint").exists():
-            (folder / "checkpoint").rmdir()
-        sync(folder)
-        (folder / RUN).unlink()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The files to remove before `run.json`. Raises for anything that a run does not write."""
     checkpoints = folder / "checkpoint"
-    if checkpoints.is_dir() and not checkpoints.is_symlink():
+    own = checkpoints.is_dir() and not checkpoints.is_symlink()
+    if own:
         found = sorted(checkpoints.iterdir(), key=lambda file: file.suffix != ".json")  # which make a checkpoint one
         yield from (_ours(file, checkpoint.OURS) for file in found)
+        yield checkpoints
     for file in folder.iterdir():
-        if file.name not in (RUN, REPORT) and (file != checkpoints or file.is_symlink()):
-            yield _ours(file, OURS)
-    if (folder / REPORT).exists():
-        yield _ours(folder / REPORT, re.compile(re.escape(REPORT)))
+        if file.name != RUN and not (own and file == checkpoints):
+            yield _ours(file, REMOVED)
 
 
 def _ours(file: Path, names: re.Pattern[str]) -> Path:

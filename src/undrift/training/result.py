@@ -227,7 +227,7 @@ class Folder:
                 ) from error
             self.held.enter_context(lock(self.path))
             try:
-                self._refuse_others()
+                self.refuse_others()
             except BaseException:
                 self.held.close()
                 raise
@@ -238,7 +238,7 @@ class Folder:
             self.metrics.close()
         self.held.close()
 
-    def _refuse_others(self) -> None:
+    def refuse_others(self) -> None:
         """Raise if a new run's folder is not empty, or if a resumed run's files are not regular files."""
         assert self.path
         found = {file.name: file for file in self.path.iterdir() if not PARTIAL.fullmatch(file.name)}

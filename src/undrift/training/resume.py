@@ -26,6 +26,8 @@ log = logging.getLogger("undrift")
 FINISHED = -1
 """In place of the round of a checkpoint, if the run is finished."""
 FLAG = "allow_version_change=True, or undrift resume --allow-version-change"
+EVALUATED = ("evaluate_every", "personalize_every")
+"""Settings that decide which rounds have figures, and so when a rule ends the run."""
 
 
 def resumed_by_all(
@@ -143,7 +145,19 @@ def compared(run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints
             f"{folder.path} was started with {'; '.join(versions)}. Its results may differ from an uninterrupted "
             f"run's in the last digits; to resume anyway: {FLAG}."
         )
-    return [*(f"the code of {name}" for name in changed), *versions]
+    evaluated = changed_evaluation(given, known["config"]) if given.stop_when is not None else []
+    if evaluated and not given.allow_version_change:
+        raise UndriftError(
+            f"{folder.path} had {'; '.join(evaluated)}. With stop_when, the rounds that are evaluated decide where the "
+            f"run ends, so a resumed run must keep them. Change it back, or resume anyway: {FLAG}."
+        )
+    return [*(f"the code of {name}" for name in changed), *versions, *evaluated]
+
+
+def changed_evaluation(given: Settings, config: str) -> list[str]:
+    """Return how often the model is evaluated, where that is not as in this `config.toml`."""
+    before, now = tomllib.loads(config), {name: getattr(given, name) for name in EVALUATED}
+    return [f"{name} {before.get(name)}, now {now[name]}" for name in EVALUATED if before.get(name) != now[name]]
 
 
 def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:

@@ -40,7 +40,7 @@ class Role:
     resume: Literal["same", "length", "digits", "free"] = "same"
     """In a resumed run it must be the "same", as it decides the result and belongs to the run's identity; or it is the
     run's "length", which may change as long as no round is undone; or it may change the last "digits", which
-    `allow_version_change` permits; or it is "free" to change."""
+    `allow_version_change` permits; or it is "free" to change, unless `stop_when` depends on it (`resume.py`)."""
     compared: bool = True
     """Whether runs that differ in it are different experiments, not repetitions of one."""
     argument: bool = True
@@ -100,6 +100,7 @@ class Settings:
     max_norm_ratio: float | None = field(default=None, metadata=role("number"))
     min_clients: int | float | None = field(default=None, metadata=role("number"))
     allow_version_change: bool = field(default=False, metadata=OF_THE_CALL)
+    replace: bool = field(default=False, metadata=role(None, resume="free", argument=False))  # undrift run --force
     imports: Sequence[str] = field(
         default=(), metadata=role("modules", resume="free", compared=False, argument=False)
     )  # a user's own methods, models and data, imported before anything else

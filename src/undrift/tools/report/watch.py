@@ -75,11 +75,17 @@ class Handler(BaseHTTPRequestHandler):
 
 def wait_for(paths: Sequence[Path], say: Callable[[str], None]) -> None:
     """Wait until there is a run in each of these folders, which may not exist yet."""
-    waiting = [path for path in paths if not path.exists() or (path.is_dir() and not runs_in(path))]
-    if waiting:
-        say(f"waiting for {listed([str(path) for path in waiting], 3)} …")
-    while any(not runs_in(path) for path in waiting):
+    said = False
+    while waiting := [path for path in paths if not started(path)]:
+        if not said:
+            say(f"waiting for {listed([str(path) for path in waiting], 3)} …")
+        said = True
         time.sleep(PAUSE)
+
+
+def started(path: Path) -> bool:
+    """Whether there is a run in this folder. Raises `UndriftError` if it is a file, in which there will be none."""
+    return bool(folders([path]) if path.exists() and not path.is_dir() else runs_in(path))
 
 
 def watch(paths: Sequence[Path], file: Path, port: int, say: Callable[[str], None]) -> None:
