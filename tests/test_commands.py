@@ -283,6 +283,7 @@ def say(here, monkeypatch):
         monkeypatch.setattr(sys, "path", list(path))
         monkeypatch.setattr(plugins, "_added", [])
         monkeypatch.setattr(plugins, "_recorded", {})
+        monkeypatch.setattr(plugins, "_excluded", [])
         monkeypatch.setattr(provenance, "modules", {})
         monkeypatch.chdir(here / "elsewhere")
         try:

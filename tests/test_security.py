@@ -169,7 +169,7 @@ def recorded(tmp_path, monkeypatch):
     """Writes the folder `run` of a run that imports `mine_of_a_test`, with what its `run.json` says about modules."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder])
-    for name in ("_added", "_recorded"):
+    for name in ("_added", "_recorded", "_excluded"):
         monkeypatch.setattr(plugins, name, type(getattr(plugins, name))())
     monkeypatch.setattr(provenance, "modules", {})
 
@@ -237,6 +237,22 @@ def test_recorded_folders_are_absolute_and_outside_of_the_run(recorded, tmp_path
     done = CliRunner().invoke(app, ["run", "run", "--trust", "--out", "again"])
     assert isinstance(done.exception, UndriftError) and "No module named 'mine_of_a_test'" in str(done.exception)
     assert not list(tmp_path.glob("ran-*"))
+
+
+@pytest.mark.parametrize("given", [".", "config.toml"])
+def test_the_folder_of_a_run_is_not_searched_as_the_working_directory(recorded, monkeypatch, given):
+    """Otherwise a file there could take the place of any package that is not installed."""
+    put("own", "mine")
+    put("run", "timm")
+    recorded({})
+    sys.path.append(os.path.abspath("own"))
+    monkeypatch.chdir("run")
+    assert CliRunner().invoke(app, ["run", given, "--import", "mine_of_a_test", "--out", "../again"]).exit_code == 0
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("timm_of_a_test")
+    assert os.getcwd() not in sys.path
+    with pytest.raises(UndriftError, match=r"among installed packages\. The folder of a run is never searched\.$"):
+        plugins.import_plugins(["timm_of_a_test"])
 
 
 @pytest.mark.parametrize("given", ["run/config.toml", "link.toml"])

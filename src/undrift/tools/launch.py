@@ -123,11 +123,9 @@ def allow_imports(file: Path, given: list[Any], imports: list[str], trust: bool 
             f"you trust it, allow it with {' '.join(f'--import {name}' for name in strange)}"
             f"{'.' if trust is None else ', or with --trust.'}"
         )
-    search_in(Path.cwd())
     if run:
-        search_for({name: folders for name, folders in _recorded_modules(run).items() if name in given})
-    else:
-        search_in(file.resolve().parent)
+        search_for({name: folders for name, folders in _recorded_modules(run).items() if name in given}, run)
+    search_in(Path.cwd(), *([] if run else [file.resolve().parent]))
 
 
 def _run_folder(file: Path) -> Path | None:

@@ -37,7 +37,9 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
             reason = f"{type(error).__name__}: {first_line(error)}"
             hint = ""
             if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-                hint = f" It was searched for among installed packages and in {', '.join(_folders(module))}."
+                folders = ", ".join(_folders(module))
+                hint = f" It was searched for among installed packages{' and in ' * bool(folders)}{folders}."
+                hint += " The folder of a run is never searched." if _excluded else ""
             raise UndriftError(f"imports: the module {quoted(module)} cannot be imported ({reason}).{hint}") from error
         _remember(module)
 
@@ -46,25 +48,43 @@ _added: list[str] = []
 """Folders that were appended to `sys.path`."""
 _recorded: dict[str, list[str]] = {}
 """The folders in which a run found a module, by the module's name."""
+_excluded: list[str] = []
+"""Folders of runs, which are not searched even if one is the working directory."""
 
 
 def search_in(*folders: str | Path) -> None:
     """Also look for modules in these folders, after everything else."""
     for folder in map(os.path.abspath, folders):
+        if any(Path(os.path.realpath(folder)).is_relative_to(run) for run in _excluded):
+            continue
         if folder not in sys.path:
             sys.path.append(folder)
         if folder not in _added:
             _added.append(folder)
 
 
-def search_for(recorded: Mapping[str, list[str]]) -> None:
-    """Look for these modules, and no others, in the folders given with them if they are nowhere else."""
+def search_for(recorded: Mapping[str, list[str]], run: Path) -> None:
+    """Look for these modules, and no others, in the folders given with them if they are nowhere else.
+
+    They are those of a run, whose own folder is never searched.
+    """
     _recorded.update(recorded)
+    _excluded.append(os.path.realpath(run))
 
 
-def places() -> tuple[list[str], dict[str, list[str]]]:
-    """Where this process looks for modules, for `search_in` and `search_for` in another one."""
-    return list(_added), dict(_recorded)
+Places = tuple[list[str], dict[str, list[str]], list[str]]
+
+
+def places() -> Places:
+    """Where this process looks for modules, for `adopt` in another one."""
+    return list(_added), dict(_recorded), list(_excluded)
+
+
+def adopt(found: Places) -> None:
+    """Look for modules where another process does."""
+    _recorded.update(found[1])
+    _excluded.extend(found[2])
+    search_in(*found[0])
 
 
 def _folders(module: str) -> list[str]:

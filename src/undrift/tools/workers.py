@@ -135,9 +135,8 @@ def _shielded() -> Iterator[None]:
 # ---- in the worker -----------------------------------------------------------------------------------------------
 
 
-def _work(function: Callable[..., Any], pipe: Any, modules: tuple[list[str], dict[str, list[str]]]) -> None:
-    plugins.search_in(*modules[0])
-    plugins.search_for(modules[1])
+def _work(function: Callable[..., Any], pipe: Any, modules: plugins.Places) -> None:
+    plugins.adopt(modules)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.pop("PYTHONSAFEPATH", None)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
