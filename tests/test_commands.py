@@ -308,23 +308,32 @@ def test_a_run_of_an_earlier_version_may_change_how_often_it_is_evaluated():
 # --import
 
 
-def test_modules_next_to_the_experiment_file_are_found_and_remembered(here, monkeypatch):
-    name = "stretch_of_a_test"
+STRETCH = """import undrift as ud
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Stretch(ud.Part):
+    def update(self, delta, client):
+        return ud.tree_map(lambda d: 1.1 * d, delta)
+"""
+MODULE = "stretch_of_a_test"
+
+
+@pytest.fixture
+def say(here, monkeypatch):
+    """What a command says in a new process, from the folder `elsewhere`; a module is in the folder `project`."""
     Path("project").mkdir()
     Path("elsewhere").mkdir()
-    part = (
-        "import undrift as ud\nfrom dataclasses import dataclass\n\n@dataclass(frozen=True)\nclass Stretch(ud.Part):\n"
-    )
-    part += "    def update(self, delta, client):\n        return ud.tree_map(lambda d: 1.1 * d, delta)\n"
-    Path("project", f"{name}.py").write_text(part)
+    Path("project", f"{MODULE}.py").write_text(STRETCH)
     Path("project/e.toml").write_text(toml(SMALL | {"method": "Stretch()"}))
     path = [folder for folder in sys.path if folder]
 
     def say(*words: str) -> str:
-        """What the command says in a new process, from another folder."""
-        sys.modules.pop(name, None)
+        sys.modules.pop(MODULE, None)
         monkeypatch.setattr(sys, "path", list(path))
         monkeypatch.setattr(plugins, "_added", [])
+        monkeypatch.setattr(plugins, "_recorded", {})
+        monkeypatch.setattr(plugins, "_excluded", [])
         monkeypatch.setattr(provenance, "modules", {})
         monkeypatch.chdir(here / "elsewhere")
         try:
@@ -332,13 +341,36 @@ def test_modules_next_to_the_experiment_file_are_found_and_remembered(here, monk
         finally:
             monkeypatch.chdir(here)
 
-    assert "after 3 rounds" in say("run", "../project/e.toml", "--import", name, "--out", "../runs/s")
-    known = json.loads(Path("runs/s/run.json").read_text())["body"]["started"]["modules"]
-    assert known == {name: str(here / "project")} and "project" not in Path("runs/s/config.toml").read_text()
+    yield say
+    sys.modules.pop(MODULE, None)
+
+
+def found_modules(run: str) -> dict[str, str]:
+    return json.loads(Path(run, "run.json").read_text())["body"]["started"]["modules"]
+
+
+def test_modules_next_to_the_experiment_file_are_found_and_remembered(here, say):
+    assert "after 3 rounds" in say("run", "../project/e.toml", "--import", MODULE, "--out", "../runs/s")
+    assert found_modules("runs/s") == {MODULE: str(here / "project")}
+    assert "project" not in Path("runs/s/config.toml").read_text()
     assert "after 4 rounds" in say("resume", "../runs/s", "--trust", "--rounds", "4")
-    shutil.move(Path("project", f"{name}.py"), "runs/s")
+    assert "files, in" in say("publish", "../runs/s", "--trust", "--to", "../hub")
+    shutil.move(Path("project", f"{MODULE}.py"), "runs/s")
     with pytest.raises(UndriftError, match=r"searched for among installed packages and in .*elsewhere, .*project"):
         say("resume", "../runs/s", "--trust", "--rounds", "5")  # never in the run's own folder
+
+
+def test_the_workers_of_a_sweep_remember_modules_too(here, say):
+    say("sweep", "../project/e.toml", "--import", MODULE, "--seeds", "2", "--workers", "2", "--out", "../runs/s")
+    assert [found_modules(f"runs/s/seed={seed}") for seed in (0, 1)] == [{MODULE: str(here / "project")}] * 2
+    assert "after 4 rounds" in say("resume", "../runs/s/seed=1", "--trust", "--rounds", "4")
+
+
+@pytest.mark.long
+def test_the_workers_of_a_sweep_find_modules_where_a_run_did(here, say):
+    say("run", "../project/e.toml", "--import", MODULE, "--out", "../runs/s")
+    say("sweep", "../runs/s", "--trust", "--seeds", "2", "--workers", "2", "--out", "../runs/t")
+    assert found_modules("runs/t/seed=1") == {MODULE: str(here / "project")}
 
 
 # undrift report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from typer.testing import CliRunner
 
 from tests.experiments import GOOD, toml
 from undrift.errors import UndriftError
+from undrift.files import seal
+from undrift.tools import launch, plugins
 from undrift.tools.cli import app
+from undrift.training import provenance
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -155,3 +159,112 @@ def test_it_is_imported_where_that_is_asked_for(foreign, allowed):
 def test_a_file_that_the_user_names_may_import(foreign):
     done = CliRunner().invoke(app, ["run", "evil/config.toml", "--out", "again"])
     assert done.exit_code == 0 and Path("executed").exists()
+
+
+# ---- where the modules of a run are searched for -----------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Writes the folder `run` of a run that imports `mine_of_a_test`, with what its `run.json` says about modules."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder])
+    for name in ("_added", "_recorded", "_excluded"):
+        monkeypatch.setattr(plugins, name, type(getattr(plugins, name))())
+    monkeypatch.setattr(provenance, "modules", {})
+
+    def write(modules: object, **settings: object) -> None:
+        Path("run").mkdir(exist_ok=True)
+        config = toml(GOOD | {"imports": ["mine_of_a_test"]} | settings)
+        Path("run/config.toml").write_text(config)
+        seal(Path("run/run.json"), {"config": config, "started": {"modules": modules}})
+
+    yield write
+    for name in ("mine", "timm", "sibling"):
+        sys.modules.pop(f"{name}_of_a_test", None)
+
+
+def put(folder: str, name: str, code: str = "") -> str:
+    """A module that leaves the file `ran-FOLDER`. Returns its folder."""
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, f"{name}_of_a_test.py").write_text(f"import pathlib; pathlib.Path('ran-{folder}').touch()\n{code}")
+    return os.path.abspath(folder)
+
+
+def test_a_recorded_folder_is_searched_only_for_the_module_recorded_with_it(recorded):
+    """Not even for a package that undrift itself looks for, as the folder may hold one of the same name."""
+    put("own", "mine")
+    evil = put("evil", "timm")
+    sys.path.append(os.path.abspath("own"))
+    recorded({"x": evil, "mine_of_a_test": evil})
+    launch.read_experiment(Path("run"), None, ["mine_of_a_test"], None, False)
+    plugins.import_plugins(["mine_of_a_test"])
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("timm_of_a_test")
+    assert Path("ran-own").exists() and not Path("ran-evil").exists() and evil not in sys.path
+
+
+def test_nor_for_modules_that_only_the_command_line_names(recorded):
+    evil = put("evil", "mine")
+    recorded({"mine_of_a_test": evil}, imports=[])
+    done = CliRunner().invoke(app, ["run", "run", "--out", "again", "--import", "mine_of_a_test"])
+    assert "No module named" in str(done.exception) and not Path("ran-evil").exists()
+
+
+def test_an_allowed_module_is_found_where_it_was_with_what_it_imports(recorded):
+    project = put("project", "mine", "import sibling_of_a_test")
+    put("project", "sibling")
+    recorded({"mine_of_a_test": project})
+    before = [*sys.path, os.getcwd()]
+    launch.read_experiment(Path("run"), None, None, None, True)
+    plugins.import_plugins(["mine_of_a_test"])
+    assert sys.modules["sibling_of_a_test"].__file__ == os.path.join(project, "sibling_of_a_test.py")
+    assert sys.path == before and provenance.modules == {"mine_of_a_test": project}
+
+
+@pytest.mark.parametrize("modules", [["mine_of_a_test"], "x", None, {"mine_of_a_test": 3}, {"mine_of_a_test": ["/"]}])
+def test_a_run_json_that_says_nothing_sensible_about_modules_is_ignored(recorded, modules):
+    recorded(modules)
+    done = CliRunner().invoke(app, ["run", "run", "--trust", "--out", "again"])
+    assert isinstance(done.exception, UndriftError) and "No module named 'mine_of_a_test'" in str(done.exception)
+
+
+@pytest.mark.parametrize("folder", ["evil", "../{here}/evil", "{root}/evil\0", "{root}/\ud800", "{root}/run"])
+def test_recorded_folders_are_absolute_and_outside_of_the_run(recorded, tmp_path, folder):
+    put("evil", "mine")
+    put("run", "mine")
+    recorded({"mine_of_a_test": folder.format(root=tmp_path, here=tmp_path.name)})
+    done = CliRunner().invoke(app, ["run", "run", "--trust", "--out", "again"])
+    assert isinstance(done.exception, UndriftError) and "No module named 'mine_of_a_test'" in str(done.exception)
+    assert not list(tmp_path.glob("ran-*"))
+
+
+@pytest.mark.parametrize("given", [".", "config.toml"])
+def test_the_folder_of_a_run_is_not_searched_as_the_working_directory(recorded, monkeypatch, given):
+    """Otherwise a file there could take the place of any package that is not installed."""
+    put("own", "mine")
+    put("run", "timm")
+    recorded({})
+    sys.path.append(os.path.abspath("own"))
+    monkeypatch.chdir("run")
+    assert CliRunner().invoke(app, ["run", given, "--import", "mine_of_a_test", "--out", "../again"]).exit_code == 0
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("timm_of_a_test")
+    assert os.getcwd() not in sys.path
+    with pytest.raises(UndriftError, match=r"among installed packages\. The folder of a run is never searched\.$"):
+        plugins.import_plugins(["timm_of_a_test"])
+
+
+@pytest.mark.parametrize("given", ["run/config.toml", "link.toml"])
+def test_the_config_of_a_run_stands_for_its_folder(recorded, given):
+    put("run", "mine")
+    recorded({})
+    Path("link.toml").symlink_to("run/config.toml")
+    for command in ("run", "sweep", "compare"):
+        done = CliRunner().invoke(app, [command, given])
+        assert "config.toml asks to import 'mine_of_a_test'" in str(done.exception)
+        assert ("--trust" in str(done.exception)) == (command != "compare")
+    done = CliRunner().invoke(app, ["run", given, "--trust", "--out", "again"])
+    assert "No module named" in str(done.exception) and not Path("ran-run").exists()
+    recorded({"mine_of_a_test": put("project", "mine")})
+    assert CliRunner().invoke(app, ["run", given, "--trust", "--out", "again"]).exit_code == 0

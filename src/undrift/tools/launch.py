@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def _flag(found: re.Match[str]) -> str:
 
 
 def read_settings(
-    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool = False
+    file: Path, set: list[str] | None, imports: list[str] | None, data_dir: Path | None, trust: bool | None = None
 ) -> dict[str, Any]:
     from undrift.tools import config
 
@@ -90,7 +91,7 @@ def read_settings(
 
 
 def with_options(
-    settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool
+    settings: dict[str, Any], file: Path, imports: list[str] | None, data_dir: Path | None, trust: bool | None
 ) -> dict[str, Any]:
     """The settings with the command line's options. Raises for imports that the user has not allowed."""
     given = settings.get("imports", [])
@@ -103,33 +104,67 @@ def with_options(
     return settings
 
 
-def allow_imports(file: Path, given: list[Any], imports: list[str], trust: bool) -> None:
+def allow_imports(file: Path, given: list[Any], imports: list[str], trust: bool | None) -> None:
     """Look for modules next to an experiment file, or where a run found them; raise for those that are not allowed.
 
-    A file that the user names may import code. The folder of a run may not, as it may come from somebody else.
+    A file that the user names may import code. The folder of a run may not, as it may come from somebody else; its
+    `config.toml` stands for the folder. `trust` is None for commands that have no `--trust`.
     """
     from undrift.errors import UndriftError, quoted
 
-    strange = [name for name in given if name not in imports]
-    if strange and not trust and file.is_dir():
+    if not given and not imports:
+        return
+    from undrift.tools.plugins import search_for, search_in
+
+    run, strange = _run_folder(file), [name for name in given if name not in imports]
+    if run and strange and not trust:
         raise UndriftError(
-            f"{file / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which executes that code. If "
-            f"you trust it, allow it with {' '.join(f'--import {name}' for name in strange)}, or with --trust."
+            f"{run / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which executes that code. If "
+            f"you trust it, allow it with {' '.join(f'--import {name}' for name in strange)}"
+            f"{'.' if trust is None else ', or with --trust.'}"
         )
-    if given or imports:
-        from undrift.tools.plugins import search_in
+    if run:
+        search_for({name: folders for name, folders in _recorded_modules(run).items() if name in given}, run)
+    search_in(Path.cwd(), *([] if run else [file.resolve().parent]))
 
-        search_in(Path.cwd(), *(_module_folders(file) if file.is_dir() else [file.resolve().parent]))
+
+def _run_folder(file: Path) -> Path | None:
+    """The folder of the run that this is, or whose `config.toml` this is; None for other experiment files."""
+    from undrift.training.result import RUN
+
+    if file.is_dir():
+        return file
+    real = file.resolve()
+    return real.parent if real.name == "config.toml" and os.path.lexists(real.parent / RUN) else None
 
 
-def _module_folders(run: Path) -> list[str]:
-    """Where a run's modules were when it was last started or resumed, by its `run.json`; never its own folder."""
+def _recorded_modules(run: Path) -> dict[str, list[str]]:
+    """Where a run found its modules, by its `run.json`, the last session first.
+
+    The file may come from somebody else: what is not an absolute path, or is in the run's own folder, is left out.
+    """
     from undrift.training.result import RUN, recorded
 
-    known = (recorded(run) if (run / RUN).exists() else None) or {}
-    sessions = [known.get("started") or {}, *known.get("resumed", ())]
-    found = [str(folder) for own in reversed(sessions) for folder in own.get("modules", {}).values()]
-    return [folder for folder in dict.fromkeys(found) if not Path(folder).resolve().is_relative_to(run.resolve())]
+    known = recorded(run) if (run / RUN).exists() else None
+    if not isinstance(known, dict):
+        return {}
+    resumed = known.get("resumed")
+    sessions = [known.get("started"), *(resumed if isinstance(resumed, list) else ())]
+    found: dict[str, list[str]] = {}
+    for session in reversed(sessions):
+        modules = session.get("modules") if isinstance(session, dict) else None
+        for name, folder in modules.items() if isinstance(modules, dict) else ():
+            if isinstance(folder, str) and os.path.isabs(folder) and not _inside(folder, run):
+                found.setdefault(name, []).append(os.path.abspath(folder))
+    return found
+
+
+def _inside(folder: str, run: Path) -> bool:
+    """Whether the folder is in a run's own, or is not one at all."""
+    try:
+        return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run))
+    except ValueError:  # characters that no path can have
+        return True
 
 
 def read_experiment(

@@ -19,6 +19,7 @@ from functools import partial
 from multiprocessing import connection, get_context, resource_tracker
 from typing import Any
 
+from undrift.tools import plugins
 from undrift.tools.stopping import Stop
 
 CONTEXT = get_context("spawn")
@@ -35,7 +36,7 @@ class Worker:
     def __init__(self, function: Callable[..., Any], place: Any) -> None:
         self.pipe, there = CONTEXT.Pipe()
         self.place = place
-        self.process = CONTEXT.Process(target=_work, args=(partial(function, place), there))
+        self.process = CONTEXT.Process(target=_work, args=(partial(function, place), there, plugins.places()))
         with _shielded():
             self.process.start()
         there.close()
@@ -134,7 +135,8 @@ def _shielded() -> Iterator[None]:
 # ---- in the worker -----------------------------------------------------------------------------------------------
 
 
-def _work(function: Callable[..., Any], pipe: Any) -> None:
+def _work(function: Callable[..., Any], pipe: Any, modules: plugins.Places) -> None:
+    plugins.adopt(modules)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.pop("PYTHONSAFEPATH", None)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
