@@ -84,7 +84,7 @@ def train(
     min_clients: int | float | None = None,
     allow_version_change: bool = False,
 ) -> Result:
-    """Trains one model over many clients with a federated method.
+    """Train one model over many clients with a federated method.
 
     Example:
         >>> import undrift as ud
