@@ -89,7 +89,7 @@ def compare(name: str, peers: Mapping[str, Peer], chosen: argparse.Namespace, **
     head = record.head(name, **({"with": versions} if versions else {}))
     print(", ".join([head["gpu"], f"torch {torch.__version__}", *(f"{k} {v}" for k, v in versions.items())]))
     width = max(map(len, times)) + 2
-    print(f"{'':{width}}{'ms per round':>14}{'÷ ' + name:>14}{'spread':>20}{'agrees to':>12}")
+    print(f"{'':{width}}{'ms per round':>14}{'speed-up':>14}{'spread':>20}{'agrees to':>12}")
     table = record.Table(chosen.json, head, "side")
     for row in rows:
         spread = f"{min(row['all']):.2f} – {max(row['all']):.2f}"

@@ -61,7 +61,7 @@ def others(found: dict[str, Any]) -> list[str]:
         "",
         f"`python -m benchmarks.{name.lower()}`, {where(found)}. {ABOUT[name]}",
         "",
-        f"| | ms per round | ÷ {base['side']} | agrees to |",
+        f"| | ms per round | times as fast as {base['side']} | agrees to |",
         "|---|---|---|---|",
         *lines,
     ]
