@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 
 import pytest
@@ -14,6 +15,7 @@ from tests.problems import make_clients
 from undrift import models
 from undrift.data import notices, sources
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 torch.set_num_threads(1)  # tests run two at a time on two cores
 with contextlib.suppress(ValueError):  # not in the main thread
     # A suite that a shell started in the background ignores Ctrl-C, and so would the processes that tests send one to.
@@ -63,3 +65,15 @@ def flower_problem(monkeypatch) -> None:
 def uneven() -> ud.FederatedDataset:
     """Seven clients, one of them empty, no two with the same number of samples."""
     return make_clients([23, 5, 0, 41, 10, 17, 1])
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A real browser, for the report and the documentation."""
+    if not CHROMIUM:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()

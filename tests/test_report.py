@@ -27,20 +27,6 @@ from undrift.tools.report.figures import draw
 from undrift.tools.report.gather import folders, gather
 from undrift.tools.report.page import page, write
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not CHROMIUM:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
 COSTS = {"round": 1, "clients": [0], "steps": 1, "total_steps": 1, "total_bytes": 9, "seconds": 0.1}
 
 

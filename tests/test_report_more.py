@@ -12,7 +12,7 @@ import pytest
 
 import undrift as ud
 from benchmarks.report_page import make_run
-from tests.test_report import Reader, browser  # noqa: F401 - the fixture
+from tests.test_report import Reader
 from undrift.tools.compare import Run
 from undrift.tools.report.gather import folders, gather
 from undrift.tools.report.names import named
@@ -148,7 +148,7 @@ def test_the_clients_with_the_longest_updates():
     assert longest_updates(Run(Path("r"), {}, [{}]), {}) is None
 
 
-def test_the_page_of_runs_that_record_drift(browser, drifting, tmp_path):  # noqa: F811
+def test_the_page_of_runs_that_record_drift(browser, drifting, tmp_path):
     write(tmp_path / "report.html", gather(folders([drifting])))
     with Reader(browser, (tmp_path / "report.html").as_uri()) as reader:
         keys = reader.read_on()
@@ -185,7 +185,7 @@ class OwnStep(ud.Part):
         return {"server_step": 2.0}
 
 
-def test_a_parts_column_is_not_taken_for_drift(browser, tmp_path):  # noqa: F811
+def test_a_parts_column_is_not_taken_for_drift(browser, tmp_path):
     data, local = ud.load("digits", "IID()", 3), ud.Local(steps=1, lr=0.1)
     ud.train("logistic", data, OwnStep(), rounds=3, local=local, out=tmp_path / "r", metrics=["perplexity", "accuracy"])
     payload = gather([tmp_path / "r"])
@@ -197,7 +197,7 @@ def test_a_parts_column_is_not_taken_for_drift(browser, tmp_path):  # noqa: F811
         assert reader.complaints == []
 
 
-def test_the_table_follows_the_data_and_the_target(browser, drifting, tmp_path):  # noqa: F811
+def test_the_table_follows_the_data_and_the_target(browser, drifting, tmp_path):
     write(tmp_path / "report.html", gather(folders([drifting])))
     runs = [Run.read(folder) for folder in folders([drifting])][:2]
     table = (

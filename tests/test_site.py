@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from filelock import FileLock
 import undrift as ud
 from tests.pages import DOCS, ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "RESULTS.md"]
 
 
@@ -112,17 +110,6 @@ def test_the_reference_shows_every_public_name_with_what_it_takes(site):
     assert "on_nonfinite" in entry and "&gt;&gt;&gt; " in entry
     for raw in ("TypeAliasForwardRef", "InitVar", "&lt;function", "&lt;factory", "Args:", "title=&quot;"):
         assert raw not in text, raw
-
-
-@pytest.fixture(scope="session")
-def browser():
-    if not CHROMIUM:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.mark.parametrize(

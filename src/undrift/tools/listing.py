@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 Entries = dict[str, list[str]]
 """By name: the lines about it. A terminal shows each on a line of its own, a file all of them on one."""
 
-PAPERS_NAMES = {
-    "Scaffold": "SCAFFOLD", "ServerSGD": "FedAvgM", "ServerAdam": "FedAdam", "ServerYogi": "FedYogi",
-    "ServerAdagrad": "FedAdagrad", "TwoDLRD": "2D-LRD",
-}  # fmt: skip
-"""What the literature calls a method whose class has another name."""
 REFERENCE = re.compile(r"(?:Reference: )?([^.*:;()]+(?:et al\.)?), \*[^*]+\*[^*.]*?\b((?:19|20)\d\d)\b")
 """A reference in a docstring, its whitespace made single spaces: the authors, the title, the year."""
 
@@ -84,12 +79,10 @@ def _entry(*lines: str) -> list[str]:
 
 
 def methods() -> Entries:
-    found: Entries = {}
-    for name, part in known_parts().items():
-        text, paper = summary(part), PAPERS_NAMES.get(name)
-        text = f"{paper}: {text}" if paper and paper not in text else text
-        found[name] = _entry(f"{text} {reference(part)}".strip(), parameters(part))
-    return found
+    return {
+        name: _entry(f"{summary(part)} {reference(part)}".strip(), parameters(part))
+        for name, part in known_parts().items()
+    }
 
 
 def optimizers() -> Entries:

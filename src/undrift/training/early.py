@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from undrift.errors import UndriftError, listed, quoted, require, whole
 from undrift.expressions import parse
-from undrift.losses import COLUMNS, lower_is_better, reserved
+from undrift.losses import AFFIXES, COLUMNS, lower_is_better, reserved
 from undrift.training.run import Run
 
 History = Sequence[dict[str, Any]]
@@ -18,8 +17,6 @@ Rule = Callable[[History], Any]
 
 COLUMN = "stopped_early"
 """The column of the last row with the reason why the run ended."""
-PREFIX = re.compile(r"^(validation_|client_)")
-"""What the columns of a metric begin with, if they are not of the test set."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def as_rule(stop_when: Any, metrics: Mapping[str, Any] | None = None) -> Rule | 
         example = "EarlyStopping('validation_loss', patience=10)"
         stop_when = parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
     if isinstance(stop_when, EarlyStopping) and stop_when.better is None:
-        metric = (metrics or {}).get(PREFIX.sub("", stop_when.column))
+        metric = (metrics or {}).get(AFFIXES.sub("", stop_when.column))
         return replace(stop_when, better="lower" if lower_is_better(stop_when.column, metric) else "higher")
     require(
         stop_when is None or callable(stop_when),

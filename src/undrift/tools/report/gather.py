@@ -107,8 +107,7 @@ def labelled(runs: Sequence[Run], labels: Mapping[Path, str]) -> dict[str, list[
 def measured(run: Run) -> set[str]:
     """The names of all metrics evaluated, without the prefix of the data that they were evaluated on."""
     keys = {key for row in run.rows for key, value in row.items() if number(value)}
-    listed = run.settings.get("metrics", [])
-    named = {"loss", *([listed] if isinstance(listed, str) else listed)}
+    named = {"loss", *run.metrics}
     named |= {key.removeprefix(p) for p in ("validation_", "client_") for key in keys if key.startswith(p)}
     return {name for name in named if any(form.format(name) in keys for form in SOURCES.values())} - {
         name for name in named if name.endswith(("_std", "_worst"))
