@@ -185,6 +185,20 @@ def test_a_metric_that_is_better_lower_is_chosen_by_and_compared_so(folder, monk
     assert losses.lower_is_better("client_brier_worst") and not losses.lower_is_better("accuracy")
 
 
+def test_another_metric_of_the_same_name_has_its_own_direction(monkeypatch):
+    monkeypatch.setattr(losses, "DIRECTIONS", {})
+    monkeypatch.setattr(metrics, "DIRECTIONS", losses.DIRECTIONS)
+
+    def good(output, target):
+        return target
+
+    good.higher_is_better = False
+    metrics.get_metrics({"good": good}, losses.cross_entropy)
+    assert losses.lower_is_better("validation_good")
+    metrics.get_metrics({"good": lambda output, target: target}, losses.cross_entropy)
+    assert not losses.lower_is_better("validation_good")
+
+
 @pytest.mark.parametrize(
     ("register", "sentence"),
     [

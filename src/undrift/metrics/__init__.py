@@ -67,6 +67,8 @@ def get_metrics(metrics: Any, loss: Loss) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
     found = {name: _found(name, metric) for name, metric in metrics.items()}
+    for name in found:  # an earlier run may have had another metric of this name
+        DIRECTIONS.pop(name, None)
     DIRECTIONS.update(directions(found))
     return found
 
