@@ -1,8 +1,12 @@
-"""Trees of tensors: nested dicts, lists and tuples. State, updates and uploads are all trees."""
+"""Trees of tensors: nested dicts, lists and tuples. State, updates and uploads are all trees.
+
+These are the trees of `torch.utils._pytree`, and any other type is left to it. But its generality takes several times
+as long, which for small models was most of the time of a round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +14,12 @@ from torch.nn.utils import get_total_norm
 from torch.utils import _pytree as pytree
 
 Tree = Any
+LEAVES = {torch.Tensor, torch.nn.Parameter, float, int, bool, str, type(None)}
+"""The usual types of leaves."""
+
+
+class Other:
+    """Stands for types that are left to torch, in a structure."""
 
 
 def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -30,19 +40,63 @@ def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Raises:
         ValueError: If the structures of the trees differ.
     """
+    kind = type(tree)
+    if kind is dict:
+        if all(type(other) is dict and other.keys() == tree.keys() for other in rest):
+            return {key: tree_map(function, tree[key], *[other[key] for other in rest]) for key in tree}
+    elif kind is list or kind is tuple:
+        if all(type(other) is kind and len(other) == len(tree) for other in rest):
+            return kind([tree_map(function, *children) for children in zip(tree, *rest, strict=True)])
+    elif kind in LEAVES:
+        return function(tree, *rest)
     return pytree.tree_map(function, tree, *rest)
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
-    return pytree.tree_leaves(tree)
+    """Return the leaves of a tree, in order."""
+    return tree_flatten(tree)[0]
 
 
 def tree_structure(tree: Tree) -> Any:
-    return pytree.tree_structure(tree)
+    """Return the structure of a tree: something hashable, which is the same for trees of the same structure."""
+    return tree_flatten(tree)[1]
 
 
-def tree_unflatten(leaves: list[Any], spec: Any) -> Tree:
-    return pytree.tree_unflatten(leaves, spec)
+def tree_flatten(tree: Tree) -> tuple[list[Any], Any]:
+    """Return the leaves of a tree, and its structure."""
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def _flatten(tree: Tree, leaves: list[Any]) -> Any:
+    """Add the leaves of a tree. Returns its structure: None for a leaf, else (type, what to rebuild it from)."""
+    kind = type(tree)
+    if kind is dict:
+        return dict, tuple(tree), tuple([_flatten(child, leaves) for child in tree.values()])
+    if kind is list or kind is tuple:
+        return kind, tuple([_flatten(child, leaves) for child in tree])
+    if kind in LEAVES:
+        leaves.append(tree)
+        return None
+    own, spec = pytree.tree_flatten(tree)
+    leaves += own
+    return None if spec.is_leaf() else (Other, spec)
+
+
+def tree_unflatten(leaves: list[Any], structure: Any) -> Tree:
+    """Return the tree that has these leaves and this structure."""
+    return _unflatten(iter(leaves), structure)
+
+
+def _unflatten(leaves: Iterator[Any], structure: Any) -> Tree:
+    if structure is None:
+        return next(leaves)
+    kind, *inner = structure
+    if kind is dict:
+        return {key: _unflatten(leaves, child) for key, child in zip(*inner, strict=True)}
+    if kind is Other:
+        return pytree.tree_unflatten([next(leaves) for _ in range(inner[0].num_leaves)], inner[0])
+    return kind([_unflatten(leaves, child) for child in inner[0]])
 
 
 def tree_to(tree: Tree, device: torch.device) -> Tree:

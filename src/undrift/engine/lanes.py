@@ -14,16 +14,18 @@ from functools import partial
 import numpy as np
 import torch
 
+from undrift.engine import groups
 from undrift.engine.base import Outcome, RoundInputs, Visit
 from undrift.engine.client import MEASURE
 from undrift.engine.feed import Arrays
+from undrift.engine.groups import Beginning, Ending, copied, take
 from undrift.engine.packing import Segment, pack, segments
 from undrift.engine.steps import Stepper
 from undrift.engine.sums import Sums, only_real
 from undrift.engine.trace import CALLING, Traced
 from undrift.engine.vectorized import Vectorized, contiguous
 from undrift.functional.model import Params
-from undrift.tree import Tree, to_device, tree_add, tree_copy_, tree_map
+from undrift.tree import Tree, tree_add, tree_map
 
 
 class LanesEngine:
@@ -63,18 +65,21 @@ class LanesEngine:
     ) -> Sums:
         """Train the clients in each lane's queue, one after another."""
         sums, lanes, state = self.sums(inputs), None, None  # type: Sums, Tree, Tree
-        plan = list(segments(inputs.filled.steps, queues))
+        plan, width = list(segments(inputs.filled.steps, queues)), len(queues)
+        order = [client for segment in plan for _, client in segment.begins]
+        sizes = groups.sizes(len(order), width, self.compiled is not None)
+        beginning = Beginning(order, sizes.copy(), partial(self.begin, inputs))
+        ending = Ending(sizes.copy())
         with self.data.feed(self.batches(inputs, segment) for segment in plan) as fed:
             for segment, pieces in zip(plan, fed, strict=True):
-                for where, clients in self.groups(segment.begins, len(queues)):
-                    fresh, begun = self.begin(inputs, clients)
-                    lanes = self.put(lanes, fresh, where, len(queues))
-                    state = self.put(state, begun, where, len(queues))
+                for where, fresh in beginning.next([lane for lane, _ in segment.begins]):
+                    if len(where) == width:
+                        lanes, state = fresh
+                    else:
+                        groups.put((lanes, state), where, fresh)
                 for batches in pieces:
                     state = self.stepper.run(state, lanes, inputs.shared, batches)
-                for where, clients in self.groups(segment.ends, len(queues)):
-                    whole = len(where) == len(queues)
-                    done, own = (state, lanes) if whole else self.take((state, lanes), where)
+                for (own, done), clients in ending.add(segment.ends, (lanes, state)):
                     if visit:
                         self.visit(visit, {**done["params"], **done.get("statistics", {})}, inputs, clients)
                     self.end(inputs, done, own, clients, sums, skip)
@@ -84,18 +89,12 @@ class LanesEngine:
         """Return the accumulator of what the clients of a round send."""
         return Sums(self.program, inputs)
 
-    def groups(self, pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
-        """Return (lane, client) pairs to handle together: all lanes, or one at a time, for two traces in all."""
-        if len(pairs) == lanes:
-            return [([lane for lane, _ in pairs], [client for _, client in pairs])]
-        return [([lane], [client]) for lane, client in pairs]
-
     def visit(self, visit: Callable[..., None], params: Params, inputs: RoundInputs, clients: list[int]) -> None:
         """Pass on the weights of clients that have trained, except those that only fill up the cohort."""
         real = [j for j, c in enumerate(clients) if c < inputs.cohort]
         if real:
             with CALLING:
-                visit(self.take(params, real), inputs.filled.clients[[clients[j] for j in real]])
+                visit(take(params, real), inputs.filled.clients[[clients[j] for j in real]])
 
     def begin(self, inputs: RoundInputs, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
@@ -155,25 +154,6 @@ class LanesEngine:
 
         Where they are of several runs, also what each of them shares with its own run's clients.
         """
-        found = {**self.take(inputs.clients, clients), "kept": inputs.kept(clients)}
-        return found if inputs.owner is None else found | self.take(inputs.runs, inputs.owner[clients].tolist())
-
-    def put(self, old: Tree, new: Tree, where: list[int], lanes: int) -> Tree:
-        """`old` with the lanes at `where` replaced by `new`, in place; `new` itself if it is all lanes."""
-        if len(where) == lanes:
-            return new
-        if old is None:
-            old = tree_map(lambda n: n.new_zeros(lanes, *n.shape[1:]), new)
-        if len(where) == 1:
-            tree_copy_(tree_map(lambda o: o[where[0] : where[0] + 1], old), new)
-        else:
-            index = to_device(torch.tensor(where), self.data.device)
-            tree_map(lambda o, n: o.index_copy_(0, index, n), old, new)
-        return old
-
-    def take(self, tree: Tree, where: list[int]) -> Tree:
-        """Return the entries at `where` along the trees' first axis; of one lane as views, which is free on a GPU."""
-        if len(where) == 1:
-            return tree_map(lambda t: t[where[0] : where[0] + 1], tree)
-        index = to_device(torch.tensor(where), self.data.device)
-        return tree_map(lambda t: t.index_select(0, index), tree)
+        chosen = take if len(clients) == 1 else copied  # several are lanes, which are written in place later
+        found = {**chosen(inputs.clients, clients), "kept": inputs.kept(clients)}
+        return found if inputs.owner is None else found | chosen(inputs.runs, inputs.owner[clients].tolist())

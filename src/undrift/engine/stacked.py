@@ -18,6 +18,7 @@ from undrift.data.dataset import FederatedDataset
 from undrift.engine.base import Outcome, RoundInputs
 from undrift.engine.client import Program, Sent
 from undrift.engine.device_data import DeviceData
+from undrift.engine.groups import take
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.packing import pack
 from undrift.engine.sums import Sums
@@ -116,21 +117,10 @@ class StackedEngine(LanesEngine):
         assert isinstance(inputs, Stacked)
         return StackedSums(self.program, inputs)
 
-    def groups(self, pairs: list[tuple[int, int]], lanes: int) -> list[tuple[list[int], list[int]]]:
-        """Return all lanes, or groups by powers of two, since lanes often end together and this keeps shapes few."""
-        if self.compiled or len(pairs) == lanes:  # compiling takes long, for each shape
-            return super().groups(pairs, lanes)
-        found, begin = [], 0
-        while begin < len(pairs):
-            some = pairs[begin : begin + 2 ** ((len(pairs) - begin).bit_length() - 1)]
-            found.append(([lane for lane, _ in some], [client for _, client in some]))
-            begin += len(some)
-        return found
-
     def visit(self, visit: Callable[..., None], params: Params, inputs: RoundInputs, clients: list[int]) -> None:
         assert isinstance(inputs, Stacked)
         for run, where, own in inputs.split(clients):
-            super().visit(partial(visit, run), self.take(params, where), inputs.each[run], own)
+            super().visit(partial(visit, run), take(params, where), inputs.each[run], own)
 
 
 class StackedSums(Sums):
@@ -143,13 +133,5 @@ class StackedSums(Sums):
     def take(self, sent: Sent, clients: list[int]) -> None:
         """Take what clients send and keep, each with sums of its own."""
         for run, where, own in self.stacked.split(clients):
-            mine = sent if len(where) == len(clients) else _some(sent, where)
+            mine = sent if len(where) == len(clients) else take(sent, where)
             self.each[run].take(mine._replace(sums=tree_map(lambda t: t.sum(0), mine.sums)), own)
-
-
-def _some(sent: Sent, where: list[int]) -> Sent:
-    """Return these lanes of what lanes send, as views if they are adjacent."""
-    if where[-1] - where[0] == len(where) - 1:
-        return tree_map(lambda t: t[where[0] : where[-1] + 1], sent)
-    index = torch.tensor(where)
-    return tree_map(lambda t: t.index_select(0, to_device(index, t.device)), sent)

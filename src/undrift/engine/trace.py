@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
 from undrift.method.calls import blaming_the_model
+from undrift.tree import tree_flatten, tree_leaves, tree_unflatten
 
 CALLING = RLock()
 """Held by the threads of `ThreadedEngine` while they trace or call `visit`: both call the module, whose weights are
@@ -41,11 +41,11 @@ class Traced:
 
     def __call__(self, *args: Any) -> Any:
         program, out = self.at(*args)
-        return pytree.tree_unflatten(program(*pytree.tree_leaves(args)), out)
+        return tree_unflatten(program(*tree_leaves(args)), out)
 
     def at(self, *args: Any) -> tuple[Callable[..., list[Tensor]], Any]:
         """Return the program for arguments of these shapes, from leaves to leaves, and the structure of its result."""
-        leaves, spec = pytree.tree_flatten(args)
+        leaves, spec = tree_flatten(args)
         signature = (spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if signature not in self.programs:
             with CALLING:
@@ -57,7 +57,7 @@ class Traced:
         shape: list[Any] = []
 
         def flat(*leaves: Tensor) -> list[Tensor]:
-            found, out = pytree.tree_flatten(self.function(*pytree.tree_unflatten(list(leaves), spec)))
+            found, out = tree_flatten(self.function(*tree_unflatten(list(leaves), spec)))
             shape.append(out)
             return found
 
