@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -429,8 +430,7 @@ def test_watching_survives_damage(runs, monkeypatch):
         until(lambda: "good-1" in said[-1] or "good-0" in said[-1])
         Path("good-0/metrics.jsonl").write_bytes(good)
         until(lambda: shown(address)["runs"][0]["folder"] == "good-0")
-        Path("w.html").unlink(missing_ok=True)
-        Path("w.html").mkdir()  # the page can no longer be written
+        until(folder_in_place_of_the_page)  # which can no longer be written
         Path("good-0/metrics.jsonl").write_bytes(good + b"\n")
         until(lambda: any("w.html cannot be written" in one for one in said))
         assert watching.is_alive()
@@ -439,6 +439,14 @@ def test_watching_survives_damage(runs, monkeypatch):
         end.set()
         watching.join(20)
     assert not watching.is_alive() and Path("w.html").exists()
+
+
+def folder_in_place_of_the_page() -> bool:
+    """Whether there is one: the page may be written again between the two calls."""
+    Path("w.html").unlink(missing_ok=True)
+    with contextlib.suppress(FileExistsError):
+        Path("w.html").mkdir()
+    return Path("w.html").is_dir()
 
 
 def shown(address: str) -> dict:

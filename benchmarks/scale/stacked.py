@@ -3,7 +3,8 @@
 `PYTHONPATH=src python -m benchmarks.scale.stacked digits` (a CPU), `… paper5 --data DIR` and `… paper4` (a GPU). Each
 prints a row and adds it to `benchmarks/results/stacked.json`, or on a CPU to `stacked_cpu.json`:
 
-- `digits`: eight seeds of a small network on digits, Dirichlet(0.5), 5 of 20 clients per round;
+- `digits`: eight seeds of a small network on digits, Dirichlet(0.5), 5 of 20 clients per round; with `--processes 2`
+  four of them in each of two processes, as `undrift sweep --workers 2 --together 4` trains them;
 - `paper5`: eight seeds of paper 5's CNN on Fashion-MNIST, two clients per round, as in its Figure 2;
 - `paper4`: four seeds of paper 4's VGG-9 with Dirichlet(0.1), on made-up pictures, which take as long.
 
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +120,43 @@ def alone(problem: Problem, rounds: int, precision: str, stamps: Stamped | None 
     return [problem.train(seed, rounds, precision, own) for seed, own in enumerate(each)]
 
 
-def together(problem: Problem, rounds: int, precision: str, stamps: Stamped | None = None) -> list[ud.Result]:
-    each = stamps or [None] * problem.runs  # type: ignore[list-item]
+def together(
+    problem: Problem, rounds: int, precision: str, stamps: Stamped | None = None, seeds: list[int] | None = None
+) -> list[ud.Result]:
+    chosen = list(range(problem.runs)) if seeds is None else seeds
+    each = stamps or [None] * len(chosen)  # type: ignore[list-item]
     found: list[ud.Result] = []
-    for result in side_by_side([partial(problem.train, seed, rounds, precision, own) for seed, own in enumerate(each)]):
+    tasks = [partial(problem.train, seed, rounds, precision, own) for seed, own in zip(chosen, each, strict=True)]
+    for result in side_by_side(tasks):
         if isinstance(result, BaseException):
             raise result
         found.append(result)
     return found
+
+
+def in_processes(name: str, problem: Problem, processes: int) -> tuple[list[float], list[list[float]]]:
+    """Each process's seconds per round of its runs, all processes at once, and its runs' final accuracies."""
+    context = get_context("spawn")
+    barrier, answers = context.Barrier(processes), context.SimpleQueue()
+    seeds = [list(range(problem.runs))[i::processes] for i in range(processes)]
+    started = [context.Process(target=_share, args=(name, own, barrier, answers)) for own in seeds]
+    for process in started:
+        process.start()
+    found = [answers.get() for _ in started]
+    for process in started:
+        process.join()
+    return [seconds for seconds, _ in found], [accuracies for _, accuracies in found]
+
+
+def _share(name: str, seeds: list[int], barrier: Any, answers: Any) -> None:
+    """In a process of its own: train the runs with these seeds side by side, once for warming up."""
+    problem = PROBLEMS[name]()
+    stamps: Stamped = [[] for _ in seeds]
+    together(problem, 3, problem.precision, seeds=seeds)
+    barrier.wait()
+    many = together(problem, problem.rounds, problem.precision, stamps, seeds)
+    first, timed = problem.warm, problem.rounds - 1 - problem.warm
+    answers.put(((stamps[-1][-1] - stamps[-1][first]) / timed, [run.history[-1]["accuracy"] for run in many]))
 
 
 def apart(problem: Problem) -> float:
@@ -137,8 +169,11 @@ def apart(problem: Problem) -> float:
     return max(found)
 
 
-def measured(name: str, problem: Problem, check: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"problem": name, "compile": problem.compile, "runs": problem.runs, "rounds": problem.rounds}
+def measured(name: str, problem: Problem, check: bool, processes: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "problem": name, "compile": problem.compile, "processes": processes, "runs": problem.runs,
+        "rounds": problem.rounds,
+    }  # fmt: skip
     if check:
         row["apart after 3 rounds"] = apart(problem)
     first, timed = problem.warm, problem.rounds - 1 - problem.warm
@@ -146,6 +181,13 @@ def measured(name: str, problem: Problem, check: bool) -> dict[str, Any]:
     one = alone(problem, problem.rounds, problem.precision, lonely)
     row["runs timed alone"] = len(one)
     row["alone, s per round"] = sum(own[-1] - own[first] for own in lonely) / len(one) / timed
+    if processes > 1:
+        seconds, accuracies = in_processes(name, problem, processes)
+        row["together, s per round of all"] = max(seconds)
+        row["times as fast"] = row["alone, s per round"] * problem.runs / max(seconds)
+        alike = sorted(run.history[-1]["accuracy"] for run in one), sorted(chain(*accuracies))
+        row["accuracies apart, points"] = max(100 * abs(a - b) for a, b in zip(*alike, strict=True))
+        return row
     beside: Stamped = [[] for _ in range(problem.runs)]
     begun = time.perf_counter()
     many = together(problem, problem.rounds, problem.precision, beside)
@@ -166,6 +208,7 @@ def main() -> None:
     parser.add_argument("problem", choices=PROBLEMS)
     parser.add_argument("--data", type=Path, help="arrays that `undrift reproduce --prepare` wrote")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--processes", type=int, default=1, help="side by side in each of these (a CPU)")
     parser.add_argument("--unchecked", action="store_true", help="leave out the comparison after three rounds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -173,10 +216,11 @@ def main() -> None:
         from undrift.reproduce.arrays import use
 
         use(asked.data)
-    row = measured(asked.problem, replace(PROBLEMS[asked.problem](), compile=asked.compile), not asked.unchecked)
+    problem = replace(PROBLEMS[asked.problem](), compile=asked.compile)
+    row = measured(asked.problem, problem, not asked.unchecked, asked.processes)
     row = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
     print(row)
-    Table(asked.out, head("runs side by side"), "problem", "compile").add(row)
+    Table(asked.out, head("runs side by side"), "problem", "compile", "processes").add(row)
 
 
 PROBLEMS = {"digits": digits, "paper5": paper5, "paper4": paper4}

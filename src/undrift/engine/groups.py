@@ -18,14 +18,19 @@ Pairs = list[tuple[int, int]]
 """Lanes, and the positions of their clients in the cohort."""
 
 
-def sizes(count: int, width: int, few: bool) -> list[int]:
-    """Return the sizes of the groups for this many clients: the number of lanes, then powers of two.
+def sizes(count: int, width: int, vary: bool, compiled: bool) -> list[int]:
+    """Return the sizes of the groups for this many clients: the number of lanes, then the rest.
 
-    So there are few shapes, for each of which a program must be traced, even if cohorts differ in size. With `few`,
-    there are only two: what is left begins and ends one by one.
+    A program is traced for each size. If cohorts `vary`, the rest is cut into powers of two, so that there are few
+    sizes; and into single clients where programs are compiled, which takes long.
     """
     rest = count % width
-    tail = [1] * rest if few else [2**i for i in reversed(range(rest.bit_length())) if rest >> i & 1]
+    if not vary:
+        tail = [rest] if rest else []
+    elif compiled:
+        tail = [1] * rest
+    else:
+        tail = [2**i for i in reversed(range(rest.bit_length())) if rest >> i & 1]
     return [width] * (count // width) + tail
 
 

@@ -67,7 +67,7 @@ class LanesEngine:
         sums, lanes, state = self.sums(inputs), None, None  # type: Sums, Tree, Tree
         plan, width = list(segments(inputs.filled.steps, queues)), len(queues)
         order = [client for segment in plan for _, client in segment.begins]
-        sizes = groups.sizes(len(order), width, self.compiled is not None)
+        sizes = groups.sizes(len(order), width, "real" in inputs.clients, self.compiled is not None)
         beginning = Beginning(order, sizes.copy(), partial(self.begin, inputs))
         ending = Ending(sizes.copy())
         with self.data.feed(self.batches(inputs, segment) for segment in plan) as fed:

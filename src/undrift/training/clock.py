@@ -32,22 +32,25 @@ class Clock:
         self.on_gpu, self.alone = device.type == "cuda", alone
         self.reading = torch.cuda.stream(torch.cuda.Stream(device)) if self.on_gpu else nullcontext()
         self.began: Any = None
-        self.waiting: list[tuple[Row, Callable[[], Row], Any, Any]] = []
+        self.ended: Any = None
+        self.waiting: list[tuple[Row, Callable[[], Row], Any, Any, Any]] = []
 
     def start(self) -> None:
         self.began = self._now()
 
-    def stop(self, row: Row, rest: Callable[[], Row]) -> None:
-        """Note that the round of this row is over. `settled` will add its seconds and the result of `rest`."""
-        row["seconds"] = 0.0
-        self.waiting.append((row, rest, self.began, self._now()))
+    def stop(self) -> None:
+        self.ended = self._now()
+
+    def add(self, row: Row, rest: Callable[[], Row]) -> None:
+        """Note that all of this round has been launched. `settled` will add its seconds and the result of `rest`."""
+        self.waiting.append((row, rest, self.began, self.ended, self._now()))
 
     def settled(self, wait: bool) -> Iterator[Row]:
         """Yield the completed rows of rounds that the device has finished, in order; with `wait`, of all rounds."""
         while self.waiting and (wait or len(self.waiting) > AHEAD or self._passed(self.waiting[0][-1])):
-            row, rest, began, ended = self.waiting.pop(0)
+            row, rest, began, ended, launched = self.waiting.pop(0)
             if self.on_gpu:
-                ended.synchronize()
+                launched.synchronize()
             row["seconds"] = began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
             with self.reading:
                 row |= rest()

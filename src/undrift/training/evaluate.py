@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ NO_TEST = (
     "The data have no test set, so the history will have no loss and no metrics; hold one out, as with "
     "ud.load(…, test_fraction=0.2)"
 )
+Columns = Callable[[], dict[str, Any]]
 BATCH = 1000
 BATCH_BYTES = 2**25
 """The largest size of a batch in bytes. Large samples come in smaller batches."""
@@ -34,19 +37,29 @@ def warn_without_test(run: Run, clients: int) -> None:
         log.warning(NO_TEST)
 
 
-def evaluate(run: Run, state: State) -> dict[str, Any]:
-    """Return loss and metrics on the test set and, with the prefix `validation_`, on the validation set."""
-    row = measured(run, state, run.test) if run.test else {}
-    held = measured(run, state, run.validation) if run.validation else {}
-    return row | {f"validation_{name}": value for name, value in held.items() if name != "class_accuracy"}
+def evaluate(run: Run, state: State) -> Columns:
+    """Evaluate the model on the test set and, with the prefix `validation_`, on the validation set.
+
+    Returns a function that returns the history's columns, for which it waits for the device. A GPU evaluates while the
+    host prepares the next round, unless a metric is an object that sees every batch.
+    """
+    test = measured(run, state, run.test) if run.test else dict
+    held = measured(run, state, run.validation) if run.validation else dict
+
+    def columns() -> dict[str, Any]:
+        held_out = {f"validation_{name}": value for name, value in held().items() if name != "class_accuracy"}
+        return test() | held_out
+
+    return columns
 
 
-def measured(run: Run, state: State, data: Rows) -> dict[str, Any]:
-    """Return the mean loss and each metric; with accuracy also `class_accuracy`, with None for absent classes."""
+def measured(run: Run, state: State, data: Rows) -> Columns:
+    """Evaluate the model: the mean loss, each metric, and with accuracy `class_accuracy`, None for absent classes."""
     if summed(run.measures):
-        return figures(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
+        return partial(figures, run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
     tally, by_class = run.ranks.together(lambda: passed(run, state, data, data.index))
-    return tally.figures() | class_accuracy(by_class)
+    found = tally.figures() | class_accuracy(by_class)
+    return lambda: found
 
 
 def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
 from undrift.training.early import COLUMN, Rule, as_rule, check_possible
-from undrift.training.evaluate import evaluate, warn_without_test
+from undrift.training.evaluate import Columns, evaluate, warn_without_test
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
 from undrift.training.personal import Personal, has_own_models, own_model
@@ -311,11 +311,11 @@ class Loop:
         self.watch.add(before, self.done.answers)
         self.watch.left(state)
 
-        row = history_row(state, self.done)
-        self.clock.stop(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts))
+        self.clock.stop()
         self.complete = last and not method.overriding("finish")
-        figures, self.extra = self.figures(method, self.complete)
-        row |= figures
+        figures, evaluated, self.extra = self.figures(method, self.complete)
+        row = history_row(state, self.done) | figures
+        self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, evaluated))
         if run.choices.get("narrowed") == state.round:
             row["lanes"] = run.choices["lanes"]
         if run.choices.get("switched") == state.round:
@@ -326,21 +326,25 @@ class Loop:
         if due:
             self.listeners.save(self.state)
 
-    def figures(self, method: Method, last: bool) -> tuple[dict[str, Any], set[str]]:
+    def figures(self, method: Method, last: bool) -> tuple[dict[str, Any], Columns, set[str]]:
         """How the model does on the test and validation data and on clients' own, as far as that is due.
 
-        Returns the columns, and the names of those that are there because the round is the last.
+        Returns the columns that are known, a function that returns the others, once the device is done, and the names
+        of those that are there because the round is the last, of which all are known.
         """
-        state, found, tuned = self.state, {}, {}
+        state, found, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
         due = state.round % self.evaluate_every == 0
         tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
         if last or due:
             elsewhere = self.run.held_out(state, last)
-            found = evaluate(self.run, state) | self.personal.shared(state, last) if elsewhere is None else elsewhere
+            evaluated = evaluate(self.run, state) if elsewhere is None else dict
+            found = self.personal.shared(state, last) if elsewhere is None else elsewhere
+        if last:
+            found, evaluated = evaluated() | found, dict
         if last or tuning:
             tuned = self.personal.tuned(state, method, state.round - 1)
         extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())
-        return found | tuned, extra
+        return found | tuned, evaluated, extra
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
@@ -350,7 +354,7 @@ class Loop:
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row, after what follows a last round if the run ends with it."""
         history = self.state.history
-        if not history or history[-1] is not row:  # there are later rounds, or its evaluation failed
+        if history[-1] is not row:  # there are later rounds
             return row
         last = row["round"] == self.run.rounds
         why = None if last else self.stops()

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 from undrift.errors import require
 from undrift.losses import reserved
 from undrift.training import drift, nonfinite
+from undrift.training.evaluate import Columns
 from undrift.training.rounds import Round
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -34,14 +35,17 @@ def history_row(state: State, done: Round) -> dict[str, Any]:
         "bytes_down": done.bytes_down,
         "bytes_up": done.bytes_up,
         "total_bytes": state.total_bytes,
+        "seconds": 0.0,
     }
 
 
 def late_figures(
-    run: Run, watch: nonfinite.Watch, row: dict[str, Any], done: Round, states: list[Tree]
+    run: Run, watch: nonfinite.Watch, row: dict[str, Any], done: Round, states: list[Tree], evaluated: Columns
 ) -> dict[str, Any]:
     """Return the columns of a round that must be read from the device. Raises `NonFiniteError`."""
-    settled, own = watch.settle(row), done.method.history(states)
+    found = evaluated()
+    row = row | found
+    settled, own = found | watch.settle(row), done.method.history(states)
     if done.drift:
         answers, by_layer = done.answers, run.drift == drift.LAYERS
         settled |= drift.columns(done.drift, answers.clients, answers.excused, list(run.model.start), by_layer)
