@@ -250,8 +250,18 @@ def test_runs_of_a_sweep_that_differ_only_in_numbers_train_in_one_program(tmp_pa
     assert [len(bundle) for bundle in sweep.bundles(points, 1)] == [1] * 8
     said = {}
     runs = sweep.sweep(
-        points, tmp_path / "sweep", "test", None, lambda point, message: said.update({point.name: message})
+        points, tmp_path / "sweep", "test", sweep.Parallel(), lambda point, message: said.update({point.name: message})
     )
     assert len(runs) == 8 and set(said.values()) == {None}
     kept = recorded(tmp_path / "sweep" / points[0].name)["started"]["beside"]
     assert len(kept) == 3 and all("FedAvg" in name for name in kept)
+
+
+def test_a_sweep_on_a_cpu_trains_runs_as_one_program_if_asked(tmp_path):
+    points = sweep.points({**GOOD, "rounds": 2}, {"seed": [0, 1, 2, 3]}, "test")
+    for together, others in ((None, 0), (2, 1), (4, 3)):
+        out = tmp_path / str(together)
+        how = sweep.Parallel(workers=2, together=together)
+        runs = sweep.sweep(points, out, "test", how, lambda point, message: None)
+        assert len(runs) == 4
+        assert {len(recorded(run.folder)["started"].get("beside", [])) for run in runs} == {others}

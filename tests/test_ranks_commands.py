@@ -17,7 +17,7 @@ from tests.pages import DOCS, blocks
 from tests.processes import ROOT, nodes, torchrun
 from undrift.errors import UndriftError
 from undrift.tools.cli import app
-from undrift.tools.sweep import parse_devices
+from undrift.tools.sweep import parallel
 
 
 def rows(folder: Path) -> list[dict]:
@@ -34,12 +34,12 @@ def close(one: list[dict], other: list[dict]) -> bool:
 
 
 def test_devices_of_a_sweep():
-    assert parse_devices("cpu, cpu", None) == ["cpu", "cpu"]
+    assert parallel(None, "cpu, cpu", None).devices == ["cpu", "cpu"]
     with pytest.raises(UndriftError, match="use only one of them"):
-        parse_devices("cpu,cpu", 2)
+        parallel(2, "cpu,cpu", None)
     for wrong in ("cpu,", "cuda:99", "nothing"):
         with pytest.raises(UndriftError, match="is not available"):
-            parse_devices(wrong, None)
+            parallel(None, wrong, None)
 
 
 def test_commands_that_start_processes_of_their_own_are_refused(monkeypatch):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from undrift.tools.board import Board
     from undrift.tools.compare import Run
     from undrift.tools.config import Experiment
-    from undrift.tools.sweep import Point
+    from undrift.tools.sweep import Parallel, Point
 
 
 def new_console() -> Console:
@@ -229,15 +229,13 @@ def grid_points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str
     return points(settings, grid, where)
 
 
-def run_points(
-    points: Any, folder: Path, where: str, workers: int | None, devices: list[str] | None = None
-) -> tuple[list[Any], dict[str, str]]:
+def run_points(points: Any, folder: Path, where: str, how: Parallel) -> tuple[list[Any], dict[str, str]]:
     """Run all points, with a board of those in progress. Returns the runs that ended, and the messages of others."""
     from undrift.tools.board import Board
 
     with Board(new_console()) as board:
         try:
-            return run_on(board, points, folder, where, workers, devices, lambda point: None)
+            return run_on(board, points, folder, where, how, lambda point: None)
         except KeyboardInterrupt:
             board.__exit__()
             typer.echo(f"stopped; to continue, repeat the command with --out {folder}", err=True)
@@ -249,8 +247,7 @@ def run_on(
     points: Sequence[Point],
     folder: Path,
     where: str,
-    workers: int | None,
-    devices: list[str] | None,
+    how: Parallel,
     ended: Callable[[Point], None],
     kind: str = "sweep",
 ) -> tuple[list[Run], dict[str, str]]:
@@ -280,7 +277,7 @@ def run_on(
             failed[point.name] = message
             board.say(f"error: {point.name}: {message}")
 
-    return sweep(list(points), folder, where, workers, done, devices, kind), failed
+    return sweep(list(points), folder, where, how, done, kind), failed
 
 
 def sweep_table(found: dict[str, Any]) -> Any:

@@ -69,14 +69,28 @@ def parse_grid(assignments: list[str]) -> Grid:
     return grid
 
 
-def parse_devices(text: str, workers: int | None) -> list[str]:
-    """The devices named in `cuda:0,cuda:1`, of which each takes one run at a time; one named twice takes two."""
-    names = [name.strip() for name in text.split(",")]
+@dataclass(frozen=True)
+class Parallel:
+    """How many runs train at a time, and where. None leaves it to undrift."""
+
+    workers: int | None = None
+    """The number of processes."""
+    devices: list[str] | None = None
+    """Instead, the device of each process."""
+    together: int | None = None
+    """The largest number of runs in one process that train as one program."""
+
+
+def parallel(workers: int | None, devices: str | None, together: int | None) -> Parallel:
+    """What the options of a command ask for. Of the devices in `cuda:0,cuda:1`, one named twice takes two processes."""
+    if devices is None:
+        return Parallel(workers, None, together)
+    names = [name.strip() for name in devices.split(",")]
     if workers is not None:
         raise UndriftError("--workers and --devices both set how many runs train in parallel; use only one of them.")
     for name in names:
-        find_device(name or quoted(text))
-    return names
+        find_device(name or quoted(devices))
+    return Parallel(None, names, together)
 
 
 MOST = 10_000
@@ -136,12 +150,11 @@ def sweep(
     found: list[Point],
     out: Path,
     where: str,
-    workers: int | None,
+    how: Parallel,
     done: Callable[[Point, str | None], None],
-    devices: list[str] | None = None,
     kind: str = "sweep",
 ) -> list[Run]:
-    """Run the points that are not finished yet, in parallel on CPUs, or on these devices.
+    """Run the points that are not finished yet, in parallel on CPUs or devices.
 
     `kind` is what messages call all of them together. Returns the runs that finished or stopped.
     """
@@ -153,10 +166,10 @@ def sweep(
     for point in found:
         _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
-    some: Sequence[str | None] = devices or [None] * (workers or _workers(found[0], where))
+    some: Sequence[str | None] = how.devices or [None] * (how.workers or _workers(found[0], where))
     places = some[: len(waiting)]
     threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
-    size = beside.MOST if any(_on_gpu(found[0], where, place) for place in places) else 1
+    size = how.together or (beside.MOST if any(_on_gpu(found[0], where, place) for place in places) else 1)
     tasks = {
         bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],)
         for bundle in bundles(waiting, size)

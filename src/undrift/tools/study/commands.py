@@ -29,6 +29,15 @@ Devices = Annotated[
     str | None,
     typer.Option(metavar="DEVICE,…", help="Devices to train on, one run at a time each, such as cuda:0,cuda:1."),
 ]
+Together = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="How many runs that differ only in numbers train as one program.",
+        show_default="8 on a GPU, 1 on a CPU",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -110,9 +119,10 @@ def compare(
     labels = dict(given.folders)
     if points:
         from undrift.tools.experiment import new_folder
+        from undrift.tools.sweep import Parallel
 
         folder = out or new_folder("compare")
-        more, failed = launch.run_points(points, folder, "compare", None)
+        more, failed = launch.run_points(points, folder, "compare", Parallel())
         runs += more
         labels |= {folder / name: label for name, label in of_files.items()}
     if not runs:
@@ -166,6 +176,7 @@ def sweep(
     seeds: Seeds = None,
     workers: Workers = None,
     devices: Devices = None,
+    together: Together = None,
     set: Set = None,
     out: Out = None,
     imports: Import = None,
@@ -188,8 +199,8 @@ def sweep(
         wanted["seed"] = launch.seeds_from(settings, seeds)
     folder = out or new_folder(file.stem)
     points = launch.grid_points(settings, wanted, str(file))
-    places = swept.parse_devices(devices, workers) if devices is not None else None
-    runs, failed = launch.run_points(points, folder, str(file), workers, places)
+    how = swept.parallel(workers, devices, together)
+    runs, failed = launch.run_points(points, folder, str(file), how)
     from rich.text import Text
 
     console = launch.new_console()
@@ -210,6 +221,7 @@ def study(
     file: Annotated[Path, typer.Argument(help="A study file (TOML).", show_default=False)],
     workers: Workers = None,
     devices: Devices = None,
+    together: Together = None,
     set: Set = None,
     out: Annotated[
         Path | None,
@@ -230,11 +242,11 @@ def study(
 
     found = prepare(read_study(launch.read_settings(file, set, imports, data_dir), str(file)), str(file))
     folder = out or Path("runs") / file.stem
-    places = swept.parse_devices(devices, workers) if devices is not None else None
+    how = swept.parallel(workers, devices, together)
     outcomes = [Outcome(cell) for cell in found.cells]
     try:
         with live.board(launch.new_console(), outcomes) as board:
-            run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), workers, places))
+            run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), how))
     except KeyboardInterrupt:
         rest = "" if out is None else f" with --out {out}"
         typer.echo(f"stopped; to continue, repeat the command{rest}", err=True)

@@ -13,7 +13,7 @@ from undrift.tools.board import Board
 from undrift.tools.compare import Run
 from undrift.tools.study.run import TUNING, Outcome
 from undrift.tools.study.tables import described
-from undrift.tools.sweep import Point
+from undrift.tools.sweep import Parallel, Point
 
 
 def board(console: Console, outcomes: list[Outcome]) -> Board:
@@ -46,12 +46,12 @@ def state(outcome: Outcome) -> str:
 class Runner:
     """Runs the points of a study, and shows them on its board."""
 
-    def __init__(self, board: Board, where: str, workers: int | None, devices: list[str] | None) -> None:
-        self.board, self.where, self.workers, self.devices = board, where, workers, devices
+    def __init__(self, board: Board, where: str, how: Parallel) -> None:
+        self.board, self.where, self.how = board, where, how
 
     def __call__(self, points: Sequence[Point], folder: Path, ended: Callable[[Point], None]) -> dict[str, Run]:
         if not self.board.console.is_terminal:
             what = "to choose settings" if folder.name == TUNING else "with the chosen settings, on fresh seeds"
             self.board.say(f"{len(points)} runs {what}")
-        runs, _ = launch.run_on(self.board, points, folder, self.where, self.workers, self.devices, ended, "study")
+        runs, _ = launch.run_on(self.board, points, folder, self.where, self.how, ended, "study")
         return {run.folder.name: run for run in runs}
