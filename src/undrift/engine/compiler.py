@@ -64,14 +64,19 @@ def distance(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[
     return math.sqrt(error / size)
 
 
-def trusted(off: float, compute: torch.dtype) -> bool:
-    """Return whether rounding alone explains a distance, in the precision of the products.
+def rounding(compute: torch.dtype) -> float:
+    """Return the largest distance that rounding alone explains, in the precision of the products.
 
     A rounding error of u flips about that share of a model's kinks (ReLU, pooling), whose gradients are then entirely
-    wrong, which is √u of the norm. The bound is four times that. NaN is not informative, so it passes.
+    wrong, which is √u of the norm. The bound is four times that.
     """
     tf32 = compute == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    bound = 4 * math.sqrt(TF32 if tf32 else ROUNDING[compute])
+    return 4 * math.sqrt(TF32 if tf32 else ROUNDING[compute])
+
+
+def trusted(off: float, compute: torch.dtype) -> bool:
+    """Return whether rounding alone explains a distance. NaN is not informative, so it passes."""
+    bound = rounding(compute)
     if off > bound:
         log.warning(
             "torch's compiler made a program that is off by %.2g (rounding alone: at most %.2g) from the one it was "

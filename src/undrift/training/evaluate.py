@@ -78,11 +78,11 @@ def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
 @torch.no_grad()
 def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Tensor]:
     """Return the sums over the samples at these indices; with accuracy also correct answers and samples by class."""
-    model, tally = run.model.at(state.tracked), Tally(run.measures)
+    tally = Tally(run.measures)
     by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
     classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)
     for x, y in replace(data, index=index).batches(batch_size(run)):
-        output = model(state.params, x)
+        output = run.outputs(state.params, state.tracked, x)
         tally.add(output, y)
         if by_class:
             for total, own in zip(classes, accuracy(output, y), strict=True):

@@ -314,12 +314,8 @@ class Loop:
         self.clock.stop()
         self.complete = last and not method.overriding("finish")
         figures, evaluated, self.extra = self.figures(method, self.complete)
-        row = history_row(state, self.done) | figures
+        row = history_row(run, state, self.done) | figures
         self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, evaluated))
-        if run.choices.get("narrowed") == state.round:
-            row["lanes"] = run.choices["lanes"]
-        if run.choices.get("switched") == state.round:
-            row["switched"] = run.choices["why"]
         state.history.append(row)
         due = self.listeners.due(state)
         self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)
@@ -329,16 +325,15 @@ class Loop:
     def figures(self, method: Method, last: bool) -> tuple[dict[str, Any], Columns, set[str]]:
         """How the model does on the test and validation data and on clients' own, as far as that is due.
 
-        Returns the columns that are known, a function that returns the others, once the device is done, and the names
-        of those that are there because the round is the last, of which all are known.
+        Returns the columns that are known, what returns the others, and the names of those that only a last round has.
         """
         state, found, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
         due = state.round % self.evaluate_every == 0
         tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
         if last or due:
-            elsewhere = self.run.held_out(state, last)
-            evaluated = evaluate(self.run, state) if elsewhere is None else dict
-            found = self.personal.shared(state, last) if elsewhere is None else elsewhere
+            found = self.run.held_out(state, last)
+            if found is None:
+                evaluated, found = evaluate(self.run, state), self.personal.shared(state, last)
         if last:
             found, evaluated = evaluated() | found, dict
         if last or tuning:
@@ -353,8 +348,7 @@ class Loop:
 
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row, after what follows a last round if the run ends with it."""
-        history = self.state.history
-        if history[-1] is not row:  # there are later rounds
+        if self.state.history[-1] is not row:  # there are later rounds
             return row
         last = row["round"] == self.run.rounds
         why = None if last else self.stops()

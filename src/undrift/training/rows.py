@@ -19,10 +19,10 @@ def number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def history_row(state: State, done: Round) -> dict[str, Any]:
+def history_row(run: Run, state: State, done: Round) -> dict[str, Any]:
     """Return the columns of a round that are known as soon as it has been launched."""
     work, answers = done.answers.work, done.answers
-    return {
+    row = {
         "round": state.round,
         "clients": answers.clients.tolist(),
         **answers.columns,
@@ -37,6 +37,11 @@ def history_row(state: State, done: Round) -> dict[str, Any]:
         "total_bytes": state.total_bytes,
         "seconds": 0.0,
     }
+    if run.choices.get("narrowed") == state.round:
+        row["lanes"] = run.choices["lanes"]
+    if run.choices.get("switched") == state.round:
+        row["switched"] = run.choices["why"]
+    return row
 
 
 def late_figures(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
+from undrift.engine import graph
 from undrift.engine.base import Engine, RoundInputs
 from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
 from undrift.engine.inputs import build_inputs, mean_weights, on_device
+from undrift.engine.outputs import Outputs
 from undrift.engine.ranked import shares
 from undrift.engine.ranks import ALONE, Ranks
 from undrift.engine.slots import SlotFiles
@@ -72,6 +74,12 @@ class Run:
         """The loss and every metric, which evaluations compute."""
         every = {"loss": self.loss, **self.metrics}
         return {name: measure(one, lambda function: repeating(self.model, function)) for name, one in every.items()}
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """The model in evaluation mode."""
+        lanes = self.choices["engine"] == "lanes" and graph.captures(self.device)
+        return Outputs(self.model, traced=lanes)
 
     @property
     def population(self) -> int:

@@ -1,0 +1,79 @@
+"""Evaluation by a traced forward pass: the same outputs, and a call of the model where it cannot be traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import undrift as ud
+from tests import cuda_graphs
+from undrift.training import evaluate
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Branches(Plain):
+    """Looks at values in evaluation mode, which a traced pass cannot."""
+
+    def forward(self, x):
+        z = super().forward(x)
+        return z if self.training or z.sum() > 0 else -z
+
+
+class Counts(Plain):
+    """Gives other outputs from the second call in evaluation mode on, which a traced pass does not."""
+
+    calls = 0
+
+    def forward(self, x):
+        if self.training:
+            return super().forward(x)
+        Counts.calls += 1
+        return super().forward(x) * Counts.calls
+
+
+def trained(model, metrics=None):
+    generator = torch.Generator().manual_seed(0)
+    clients = [(torch.randn(n, 6, generator=generator), torch.arange(n) % 3) for n in (20, 12, 9)]
+    test = torch.randn(25, 6, generator=generator), torch.arange(25) % 3
+    data = ud.FederatedDataset.from_clients(clients, test=test)
+    torch.manual_seed(1)
+    local = ud.Local(steps=3, batch_size=4, lr=0.1, drop_last=True)
+    return ud.train(model(), data, rounds=3, local=local, engine="lanes", metrics=metrics)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Batches of ten, and whether each run ended with a traced pass."""
+    monkeypatch.setattr(evaluate, "BATCH", 10)
+    found, figures = [], evaluate.figures
+    monkeypatch.setattr(
+        evaluate, "figures", lambda run, sums: found.append(run.outputs.traced is not None) or figures(run, sums)
+    )
+    return found
+
+
+@pytest.mark.parametrize("model", [Plain, Branches])
+def test_the_same_history(model, seen, monkeypatch):
+    wanted = trained(model)
+    assert not any(seen)
+    cuda_graphs.put_in_place(monkeypatch)
+    found = trained(model)
+    assert seen[-1] == (model is Plain)
+    for row, other in zip(found.history, wanted.history, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["accuracy"] == other["accuracy"] and row["class_accuracy"] == other["class_accuracy"]
+
+
+def test_outputs_that_tracing_would_change_are_noticed(seen, monkeypatch):
+    cuda_graphs.put_in_place(monkeypatch)
+    trained(Counts)
+    assert not seen[-1]
