@@ -34,11 +34,8 @@ def test_lanes_hold_their_own_clients_and_each_ends_once(steps, lanes, vary, com
 
     beginning, ending = Beginning(order, sizes.copy(), begin), Ending(sizes.copy())
     for segment in plan:
-        for where, fresh in beginning.next([lane for lane, _ in segment.begins]):
-            if len(where) == width:
-                held = {"own": fresh["own"].clone(), "state": (fresh["state"][0].clone(),)}
-            else:
-                groups.put(held, where, fresh)
+        held = beginning.fill(held, [lane for lane, _ in segment.begins])
+        held = {"own": held["own"], "state": (held["state"][0].clone(),)}  # steps replace the state
         busy = dict([*segment.begins, *segment.ends])
         assert all(held["own"][lane] == client for lane, client in busy.items())
         for tree, clients in ending.add(segment.ends, held):
@@ -64,7 +61,7 @@ def test_entries_that_are_not_adjacent_are_not_taken_as_a_range():
     tree = {"a": torch.arange(6), "b": [torch.arange(12).view(6, 2)]}
     for where in ([0, 5, 2], [3, 1, 2, 0], [2, 3, 4], [4]):
         assert groups.take(tree, where)["a"].tolist() == groups.copied(tree, where)["a"].tolist() == where
-    groups.put(tree, [0, 3, 2], {"a": torch.tensor([7, 8, 9]), "b": [torch.full((3, 2), -1)]})
+    groups.copy(tree, [0, 3, 2], {"a": torch.tensor([0, 7, 8, 9]), "b": [torch.full((4, 2), -1)]}, [1, 2, 3])
     assert tree["a"].tolist() == [7, 1, 9, 8, 4, 5] and tree["b"][0][:, 0].tolist() == [-1, 2, -1, -1, 8, 10]
 
 

@@ -44,9 +44,9 @@ def tree_map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     if kind is dict:
         if all(type(other) is dict and other.keys() == tree.keys() for other in rest):
             return {key: tree_map(function, tree[key], *[other[key] for other in rest]) for key in tree}
-    elif kind is list or kind is tuple:
+    elif kind is list or kind is tuple or hasattr(kind, "_fields"):
         if all(type(other) is kind and len(other) == len(tree) for other in rest):
-            return kind([tree_map(function, *children) for children in zip(tree, *rest, strict=True)])
+            return _made(kind, [tree_map(function, *children) for children in zip(tree, *rest, strict=True)])
     elif kind in LEAVES:
         return function(tree, *rest)
     return pytree.tree_map(function, tree, *rest)
@@ -73,7 +73,7 @@ def _flatten(tree: Tree, leaves: list[Any]) -> Any:
     kind = type(tree)
     if kind is dict:
         return dict, tuple(tree), tuple([_flatten(child, leaves) for child in tree.values()])
-    if kind is list or kind is tuple:
+    if kind is list or kind is tuple or hasattr(kind, "_fields"):
         return kind, tuple([_flatten(child, leaves) for child in tree])
     if kind in LEAVES:
         leaves.append(tree)
@@ -96,7 +96,12 @@ def _unflatten(leaves: Iterator[Any], structure: Any) -> Tree:
         return {key: _unflatten(leaves, child) for key, child in zip(*inner, strict=True)}
     if kind is Other:
         return pytree.tree_unflatten([next(leaves) for _ in range(inner[0].num_leaves)], inner[0])
-    return kind([_unflatten(leaves, child) for child in inner[0]])
+    return _made(kind, [_unflatten(leaves, child) for child in inner[0]])
+
+
+def _made(kind: Any, children: list[Any]) -> Any:
+    """Return a list, a tuple or a named tuple of these."""
+    return kind(*children) if hasattr(kind, "_fields") else kind(children)
 
 
 def tree_to(tree: Tree, device: torch.device) -> Tree:

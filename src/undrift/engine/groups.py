@@ -49,19 +49,23 @@ class Beginning:
         self.waiting = 0
         """How many clients of the group wait for a lane."""
 
-    def next(self, lanes: list[int]) -> Iterator[tuple[list[int], Tree]]:
-        """Yield these lanes, and the trees of the clients that they take."""
-        while lanes:
+    def fill(self, lanes: Tree, where: Sequence[int]) -> Tree:
+        """Return the lanes' trees, with those of the next clients in the lanes at `where`."""
+        while where:
             if not self.waiting:
                 self.waiting = self.sizes.pop(0)
                 members, self.order = self.order[: self.waiting], self.order[self.waiting :]
                 self.group = self.begin(members)
-            count, size = min(len(lanes), self.waiting), _length(self.group)
-            yield lanes[:count], take(self.group, range(size - self.waiting, size - self.waiting + count))
+            count, size = min(len(where), self.waiting), _length(self.group)
+            if lanes is None or count == _length(lanes):
+                lanes = self.group  # all of them, of which no copy is needed
+            else:
+                copy(lanes, where[:count], self.group, range(size - self.waiting, size - self.waiting + count))
             self.waiting -= count
-            lanes = lanes[count:]
+            where = where[count:]
         if not self.waiting:
-            self.group = None  # lanes have copies
+            self.group = None
+        return lanes
 
 
 class Ending:
@@ -86,31 +90,36 @@ class Ending:
             else:
                 if self.group is None:
                     self.group = tree_map(lambda t, size=size: t.new_empty(size, *t.shape[1:]), lanes)
-                put(self.group, range(begin, begin + len(some)), take(lanes, [lane for lane, _ in some]))
+                copy(self.group, range(begin, begin + len(some)), lanes, [lane for lane, _ in some])
             if len(self.clients) == size:
                 done, self.group, self.clients = (self.group, self.clients), None, []
                 self.sizes.pop(0)
                 yield done
 
 
+def copy(tree: Tree, where: Sequence[int], source: Tree, rows: Sequence[int]) -> None:
+    """Copy the entries at `rows` along the first axis of the source's tensors to `where` in the tree's."""
+    ours, theirs = tree_leaves(tree), take(tree_leaves(source), rows)
+    if _adjacent(where):
+        tree_copy_(take(ours, where), theirs)
+    else:
+        index = _index(where, ours)
+        for t, new in zip(ours, theirs, strict=True):
+            t.index_copy_(0, index, new)
+
+
 def take(tree: Tree, where: Sequence[int]) -> Tree:
     """Return the entries at `where` along the trees' first axis; adjacent ones as views."""
-    return tree_map(lambda t: t[where[0] : where[-1] + 1], tree) if _adjacent(where) else copied(tree, where)
+    if not _adjacent(where):
+        return copied(tree, where)
+    begin, end = where[0], where[-1] + 1
+    return tree_map(lambda t: t[begin:end], tree)
 
 
 def copied(tree: Tree, where: Sequence[int]) -> Tree:
     """Return copies of the entries at `where` along the trees' first axis."""
     index = _index(where, tree)
     return tree_map(lambda t: t.index_select(0, index), tree)
-
-
-def put(tree: Tree, where: Sequence[int], new: Tree) -> None:
-    """Write entries at `where` along the trees' first axis."""
-    if _adjacent(where):
-        tree_copy_(tree_map(lambda t: t[where[0] : where[-1] + 1], tree), new)
-    else:
-        index = _index(where, tree)
-        tree_map(lambda t, n: t.index_copy_(0, index, n), tree, new)
 
 
 def _adjacent(where: Sequence[int]) -> bool:

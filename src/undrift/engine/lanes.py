@@ -64,7 +64,7 @@ class LanesEngine:
         self, queues: list[list[int]], inputs: RoundInputs, visit: Callable[..., None] | None, skip: bool
     ) -> Sums:
         """Train the clients in each lane's queue, one after another."""
-        sums, lanes, state = self.sums(inputs), None, None  # type: Sums, Tree, Tree
+        sums, held = self.sums(inputs), None  # type: Sums, Tree
         plan, width = list(segments(inputs.filled.steps, queues)), len(queues)
         order = [client for segment in plan for _, client in segment.begins]
         sizes = groups.sizes(len(order), width, "real" in inputs.clients, self.compiled is not None)
@@ -72,14 +72,11 @@ class LanesEngine:
         ending = Ending(sizes.copy())
         with self.data.feed(self.batches(inputs, segment) for segment in plan) as fed:
             for segment, pieces in zip(plan, fed, strict=True):
-                for where, fresh in beginning.next([lane for lane, _ in segment.begins]):
-                    if len(where) == width:
-                        lanes, state = fresh
-                    else:
-                        groups.put((lanes, state), where, fresh)
+                lanes, state = beginning.fill(held, [lane for lane, _ in segment.begins])
                 for batches in pieces:
                     state = self.stepper.run(state, lanes, inputs.shared, batches)
-                for (own, done), clients in ending.add(segment.ends, (lanes, state)):
+                held = lanes, state
+                for (own, done), clients in ending.add(segment.ends, held):
                     if visit:
                         self.visit(visit, {**done["params"], **done.get("statistics", {})}, inputs, clients)
                     self.end(inputs, done, own, clients, sums, skip)

@@ -132,6 +132,9 @@ class StackedSums(Sums):
 
     def take(self, sent: Sent, clients: list[int]) -> None:
         """Take what clients send and keep, each with sums of its own."""
-        for run, where, own in self.stacked.split(clients):
-            mine = sent if len(where) == len(clients) else take(sent, where)
+        pieces, begin = list(self.stacked.split(clients)), 0
+        ordered = take(sent, [j for _, where, _ in pieces for j in where])  # by run, so that a run's are views
+        for run, where, own in pieces:
+            mine = take(ordered, range(begin, begin + len(where)))
             self.each[run].take(mine._replace(sums=tree_map(lambda t: t.sum(0), mine.sums)), own)
+            begin += len(where)
