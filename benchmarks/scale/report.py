@@ -32,6 +32,12 @@ SECTIONS = {
         "python -m benchmarks.scale.ranks",
         {"processes": "processes", "ms": "ms per round", "times": "times as fast", "agrees": "agrees to"},
     ),
+    "ranks_gpu": (
+        "Processes, on a GPU",
+        "pfl-research's network, 50 clients per round; `1` is one process that torchrun started, which uses NCCL.",
+        "python -m benchmarks.scale.ranks",
+        {"processes": "processes", "ms": "ms per round", "times": "times as fast", "agrees": "agrees to"},
+    ),
     "stacked": (
         "Runs side by side, on a GPU",
         "Seeds in one program, against one after another; the time is of a round of all runs.",
@@ -39,10 +45,13 @@ SECTIONS = {
         {
             "problem": "problem",
             "compile": "compiled",
+            "processes": "processes",
             "runs": "runs",
             "alone, s per round": "alone, s per round of one",
             "together, s per round of all": "together, s",
             "times as fast": "times as fast",
+            "lowest": "lowest",
+            "highest": "highest",
             "accuracies apart, points": "accuracies apart, points",
         },
     ),
