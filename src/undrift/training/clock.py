@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ Row = dict[str, Any]
 
 AHEAD = 1
 """The number of rounds that may wait for the device. One keeps it busy; each more keeps another state in memory."""
+
+
+@cache
+def _reading_stream(device: torch.device) -> Any:
+    """Return the stream for reading from this device, which runs side by side share."""
+    return torch.cuda.Stream(device)
 
 
 class Clock:
@@ -30,7 +37,7 @@ class Clock:
 
     def __init__(self, device: torch.device, alone: bool = True) -> None:
         self.on_gpu, self.alone = device.type == "cuda", alone
-        self.reading = torch.cuda.stream(torch.cuda.Stream(device)) if self.on_gpu else nullcontext()
+        self.reading = torch.cuda.stream(_reading_stream(device)) if self.on_gpu else nullcontext()
         self.began: Any = None
         self.ended: Any = None
         self.waiting: list[tuple[Row, Callable[[], Row], Any, Any, Any]] = []

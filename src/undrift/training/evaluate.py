@@ -14,7 +14,7 @@ from torch import Tensor
 from undrift.data.dataset import Rows
 from undrift.losses import accuracy
 from undrift.metrics import summed
-from undrift.metrics.base import Tally, valued
+from undrift.metrics.base import Tally
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import tree_bytes, tree_map
@@ -56,7 +56,7 @@ def evaluate(run: Run, state: State) -> Columns:
 def measured(run: Run, state: State, data: Rows) -> Columns:
     """Evaluate the model: the mean loss, each metric, and with accuracy `class_accuracy`, None for absent classes."""
     if summed(run.measures):
-        return partial(figures, run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data))))
+        return partial(read, values(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data)))))
     tally, by_class = run.ranks.together(lambda: passed(run, state, data, data.index))
     found = tally.figures() | class_accuracy(by_class)
     return lambda: found
@@ -92,7 +92,17 @@ def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Te
 
 def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that sums stand for."""
-    row = {name: valued(metric, found["sums"][name]) for name, metric in run.measures.items()}
+    return read(values(run, found))
+
+
+def values(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """Return each metric's value on the device, in the place of its sums."""
+    return found | {"sums": {name: metric.value(found["sums"][name]) for name, metric in run.measures.items()}}
+
+
+def read(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns. They are only copied, so that no kernel has to wait for its turn beside later rounds."""
+    row = {name: value.tolist() for name, value in found["sums"].items()}
     return row | (class_accuracy(found["by_class"]) if "by_class" in found else {})
 
 
