@@ -40,16 +40,18 @@ def trained(model: str, dtype: torch.dtype, method: ud.Part, device: str, **opti
 
 def apart(found: Any, wanted: Any) -> float:
     """The largest difference between numbers of two histories, relative to 1 or their size; infinite if they differ."""
-    if isinstance(wanted, dict):
-        return max((apart(found.get(k), v) for k, v in wanted.items()), default=0.0) if found else math.inf
-    if isinstance(wanted, list) and not isinstance(found, list):
+    if type(found) is not type(wanted):
         return math.inf
+    if isinstance(wanted, dict):
+        same = found.keys() == wanted.keys()
+        return max((apart(found[k], v) for k, v in wanted.items()), default=0.0) if same else math.inf
     if isinstance(wanted, list):
-        pairs = zip(found, wanted, strict=True)
-        return max((apart(a, b) for a, b in pairs), default=0.0) if len(found) == len(wanted) else math.inf
+        same = len(found) == len(wanted)
+        return max((apart(a, b) for a, b in zip(found, wanted, strict=True)), default=0.0) if same else math.inf
     if not isinstance(wanted, float):
         return 0.0 if found == wanted else math.inf
-    return abs(found - wanted) / max(1.0, abs(wanted)) if isinstance(found, float) else math.inf
+    off = abs(found - wanted) / max(1.0, abs(wanted))
+    return math.inf if math.isnan(off) else off
 
 
 def same(model: str, dtype: torch.dtype, name: str, options: dict[str, Any], device: str) -> Finding:

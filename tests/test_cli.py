@@ -257,11 +257,33 @@ def test_runs_of_a_sweep_that_differ_only_in_numbers_train_in_one_program(tmp_pa
     assert len(kept) == 3 and all("FedAvg" in name for name in kept)
 
 
+def test_runs_of_a_sweep_are_shared_out(tmp_path, monkeypatch):
+    """Every process gets some runs, and the processes that there are share the cores."""
+    points = sweep.points({**GOOD, "rounds": 2}, {"seed": list(range(8))}, "test")
+    seen = []
+
+    def finished(tasks, places):
+        threads = {run[3] for (runs,) in tasks.values() for run in runs}
+        seen.append(([len(bundle) for bundle in tasks], len(places), threads))
+        return iter(())
+
+    monkeypatch.setattr(sweep, "_finished", finished)
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 16)
+    for how in (
+        sweep.Parallel(together=4),
+        sweep.Parallel(together=8),
+        sweep.Parallel(workers=2),
+        sweep.Parallel(devices=["cuda:0", "cuda:1"]),
+    ):
+        sweep.sweep(points, tmp_path / "sweep", "test", how, lambda point, message: None)
+    assert seen == [([4, 4], 2, {8}), ([8], 1, {16}), ([1] * 8, 2, {8}), ([4, 4], 2, {8})]
+
+
 def test_a_sweep_on_a_cpu_trains_runs_as_one_program_if_asked(tmp_path):
     points = sweep.points({**GOOD, "rounds": 2}, {"seed": [0, 1, 2, 3]}, "test")
     for together, others in ((None, 0), (2, 1), (4, 3)):
         out = tmp_path / str(together)
-        how = sweep.Parallel(workers=2, together=together)
+        how = sweep.Parallel(workers=1, together=together)
         runs = sweep.sweep(points, out, "test", how, lambda point, message: None)
         assert len(runs) == 4
         assert {len(recorded(run.folder)["started"].get("beside", [])) for run in runs} == {others}

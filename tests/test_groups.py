@@ -17,15 +17,15 @@ from undrift.engine.lanes import LanesEngine
 from undrift.engine.packing import pack, segments
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=23), st.integers(1, 8), st.booleans(), st.booleans())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=23), st.integers(1, 8), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_lanes_hold_their_own_clients_and_each_ends_once(steps, lanes, vary, compiled):
+def test_lanes_hold_their_own_clients_and_each_ends_once(steps, lanes, vary):
     """A client's tree is its position; a lane that has another client's, or an old one's, is noticed."""
     counts = torch.tensor(steps).numpy()
     queues = pack(counts, min(lanes, len(steps)))
     plan, width = list(segments(counts, queues)), len(queues)
     order = [client for segment in plan for _, client in segment.begins]
-    sizes = groups.sizes(len(steps), width, vary, compiled)
+    sizes = groups.sizes(len(steps), width, vary)
     begun, ended, held = [], [], None
 
     def begin(clients):
@@ -50,11 +50,10 @@ def test_lanes_hold_their_own_clients_and_each_ends_once(steps, lanes, vary, com
 
 
 def test_sizes():
-    assert groups.sizes(40, 16, vary=False, compiled=False) == [16, 16, 8]
-    assert groups.sizes(43, 16, vary=False, compiled=True) == [16, 16, 11]
-    assert groups.sizes(43, 16, vary=True, compiled=False) == [16, 16, 8, 2, 1]
-    assert groups.sizes(19, 16, vary=True, compiled=True) == [16, 1, 1, 1]
-    assert groups.sizes(3, 3, vary=False, compiled=False) == [3]
+    assert groups.sizes(40, 16, vary=False) == [16, 16, 8]
+    assert groups.sizes(43, 16, vary=False) == [16, 16, 11]
+    assert groups.sizes(43, 16, vary=True) == [16, 16, 8, 2, 1]
+    assert groups.sizes(3, 3, vary=False) == groups.sizes(3, 3, vary=True) == [3]
 
 
 def test_entries_that_are_not_adjacent_are_not_taken_as_a_range():

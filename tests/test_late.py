@@ -40,6 +40,15 @@ def test_the_same_history(every, drift, monkeypatch):
     assert all(("loss" in row) == (row["round"] % every == 0 or row["round"] == 5) for row in found.history)
 
 
+def test_columns_have_one_order(behind):
+    """Those of the test set come before those of clients' own data, in every round and in the last."""
+    data = ud.load("digits", ud.Dirichlet(0.3), clients=6, client_test_fraction=0.2)
+    run = ud.train("logistic", data, rounds=3, local=ud.Local(steps=2, lr=0.1))
+    for row in run.history:
+        names = list(row)
+        assert names.index("seconds") < names.index("loss") < names.index("accuracy") < names.index("client_loss")
+
+
 def test_evaluation_does_not_wait(behind, monkeypatch):
     """Nothing is read from the device before the next round has been launched."""
     import undrift.training.evaluate as module

@@ -8,7 +8,11 @@ from torch import nn
 
 import undrift as ud
 from tests import cuda_graphs
+from undrift.engine.outputs import Outputs
+from undrift.engine.ranks import ALONE
 from undrift.training import evaluate
+from undrift.training.build import prepare
+from undrift.training.settings import Settings
 
 
 class Plain(nn.Module):
@@ -28,6 +32,21 @@ class Branches(Plain):
         return z if self.training or z.sum() > 0 else -z
 
 
+class Leaves(Plain):
+    """Looks at values in a way that tracing does not notice."""
+
+    def forward(self, x):
+        z = super().forward(x)
+        return z if self.training else z * float(x.numpy().max())
+
+
+class Several(Plain):
+    """Has outputs that are not tensors."""
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "loss": None}
+
+
 class Counts(Plain):
     """Gives other outputs from the second call in evaluation mode on, which a traced pass does not."""
 
@@ -40,14 +59,22 @@ class Counts(Plain):
         return super().forward(x) * Counts.calls
 
 
-def trained(model, metrics=None):
+def settings(model):
     generator = torch.Generator().manual_seed(0)
     clients = [(torch.randn(n, 6, generator=generator), torch.arange(n) % 3) for n in (20, 12, 9)]
     test = torch.randn(25, 6, generator=generator), torch.arange(25) % 3
     data = ud.FederatedDataset.from_clients(clients, test=test)
     torch.manual_seed(1)
     local = ud.Local(steps=3, batch_size=4, lr=0.1, drop_last=True)
-    return ud.train(model(), data, rounds=3, local=local, engine="lanes", metrics=metrics)
+    return {"model": model(), "data": data, "rounds": 3, "local": local, "engine": "lanes"}
+
+
+def trained(model):
+    return ud.train(**settings(model))
+
+
+def run_of(model):
+    return prepare(Settings(**settings(model), method=ud.FedAvg()), ALONE)
 
 
 @pytest.fixture
@@ -73,7 +100,25 @@ def test_the_same_history(model, seen, monkeypatch):
         assert row["accuracy"] == other["accuracy"] and row["class_accuracy"] == other["class_accuracy"]
 
 
-def test_outputs_that_tracing_would_change_are_noticed(seen, monkeypatch):
+@pytest.mark.parametrize("model", [Counts, Leaves])
+def test_outputs_that_tracing_would_change_are_noticed(model, seen, monkeypatch):
     cuda_graphs.put_in_place(monkeypatch)
-    trained(Counts)
+    trained(model)
     assert not seen[-1]
+
+
+def test_every_shape_is_checked():
+    """Batches of 6 and 4 by turns: the second of each shape shows that a value has become a constant."""
+    model = run_of(Leaves).model
+    outputs = Outputs(model, traced=True)
+    x = torch.rand(10, 6)
+    for i in range(3):
+        for own in (x[:6] + i, x[6:] + i):
+            outputs(model.start, model.tracked, own)
+    assert outputs.traced is None
+
+
+def test_outputs_that_are_not_tensors(seen, monkeypatch):
+    cuda_graphs.put_in_place(monkeypatch)
+    run = trained(Several)
+    assert seen[-1] and "loss" in run.history[-1]

@@ -73,6 +73,12 @@ def test_keys_in_another_order_are_another_structure():
     assert tree_structure({"a": 1, "b": 2}) != tree_structure({"b": 2, "a": 1})
 
 
+@pytest.mark.parametrize("leaves", [[1], [1, 2, 3]])
+def test_a_wrong_number_of_leaves_is_refused(leaves):
+    with pytest.raises(ValueError, match="leaves are too"):
+        tree_unflatten(leaves, tree_structure({"a": [0], "b": 0}))
+
+
 def test_parameters_are_leaves():
     weight = torch.nn.Parameter(torch.zeros(2))
     assert tree_leaves({"w": [weight]})[0] is weight

@@ -142,9 +142,10 @@ def in_processes(name: str, problem: Problem, processes: int) -> tuple[float, li
     started = [context.Process(target=_share, args=(name, own, barrier, answers)) for own in seeds]
     for process in started:
         process.start()
-    found = [answers.get() for _ in started]
     for process in started:
         process.join()
+        assert process.exitcode == 0, "a process failed"
+    found = [answers.get() for _ in started]
     accuracies = dict(chain.from_iterable(own for _, own in found))
     return max(seconds for seconds, _ in found), [accuracies[seed] for seed in range(problem.runs)]
 
@@ -154,7 +155,7 @@ def _share(name: str, seeds: list[int], barrier: Any, answers: Any) -> None:
     problem = PROBLEMS[name]()
     stamps: Stamped = [[] for _ in seeds]
     together(problem, 3, problem.precision, seeds=seeds)
-    barrier.wait()
+    barrier.wait(timeout=120)
     many = together(problem, problem.rounds, problem.precision, stamps, seeds)
     first, timed = problem.warm, problem.rounds - 1 - problem.warm
     accuracies = [(seed, run.history[-1]["accuracy"]) for seed, run in zip(seeds, many, strict=True)]
@@ -215,6 +216,8 @@ def main() -> None:
     parser.add_argument("--unchecked", action="store_true", help="leave out the comparison after three rounds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    if asked.processes > 1 and (asked.compile or asked.data):
+        parser.error("--processes is for digits on a CPU")
     if asked.data:
         from undrift.reproduce.arrays import use
 

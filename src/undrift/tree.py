@@ -85,7 +85,14 @@ def _flatten(tree: Tree, leaves: list[Any]) -> Any:
 
 def tree_unflatten(leaves: list[Any], structure: Any) -> Tree:
     """Return the tree that has these leaves and this structure."""
-    return _unflatten(iter(leaves), structure)
+    rest = iter(leaves)
+    try:
+        tree = _unflatten(rest, structure)
+    except StopIteration:
+        raise ValueError(f"{len(leaves)} leaves are too few for this structure") from None
+    if next(rest, Other) is not Other:
+        raise ValueError(f"{len(leaves)} leaves are too many for this structure")
+    return tree
 
 
 def _unflatten(leaves: Iterator[Any], structure: Any) -> Tree:

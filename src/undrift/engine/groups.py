@@ -2,8 +2,10 @@
 
 Lanes take their next clients at different times, but what a client does before its first step and after its last does
 not depend on when. So the next clients to train begin as a group, and wait there for lanes; clients that have finished
-wait until they are a group, and end together. A group has as many clients as there are lanes, so this takes the memory
-of the lanes' own entries and state once more for each, and a fraction of the operations.
+wait until they are a group, and end together. This takes a fraction of the operations.
+
+A group has as many clients as there are lanes. So this takes the memory of the lanes' entries and state once more for
+those that wait to end, and at most once more for those that wait for a lane.
 """
 
 from __future__ import annotations
@@ -18,20 +20,14 @@ Pairs = list[tuple[int, int]]
 """Lanes, and the positions of their clients in the cohort."""
 
 
-def sizes(count: int, width: int, vary: bool, compiled: bool) -> list[int]:
+def sizes(count: int, width: int, vary: bool) -> list[int]:
     """Return the sizes of the groups for this many clients: the number of lanes, then the rest.
 
-    A program is traced for each size. If cohorts `vary`, the rest is cut into powers of two, so that there are few
-    sizes; and into single clients where programs are compiled, which takes long.
+    A program is traced for each size. If cohorts `vary`, the rest is cut into powers of two, so that there are few.
     """
     rest = count % width
-    if not vary:
-        tail = [rest] if rest else []
-    elif compiled:
-        tail = [1] * rest
-    else:
-        tail = [2**i for i in reversed(range(rest.bit_length())) if rest >> i & 1]
-    return [width] * (count // width) + tail
+    powers = [2**i for i in reversed(range(rest.bit_length())) if rest >> i & 1]
+    return [width] * (count // width) + (powers if vary or not rest else [rest])
 
 
 class Beginning:

@@ -8,7 +8,7 @@ idle if clients take different numbers of steps. Sums are added in the order tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -67,7 +67,8 @@ class LanesEngine:
         sums, held = self.sums(inputs), None  # type: Sums, Tree
         plan, width = list(segments(inputs.filled.steps, queues)), len(queues)
         order = [client for segment in plan for _, client in segment.begins]
-        sizes = groups.sizes(len(order), width, "real" in inputs.clients, self.compiled is not None)
+        vary = "real" in inputs.clients or inputs.owner is not None  # of several runs, some may end before others
+        sizes = groups.sizes(len(order), width, vary)
         beginning = Beginning(order, sizes.copy(), partial(self.begin, inputs))
         ending = Ending(sizes.copy())
         with self.data.feed(self.batches(inputs, segment) for segment in plan) as fed:
@@ -76,11 +77,22 @@ class LanesEngine:
                 for batches in pieces:
                     state = self.stepper.run(state, lanes, inputs.shared, batches)
                 held = lanes, state
-                for (own, done), clients in ending.add(segment.ends, held):
-                    if visit:
-                        self.visit(visit, {**done["params"], **done.get("statistics", {})}, inputs, clients)
-                    self.end(inputs, done, own, clients, sums, skip)
+                self.finish(ending.add(segment.ends, held), inputs, sums, visit, skip)
         return sums
+
+    def finish(
+        self,
+        done: Iterator[tuple[Tree, list[int]]],
+        inputs: RoundInputs,
+        sums: Sums,
+        visit: Callable[..., None] | None,
+        skip: bool,
+    ) -> None:
+        """End groups of clients. Nothing refers to them afterwards, so that their memory is free for the next."""
+        for (lanes, state), clients in done:
+            if visit:
+                self.visit(visit, {**state["params"], **state.get("statistics", {})}, inputs, clients)
+            self.end(inputs, state, lanes, clients, sums, skip)
 
     def sums(self, inputs: RoundInputs) -> Sums:
         """Return the accumulator of what the clients of a round send."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from undrift.engine.compiler import distance, rounding
 from undrift.engine.trace import Traced
@@ -22,26 +25,27 @@ class Outputs:
         model: The model.
         traced: Whether to trace the forward pass, as training does. Calling a module with other weights takes the host
             longer than a GPU needs to compute a batch. A model that cannot be traced, or whose traced pass gives other
-            outputs for the second batch, is called.
+            outputs for the second batch of a shape, is called.
     """
 
     def __init__(self, model: Model, traced: bool) -> None:
-        self.model, self.calls = model, 0
+        self.model, self.calls = model, Counter[Any]()
         self.traced = Traced(self._called) if traced else None
 
     def __call__(self, params: Params, tracked: Params, x: Tree) -> Tree:
-        self.calls += 1
         if self.traced is None:
             return self._called(params, tracked, x)
         try:
             found = self.traced(*tree_map(torch.Tensor.contiguous, (params, tracked, x)))
         except Exception as error:  # in evaluation mode, a model may do what it does not do in training
             return self._untraced(first_sentence(error), self._called(params, tracked, x))
-        if self.calls == 2:
+        shape = tuple(t.shape for t in tree_leaves(x))
+        self.calls[shape] += 1
+        if self.calls[shape] == 2:  # the first is the one that was traced
             wanted = self._called(params, tracked, x)
-            off = distance(tree_leaves(found), tree_leaves(wanted))
+            off = distance(*([t for t in tree_leaves(z) if isinstance(t, Tensor)] for z in (found, wanted)))
             if off > rounding(self.model.compute_dtype):
-                return self._untraced(f"that is off by {off:.2g}", wanted)
+                return self._untraced(f"traced, it is off by {off:.2g}", wanted)
         return found
 
     def _untraced(self, why: str, output: Tree) -> Tree:

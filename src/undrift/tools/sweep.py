@@ -167,12 +167,13 @@ def sweep(
         _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
     some: Sequence[str | None] = how.devices or [None] * (how.workers or _workers(found[0], where))
-    places = some[: len(waiting)]
+    share = min(beside.MOST, -(-len(waiting) // len(some)))  # so that every process has some
+    size = how.together or (share if any(_on_gpu(found[0], where, place) for place in some) else 1)
+    together = bundles(waiting, max(1, size))
+    places = some[: len(together)]
     threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
-    size = how.together or (beside.MOST if any(_on_gpu(found[0], where, place) for place in places) else 1)
     tasks = {
-        bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],)
-        for bundle in bundles(waiting, size)
+        bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],) for bundle in together
     }
     for point, message in _finished(tasks, places):
         done(point, message)

@@ -1,7 +1,8 @@
-"""A round's duration and its method's history, without making the host wait for the GPU in every round.
+"""A round's duration and the columns that are read from the device, without making the host wait in every round.
 
 The GPU works asynchronously while the host prepares the next round. So a round is timed between two CUDA events, and
-values on the GPU are read once these have passed, on a separate stream, which does not queue behind later rounds.
+values on the GPU are read once all that the round has launched, evaluation included, is done. They are read on a
+separate stream, which does not queue behind later rounds.
 """
 
 from __future__ import annotations

@@ -313,19 +313,19 @@ class Loop:
 
         self.clock.stop()
         self.complete = last and not method.overriding("finish")
-        figures, evaluated, self.extra = self.figures(method, self.complete)
-        row = history_row(run, state, self.done) | figures
-        self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, evaluated))
+        figures, self.extra = self.figures(method, self.complete)
+        row = history_row(run, state, self.done)
+        self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, figures))
         state.history.append(row)
         due = self.listeners.due(state)
         self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)
         if due:
             self.listeners.save(self.state)
 
-    def figures(self, method: Method, last: bool) -> tuple[dict[str, Any], Columns, set[str]]:
+    def figures(self, method: Method, last: bool) -> tuple[Columns, set[str]]:
         """How the model does on the test and validation data and on clients' own, as far as that is due.
 
-        Returns the columns that are known, what returns the others, and the names of those that only a last round has.
+        Returns a function that returns the columns, and the names of those that only a last round has.
         """
         state, found, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
         due = state.round % self.evaluate_every == 0
@@ -334,12 +334,12 @@ class Loop:
             found = self.run.held_out(state, last)
             if found is None:
                 evaluated, found = evaluate(self.run, state), self.personal.shared(state, last)
-        if last:
+        if last:  # the names of all columns are needed
             found, evaluated = evaluated() | found, dict
         if last or tuning:
             tuned = self.personal.tuned(state, method, state.round - 1)
         extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())
-        return found | tuned, evaluated, extra
+        return lambda: evaluated() | found | tuned, extra
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
@@ -373,7 +373,7 @@ class Loop:
             self.state, done = finish(self.run, state, self.done)
             final |= {"bytes_down": done.bytes_down, "bytes_up": done.bytes_up, "total_bytes": self.state.total_bytes}
             finite = bool(tree_finite((self.state.params, self.state.tracked)))
-            final |= self.figures(done.method, last=True)[0] if finite else {}
+            final |= self.figures(done.method, last=True)[0]() if finite else {}
             self.stopped = nonfinite.at_the_end(final, finite, bool(done.method.overriding("finish")))
         if self.stopped:
             self.state = state

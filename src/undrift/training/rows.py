@@ -45,10 +45,10 @@ def history_row(run: Run, state: State, done: Round) -> dict[str, Any]:
 
 
 def late_figures(
-    run: Run, watch: nonfinite.Watch, row: dict[str, Any], done: Round, states: list[Tree], evaluated: Columns
+    run: Run, watch: nonfinite.Watch, row: dict[str, Any], done: Round, states: list[Tree], figures: Columns
 ) -> dict[str, Any]:
     """Return the columns of a round that must be read from the device. Raises `NonFiniteError`."""
-    found = evaluated()
+    found = figures()
     row = row | found
     settled, own = found | watch.settle(row), done.method.history(states)
     if done.drift:
