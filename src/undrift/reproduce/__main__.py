@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--show", metavar="CELL", help="print a cell's experiment file, and run nothing")
     add("--cell", action="append", help="run this cell only; if given more than once, the cells train in one program")
     add("--child", action="store_true", help=argparse.SUPPRESS)
-    add("--prepare", type=Path, metavar="DIR", help="write the data as arrays, in files of at most 60 MiB")
+    add("--prepare", type=Path, metavar="DIR", help="write the data as arrays, in files of at most 48 MiB")
     add("--data", type=Path, metavar="DIR", help="read data that --prepare wrote")
     add("--out", type=Path, help=f"the folder of results ({DEFAULT})")
     add("--parts", type=Path, help=f"the folder of unfinished cells ({PARTS})")

@@ -1,6 +1,6 @@
 """Data sets as arrays in small files, for machines where only torch, numpy and safetensors are installed.
 
-`prepare` writes a data set's decoded arrays in files of at most 60 MiB, with an index; `use` registers the data sets of
+`prepare` writes a data set's decoded arrays in files of at most 48 MiB, with an index; `use` registers the data sets of
 such a folder with `ud.load`, which then returns the same clients as from the original files.
 """
 
@@ -20,8 +20,8 @@ from undrift.data.source import Source
 from undrift.errors import UndriftError
 from undrift.files import digest, replacing, verify, write_text
 
-PIECE = 60 * 2**20 - 2**16
-"""Bytes of data in a file, in addition to its short header."""
+PIECE = 48 * 2**20 - 2**16
+"""Bytes of data in a file, in addition to its short header. A file and a copy of the source travel in 64 MiB."""
 
 
 def prepare(names: Iterable[str], folder: Path, piece: int = PIECE) -> list[Path]:
