@@ -21,7 +21,7 @@ from undrift.errors import UndriftError
 from undrift.files import digest, replacing, verify, write_text
 
 PIECE = 48 * 2**20 - 2**16
-"""Bytes of data in a file, in addition to its short header. A file and a copy of the source travel in 64 MiB."""
+"""Bytes of data in a file, in addition to its short header. With a copy of the source it stays below 64 MiB."""
 
 
 def prepare(names: Iterable[str], folder: Path, piece: int = PIECE) -> list[Path]:
