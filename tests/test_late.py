@@ -19,9 +19,8 @@ def behind(monkeypatch):
 def trained(rounds=5, **options):
     torch.manual_seed(0)
     clients = make_clients([23, 5, 41, 10])
-    data = ud.FederatedDataset.from_clients(
-        [clients[i] for i in range(4)], test=clients[0], validation=clients[2]
-    )  # fmt: skip
+    everyone = [clients[i] for i in range(4)]
+    data = ud.FederatedDataset.from_clients(everyone, test=clients[0], validation=clients[2])
     return ud.train(net(), data, rounds=rounds, local=ud.Local(steps=3, batch_size=8, lr=0.1), **options)
 
 

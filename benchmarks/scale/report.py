@@ -32,12 +32,6 @@ SECTIONS = {
         "python -m benchmarks.scale.ranks",
         {"processes": "processes", "ms": "ms per round", "times": "times as fast", "agrees": "agrees to"},
     ),
-    "ranks_gpu": (
-        "Processes, on a GPU",
-        "pfl-research's network, 50 clients per round; `1` is one process that torchrun started, which uses NCCL.",
-        "python -m benchmarks.scale.ranks",
-        {"processes": "processes", "ms": "ms per round", "times": "times as fast", "agrees": "agrees to"},
-    ),
     "stacked": (
         "Runs side by side, on a GPU",
         "Seeds in one program, against one after another; the time is of a round of all runs.",
@@ -69,6 +63,11 @@ SECTIONS = {
         },
     ),
 }
+SECTIONS["ranks_gpu"] = (
+    "Processes, on a GPU",
+    "pfl-research's network, 50 clients per round; `1` is one process that torchrun started, which uses NCCL.",
+    *SECTIONS["ranks"][2:],
+)
 SECTIONS["stacked_cpu"] = (
     "Runs side by side, on a CPU",
     *SECTIONS["stacked"][1:2],

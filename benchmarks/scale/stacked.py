@@ -17,6 +17,7 @@ its rounds.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,10 @@ class Problem:
             precision=precision, **compiled, **self.options,
         )  # fmt: skip
 
+    def per_round(self, stamps: list[float]) -> float:
+        """The seconds per round, from the times of all rounds."""
+        return (stamps[-1] - stamps[self.warm]) / (self.rounds - 1 - self.warm)
+
     def start(self, seed: int) -> dict[str, torch.Tensor]:
         x, _ = self.data(seed)[0]
         assert isinstance(x, torch.Tensor)
@@ -134,7 +139,7 @@ def together(
     return found
 
 
-def in_processes(name: str, problem: Problem, processes: int) -> tuple[float, list[float]]:
+def in_processes(name: str, problem: Problem, processes: int) -> tuple[float, list[Any]]:
     """The seconds per round of the slowest process's runs, all processes at once, and all runs' final accuracies."""
     context = get_context("spawn")
     barrier, answers = context.Barrier(processes), context.SimpleQueue()
@@ -157,9 +162,8 @@ def _share(name: str, seeds: list[int], barrier: Any, answers: Any) -> None:
     together(problem, 3, problem.precision, seeds=seeds)
     barrier.wait(timeout=120)
     many = together(problem, problem.rounds, problem.precision, stamps, seeds)
-    first, timed = problem.warm, problem.rounds - 1 - problem.warm
     accuracies = [(seed, run.history[-1]["accuracy"]) for seed, run in zip(seeds, many, strict=True)]
-    answers.put(((stamps[-1][-1] - stamps[-1][first]) / timed, accuracies))
+    answers.put((problem.per_round(stamps[-1]), accuracies))
 
 
 def apart(problem: Problem) -> float:
@@ -179,28 +183,25 @@ def measured(name: str, problem: Problem, check: bool, processes: int) -> dict[s
     }  # fmt: skip
     if check:
         row["apart after 3 rounds"] = apart(problem)
-    first, timed = problem.warm, problem.rounds - 1 - problem.warm
     lonely: Stamped = [[] for _ in range(2 if problem.compile else problem.runs)]
     one = alone(problem, problem.rounds, problem.precision, lonely)
     row["runs timed alone"] = len(one)
-    row["alone, s per round"] = sum(own[-1] - own[first] for own in lonely) / len(one) / timed
+    lone = row["alone, s per round"] = sum(map(problem.per_round, lonely)) / len(one)
     if processes > 1:
         seconds, accuracies = in_processes(name, problem, processes)
-        row["together, s per round of all"] = seconds
-        row["times as fast"] = row["alone, s per round"] * problem.runs / seconds
-        pairs = [(run.history[-1]["accuracy"], other) for run, other in zip(one, accuracies, strict=True)]
-        row["accuracies apart, points"] = max(100 * abs(a - b) for a, b in pairs)
-        return row
-    beside: Stamped = [[] for _ in range(problem.runs)]
-    begun = time.perf_counter()
-    many = together(problem, problem.rounds, problem.precision, beside)
-    row["together, whole, s"] = time.perf_counter() - begun
-    row["together, s per round of all"] = (beside[-1][-1] - beside[-1][first]) / timed
-    row["times as fast"] = row["alone, s per round"] * problem.runs / row["together, s per round of all"]
-    samples = [sum(row["samples"] for row in run.history[first:-1]) / timed for run in many]
-    row["alone, samples/s"] = sum(samples[: len(one)]) / len(one) / row["alone, s per round"]
-    row["together, samples/s"] = sum(samples) / row["together, s per round of all"]
-    pairs = [(a.history[-1].get("accuracy"), b.history[-1].get("accuracy")) for a, b in zip(one, many, strict=False)]
+    else:
+        beside: Stamped = [[] for _ in range(problem.runs)]
+        begun = time.perf_counter()
+        many = together(problem, problem.rounds, problem.precision, beside)
+        row["together, whole, s"] = time.perf_counter() - begun
+        seconds, accuracies = problem.per_round(beside[-1]), [run.history[-1].get("accuracy") for run in many]
+        rounds = slice(problem.warm, -1)
+        samples = [statistics.fmean(row["samples"] for row in run.history[rounds]) for run in many]
+        row["alone, samples/s"] = statistics.fmean(samples[: len(one)]) / lone
+        row["together, samples/s"] = sum(samples) / seconds
+    row["together, s per round of all"] = seconds
+    row["times as fast"] = lone * problem.runs / seconds
+    pairs = [(run.history[-1].get("accuracy"), other) for run, other in zip(one, accuracies, strict=False)]
     if pairs[0][0] is not None:
         row["accuracies apart, points"] = max(100 * abs(a - b) for a, b in pairs)
     return row
