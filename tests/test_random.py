@@ -8,7 +8,7 @@ import torch
 from torch.func import vmap
 
 import undrift as ud
-from undrift.random import MASK, Key, bits, choose, derive, keep_mask, normal, philox, uniform
+from undrift.random import MASK, Key, bits, choose, derive, keep_mask, normal, normal_like, philox, uniform
 
 # Known answers of Philox4x32-10 from the authors' own test vectors.
 KNOWN = [
@@ -53,6 +53,17 @@ def test_a_longer_draw_begins_like_a_shorter_one():
 def test_steps_streams_and_keys_are_independent():
     draws = [bits(k, 8) for k in (key(), key(step=1), key().stream_at(1), key(b=3))]
     assert len({tuple(d.tolist()) for d in draws}) == 4
+
+
+def test_a_tree_is_one_draw_in_the_order_of_its_tensors():
+    tree = {"b": torch.zeros(2, 3), "a": [torch.zeros(()), torch.zeros(0)], "low": torch.zeros(5, dtype=torch.bfloat16)}
+    drawn, whole = normal_like(key(), tree), normal(key(), (12,))
+    assert [t.dtype for t in (drawn["b"], drawn["a"][0], drawn["low"])] == [torch.float32] * 2 + [torch.bfloat16]
+    assert torch.equal(drawn["b"], whole[:6].view(2, 3)) and drawn["a"][0] == whole[6] and not len(drawn["a"][1])
+    assert torch.equal(drawn["low"], whole[7:].bfloat16())
+    double = normal_like(key(), {"w": torch.zeros(3, dtype=torch.float64)})["w"]
+    assert torch.equal(double, normal(key(), (3,), torch.float64))
+    assert normal_like(key(), {}) == {}
 
 
 def test_moments():

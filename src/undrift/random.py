@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError, whole
+from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
 MASK = 0xFFFFFFFF
 Words = tuple[Any, Any, Any, Any]
@@ -180,6 +181,33 @@ def normal(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -
     radius, angle = torch.sqrt(-2.0 * torch.log(u)), 2.0 * math.pi * v
     draws = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], 1).reshape(-1)
     return draws[:count].reshape(tuple(shape)).to(dtype)
+
+
+def normal_like(key: Key, tree: Tree) -> Tree:
+    """Draw a tree from the standard normal distribution.
+
+    All entries are one draw, in the order of the tree's tensors. With many small tensors, this takes a fraction of the
+    time of a draw per tensor.
+
+    Example:
+        >>> key = Key(torch.tensor([1, 2]), torch.tensor(0))
+        >>> drawn = normal_like(key, {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)})
+        >>> drawn["weight"].shape
+        torch.Size([3, 2])
+
+    Args:
+        key: The key.
+        tree: Nested dicts, lists and tuples of tensors, of which only the shapes and dtypes matter.
+
+    Returns:
+        A tree of the same structure, shapes and dtypes.
+    """
+    leaves = tree_leaves(tree)
+    exact = torch.float64 if any(t.dtype == torch.float64 for t in leaves) else torch.float32
+    counts = [t.numel() for t in leaves]
+    pieces = normal(key, (sum(counts),), exact).split(counts)
+    drawn = [own.reshape(t.shape).to(t.dtype) for own, t in zip(pieces, leaves, strict=True)]
+    return tree_unflatten(drawn, tree_structure(tree))
 
 
 def keep_mask(key: Key, shape: Sequence[int], p: float) -> Tensor:

@@ -28,7 +28,7 @@ from undrift.functional.norm_trials import refuses_single
 from undrift.functional.per_sample import Squares, Uses
 from undrift.functional.recurrent.layers import adopt, release
 from undrift.functional.writes import FrozenWriteError
-from undrift.random import Key, normal
+from undrift.random import Key, normal_like
 from undrift.tree import Tree, tree_leaves, tree_map
 
 log = logging.getLogger("undrift")
@@ -138,10 +138,7 @@ class Model:
     def perturbed(self) -> Params:
         """Return weights near the starting ones, which may be special: a head of zeros hides what comes before it."""
         device = next(iter(self.start.values())).device
-        keys = (fixed_key(device).stream_at(i) for i in range(len(self.start)))
-        return {
-            n: w + 0.1 * normal(key, w.shape, w.dtype) for (n, w), key in zip(self.start.items(), keys, strict=True)
-        }
+        return tree_map(lambda w, z: w + 0.1 * z, self.start, normal_like(fixed_key(device), self.start))
 
     def at(self, tracked: Params) -> Model:
         """Return this model with these running statistics."""

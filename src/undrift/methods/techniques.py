@@ -17,7 +17,7 @@ from undrift.method.context import Client, Server
 from undrift.method.local import ADDED
 from undrift.method.optimizers import clip_by_norm
 from undrift.method.part import Part
-from undrift.random import Key, bits, normal
+from undrift.random import Key, bits, normal_like
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
 
@@ -104,8 +104,7 @@ class GradientNoise(Part):
     std: Number
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
-        drawn = {n: normal(client.key.stream_at(i), w.shape, w.dtype) for i, (n, w) in enumerate(params.items())}
-        return tree_map(lambda g, z: g + self.std * z, g, drawn)
+        return tree_map(lambda g, z: g + self.std * z, g, normal_like(client.key, params))
 
 
 @dataclass(frozen=True)
