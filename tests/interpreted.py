@@ -14,6 +14,8 @@ from undrift.functional.convolution import kernels as convolution
 from undrift.functional.convolution import operations as meant
 from undrift.functional.recurrent import kernels as recurrent
 from undrift.functional.recurrent import operations as loops
+from undrift.random import kernels as drawing
+from undrift.random import philox_words
 
 SHAPES = [  # lanes, batch, size, channels, outputs, kernel, stride, padding
     (2, 3, (8, 8), 16, 20, (3, 3), (1, 1), (1, 1)),
@@ -55,6 +57,10 @@ def main() -> None:
                 backward = (weight, narrow[0], end, factors, *narrow[1:])
             for name, tensors in ((f"{loop}_forward", forward), (f"{loop}_backward", backward)):
                 compare(*(getattr(module, name)(*tensors) for module in (recurrent, loops)))
+    for lanes, stream, count in [(3, 0, 0), (2, 1, 1), (3, 65536, 1023), (1, 2**31 + 5, 4097)]:
+        keys, steps = torch.randint(0, 2**32, (lanes, 2)), torch.randint(0, 2**20, (lanes,))
+        words = drawing.philox_words(keys, steps, stream, count)
+        assert torch.equal(words, philox_words(keys, steps, stream, count))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,19 @@ import undrift
 ROOT = Path(undrift.__file__).parent
 PICTURE = Path(__file__).parent.parent / "docs/images/layers.svg"
 LAYERS = {
-    "foundation": ["errors", "tree", "random", "schedule", "loss_modules", "losses", "metrics", "expressions", "files"],
+    "foundation": [
+        "errors",
+        "tree",
+        "vmap",
+        "triton",
+        "random",
+        "schedule",
+        "loss_modules",
+        "losses",
+        "metrics",
+        "expressions",
+        "files",
+    ],
     "data": ["data"],
     "models": ["models"],
     "functional": ["functional"],

@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 import torch
 from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import undrift as ud
-from undrift.random import MASK, Key, bits, choose, derive, keep_mask, normal, normal_like, philox, uniform
+from undrift.random import (
+    MASK,
+    Key,
+    bits,
+    choose,
+    derive,
+    keep_mask,
+    normal,
+    normal_like,
+    philox,
+    philox_words,
+    uniform,
+)
 
 # Known answers of Philox4x32-10 from the authors' own test vectors.
 KNOWN = [
@@ -39,6 +52,19 @@ def test_draws_are_the_same_inside_vmap():
     words, steps = torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 9])
     mapped = vmap(lambda w, k: bits(Key(w, k), 7))(words, steps)
     assert torch.equal(mapped, torch.stack([bits(key(1, 2, 0), 7), bits(key(3, 4, 9), 7)]))
+
+
+def test_the_operation_for_a_gpu_gives_the_same_words_also_in_vmap_and_traced():
+    keys, steps = torch.tensor([[1, 2], [MASK, 0], [3, 4]]), torch.tensor([0, 9, MASK])
+    wanted = torch.stack([bits(Key(words, step, 7), 6) for words, step in zip(keys, steps, strict=True)])
+    assert torch.equal(philox_words(keys, steps, 7, 6), wanted)
+
+    def one(words, step):
+        return philox_words(words[None], step[None], 7, 6)[0]
+
+    assert torch.equal(vmap(one)(keys, steps), wanted)
+    assert torch.equal(vmap(one, (0, None))(keys, steps[1])[1], wanted[1])
+    assert torch.equal(make_fx(vmap(one))(keys.clone(), steps.clone())(keys, steps), wanted)
 
 
 def test_a_longer_draw_begins_like_a_shorter_one():

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from undrift.errors import UndriftError
-from undrift.functional.vmap import mapped
+from undrift.vmap import mapped
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 COUNTER = "num_batches_tracked"

@@ -23,8 +23,8 @@ from undrift.functional.distributions import DISTRIBUTIONS, shape_of
 from undrift.functional.dropouts import DROPOUTS, recurrent
 from undrift.functional.generators import host_states, seeded
 from undrift.functional.recurrent.layers import gru, lstm
-from undrift.functional.vmap import mapped
 from undrift.random import Key
+from undrift.vmap import mapped
 
 Row = tuple[Tensor, int]
 """The position of a sample in a batch, and the size of that batch."""

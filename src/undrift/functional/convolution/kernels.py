@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.functional.triton import dot_precision, pipeline_stages, shared_memory
+from undrift.triton import dot_precision, pipeline_stages, shared_memory
 
 WARPS = 2112
 """How many warps to split a sum over positions between, if there are enough positions: sixteen per multiprocessor of an

@@ -28,8 +28,8 @@ from undrift.functional.convolution.operations import (
     conv2d_weight_grad,
     split_bias,
 )
-from undrift.functional.triton import available
-from undrift.functional.vmap import lanes_first, mapped
+from undrift.triton import available
+from undrift.vmap import lanes_first, mapped
 
 Needed = tuple[bool, bool]
 """Whether the gradient of the input is needed, and whether that of the weight or the bias is."""

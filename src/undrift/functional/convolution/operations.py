@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.functional.triton import available
-from undrift.functional.vmap import fold_into_lanes
+from undrift.triton import available
+from undrift.vmap import fold_into_lanes
 
 Pair = tuple[int, int]
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from undrift.functional.triton import dot_precision, pipeline_stages, shared_memory
+from undrift.triton import dot_precision, pipeline_stages, shared_memory
 
 
 @triton.jit

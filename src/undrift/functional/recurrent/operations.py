@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from undrift.errors import UndriftError
-from undrift.functional.triton import available
-from undrift.functional.vmap import lanes_first
+from undrift.triton import available
+from undrift.vmap import lanes_first
 
 
 class Recurrence(Function):

@@ -2,7 +2,9 @@
 
 The generator is Philox4x32-10 (Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011), a keyed bijection
 of a counter. It uses only integer operations, so one definition works for Python integers, numpy arrays and torch
-tensors, on every device, inside `vmap` and CUDA graphs, and gives the same words everywhere.
+tensors, on every device, inside `vmap` and CUDA graphs, and gives the same words everywhere. On a GPU a draw is one
+operation (`philox_words`): in plain torch it would be some 150, and torch's compiler would repeat them in every kernel
+that reads a draw.
 
 A key is derived from (seed, purpose, round, client). Inside local training, the counter is (block, stream, step, 0):
 `step` is the local step, and `stream` distinguishes the draws of one step.
@@ -22,6 +24,8 @@ from torch import Tensor
 
 from undrift.errors import UndriftError, whole
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
+from undrift.triton import available
+from undrift.vmap import fold_into_lanes
 
 MASK = 0xFFFFFFFF
 Words = tuple[Any, Any, Any, Any]
@@ -115,6 +119,38 @@ class Key:
         return replace(self, stream=self.stream + i)
 
 
+@torch.library.custom_op("undrift::philox_words", mutates_args=())
+def philox_words(keys: Tensor, steps: Tensor, stream: int, count: int) -> Tensor:
+    """Return lanes × `count` words of the counters (block, stream, step, 0), four per block.
+
+    Args:
+        keys: Lanes × 2 words.
+        steps: The local step of each lane.
+        stream: Distinguishes the draws of one step.
+        count: How many words to draw per lane.
+    """
+    if available(keys.device, keys.dtype):
+        from undrift.random import kernels
+
+        return kernels.philox_words(keys, steps, stream, count)
+    return _words(keys, steps, stream, count).contiguous()
+
+
+@philox_words.register_fake
+def _(keys: Tensor, steps: Tensor, stream: int, count: int) -> Tensor:
+    return keys.new_empty(len(keys), count)
+
+
+philox_words.register_vmap(fold_into_lanes(philox_words))
+
+
+def _words(keys: Tensor, steps: Tensor, stream: int, count: int) -> Tensor:
+    """The words in plain torch, with or without lanes."""
+    blocks = torch.arange((count + 3) // 4, device=keys.device)
+    words = philox((blocks, stream, steps[..., None], 0), (keys[..., :1], keys[..., 1:]))
+    return torch.stack(words, -1).flatten(-2)[..., :count]
+
+
 def bits(key: Key, count: int) -> Tensor:
     """Draw random 32-bit words, as int64.
 
@@ -130,10 +166,9 @@ def bits(key: Key, count: int) -> Tensor:
     Returns:
         A tensor of `count` integers from 0 to 2³² − 1.
     """
-    # Adding 0 from a tensor keeps compilers from treating this as an index, in 32 bits: the products need 64.
-    blocks = torch.arange((count + 3) // 4, device=key.words.device) + (key.words[0] & 0)
-    words = philox((blocks, key.stream, key.step, 0), (key.words[0], key.words[1]))
-    return torch.stack(words, -1).reshape(-1)[:count]
+    if key.words.is_cuda:
+        return philox_words(key.words[None], key.step[None], key.stream, count)[0]
+    return _words(key.words, key.step, key.stream, count)
 
 
 def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
