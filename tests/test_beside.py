@@ -10,10 +10,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import undrift as ud
+from tests import cuda_graphs
 from tests.parts import METHOD, Normed
 from tests.problems import distance, make_clients, net, same_bits, split
+from undrift.engine.outputs import Outputs
 from undrift.engine.stacked import StackedEngine
 from undrift.training.beside import side_by_side
 from undrift.training.result import recorded
@@ -290,3 +293,71 @@ def test_ctrl_c_ends_runs_that_train_alone_too():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.split() == ["stopped", "True"], done.stderr
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """How many runs' models each batch of an evaluation was for, on a CPU that takes itself for a GPU."""
+    seen, of_all = [], Outputs._in_lanes
+
+    def watched(self, params, *rest):
+        found = of_all(self, params, *rest)
+        seen.append(len(found))
+        return found
+
+    monkeypatch.setattr(Outputs, "_in_lanes", watched)
+    cuda_graphs.put_in_place(monkeypatch)
+    return seen
+
+
+def evaluations(models, **changed):
+    """Runs of different lengths, the second with another metric, alone and beside each other."""
+    data, tasks = one_store(), []
+    for seed, module in enumerate(models):
+        torch.manual_seed(seed)
+        own = {**settings(seed), "rounds": 3 + seed, "metrics": METRICS[seed % 2], **changed}
+        tasks.append(partial(ud.train, module(), data[seed], ud.FedAvg(), **own))
+    return [task() for task in tasks], side_by_side(tasks)
+
+
+METRICS = ({"accuracy": "accuracy"}, {"accuracy": "accuracy", "top": lambda z, y: z.max(1).values})
+
+
+class Branches(nn.Module):
+    """Looks at values in evaluation mode, which a traced pass cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        z = self.inner(x)
+        return z if self.training or z.sum() > 0 else -z
+
+
+@pytest.mark.parametrize("module", [net, Branches])
+def test_models_are_evaluated_together(module, evaluated):
+    alone, beside = evaluations([module] * 3)
+    assert (3 in evaluated) == (module is net), "all three as one, while all three train"
+    for one, other in zip(alone, beside, strict=True):
+        assert [row.keys() for row in one.history] == [row.keys() for row in other.history]
+        for row, same in zip(one.history, other.history, strict=True):
+            for name in {"loss", "accuracy", "top"} & row.keys():
+                assert same[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
+            assert same["class_accuracy"] == row["class_accuracy"]
+
+
+def test_a_metric_that_fails_is_its_own_runs(evaluated):
+    def fails(output, target):
+        if len(target) > 2:  # not on the samples that a run tries before it starts
+            raise ArithmeticError("no such figure")
+        return target.double()
+
+    def task(seed):
+        torch.manual_seed(seed)
+        given = settings(seed, metrics={"figure": fails}) if seed == 1 else settings(seed)
+        return partial(ud.train, net(), one_store()[seed], ud.FedAvg(), **given)
+
+    found = side_by_side([task(seed) for seed in range(3)])
+    assert isinstance(found[1], ArithmeticError)
+    assert all(len(found[i].history) == 3 for i in (0, 2)) and {3, 2} <= set(evaluated)

@@ -1,13 +1,15 @@
-"""The outputs of a model in evaluation mode, for batch after batch."""
+"""The outputs of a model in evaluation mode, for batch after batch, and of the models of several runs at once."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from undrift.engine.compiler import distance, rounding
 from undrift.engine.trace import Traced
@@ -16,6 +18,8 @@ from undrift.functional.model import Model, Params
 from undrift.tree import Tree, tree_leaves, tree_map
 
 log = logging.getLogger("undrift")
+Pass = Callable[[Params, Params, Tree], Tree]
+"""A function of weights, running statistics and samples."""
 
 
 class Outputs:
@@ -24,25 +28,61 @@ class Outputs:
     Args:
         model: The model.
         traced: Whether to trace the forward pass, as training does. Calling a module with other weights takes the host
-            longer than a GPU needs to compute a batch. A model that cannot be traced, or whose traced pass gives other
-            outputs for the second batch of a shape, is called.
+            longer than a GPU needs to compute a batch.
     """
 
     def __init__(self, model: Model, traced: bool) -> None:
-        self.model, self.calls = model, Counter[Any]()
-        self.traced = Traced(self._called) if traced else None
+        self.model = model
+        self.alone: Pass = Checked(self._called, self._called, model) if traced else self._called
+        self.of_all: Pass = Checked(self._in_lanes, self._one_by_one, model) if traced else self._one_by_one
+        """A list of the outputs for each of several sets of weights and statistics, stacked along a first axis."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether the forward pass runs as it was traced."""
+        return isinstance(self.alone, Checked) and self.alone.traced is not None
+
+    def __call__(self, params: Params, tracked: Params, x: Tree) -> Tree:
+        return self.alone(params, tracked, x)
+
+    def _called(self, params: Params, tracked: Params, x: Tree) -> Tree:
+        return self.model.at(tracked)(params, x)
+
+    def _in_lanes(self, params: Params, tracked: Params, x: Tree) -> list[Tree]:
+        found = vmap(self._called, (0, 0, None))(params, tracked, x)
+        return [tree_map(lambda t, i=i: t[i], found) for i in range(_length(params))]
+
+    def _one_by_one(self, params: Params, tracked: Params, x: Tree) -> list[Tree]:
+        each = [tree_map(lambda t, i=i: t[i], (params, tracked)) for i in range(_length(params))]
+        return [self.alone(own, statistics, x) for own, statistics in each]
+
+
+class Checked:
+    """A forward pass that runs as it was traced.
+
+    A model that cannot be traced, or whose traced pass gives other outputs for the second batch of a shape, is called.
+
+    Args:
+        function: What to trace.
+        called: What to call otherwise.
+        model: The model, for its precision.
+    """
+
+    def __init__(self, function: Pass, called: Pass, model: Model) -> None:
+        self.called, self.model, self.calls = called, model, Counter[Any]()
+        self.traced: Traced | None = Traced(function)
 
     def __call__(self, params: Params, tracked: Params, x: Tree) -> Tree:
         if self.traced is None:
-            return self._called(params, tracked, x)
+            return self.called(params, tracked, x)
         try:
             found = self.traced(*tree_map(torch.Tensor.contiguous, (params, tracked, x)))
         except Exception as error:  # in evaluation mode, a model may do what it does not do in training
-            return self._untraced(first_sentence(error), self._called(params, tracked, x))
-        shape = tuple(t.shape for t in tree_leaves(x))
+            return self._untraced(first_sentence(error), self.called(params, tracked, x))
+        shape = tuple(t.shape for t in tree_leaves((params, x)))
         self.calls[shape] += 1
         if self.calls[shape] == 2:  # the first is the one that was traced
-            wanted = self._called(params, tracked, x)
+            wanted = self.called(params, tracked, x)
             off = distance(*([t for t in tree_leaves(z) if isinstance(t, Tensor)] for z in (found, wanted)))
             if off > rounding(self.model.compute_dtype):
                 return self._untraced(f"traced, it is off by {off:.2g}", wanted)
@@ -54,5 +94,6 @@ class Outputs:
         log.debug("the model is evaluated without tracing it: %s", why)
         return output
 
-    def _called(self, params: Params, tracked: Params, x: Tree) -> Tree:
-        return self.model.at(tracked)(params, x)
+
+def _length(tree: Tree) -> int:
+    return len(tree_leaves(tree)[0])

@@ -10,7 +10,7 @@ import torch
 from undrift.engine.base import RoundInputs
 from undrift.flower.check import check_form
 from undrift.flower.messages import RefusedError
-from undrift.training.evaluate import figures, totals
+from undrift.training.evaluate import TEST, VALIDATION, figures, totals
 from undrift.training.personal import Personal, has_own_models, owned, summary, valued
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -26,9 +26,9 @@ def evaluated(run: Run, state: State, inputs: Callable[[], RoundInputs]) -> Sums
     `inputs` are those of all of the node's clients, whose own models are evaluated if they have any.
     """
     found: Sums = {"splits": {}, "clients": {}}
-    for name, rows in (("test", run.test), ("validation", run.validation)):
+    for split, rows in ((TEST, run.test), (VALIDATION, run.validation)):
         if rows is not None:
-            found["splits"][name] = totals(run, state, rows)
+            found["splits"][split] = totals(run, state, split)
     personal = Personal(run)
     if len(personal.clients):
         clients = run.data.nonempty.tolist()
@@ -43,7 +43,7 @@ def check_sums(found: Sums, ids: list[int], forms: dict[str, torch.Tensor]) -> N
     if not isinstance(found, dict) or not {"splits", "clients"} <= set(found):
         raise RefusedError("it has no sums")
     splits, clients = found["splits"], found["clients"]
-    if not isinstance(splits, dict) or not set(splits) <= {"test", "validation"}:
+    if not isinstance(splits, dict) or not set(splits) <= {TEST, VALIDATION}:
         raise RefusedError("it has sums of data that are not held out")
     for split, sums in splits.items():
         plain: dict[str, Any] = {"sums": forms}

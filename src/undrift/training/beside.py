@@ -1,9 +1,9 @@
 """Runs side by side: several calls of `ud.train` whose cohorts train as one.
 
-Each run has its own thread, in which it does everything as it does alone: its folder, its history, its server, its
-evaluation. Threads take turns, one at a time. Once all runs of the same shape (`signature`) have reached the training
-of a round, the first of them trains all of their cohorts in one program (`engine/stacked.py`), and each continues with
-its own outcome.
+Each run has its own thread, in which it does everything as it does alone: its folder, its history, its server. Threads
+take turns, one at a time. Once all runs of the same shape (`signature`) have reached the training of a round, the first
+of them trains all of their cohorts in one program (`engine/stacked.py`), and each continues with its own outcome. They
+meet in the same way to evaluate their models.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from undrift.training.settings import Settings
 from undrift.tree import Tree, tree_map
 
 T = TypeVar("T")
+R = TypeVar("R")
 log = logging.getLogger("undrift")
 _here = threading.local()
 
@@ -99,6 +101,25 @@ def join(run: Run, given: Settings) -> None:
     stage, i = place
     if others := stage.join(i, run, given):
         run.choices["beside"] = others
+
+
+def meet(run: Run, item: T, function: Callable[[list[T]], list[R | BaseException]]) -> R:
+    """Return a function's result for an item, with the items of other runs side by side that have reached this point.
+
+    Args:
+        run: The run. One that trains alone has the only item.
+        item: What the function needs from it.
+        function: Returns a result per item, or an exception, which is raised in the run whose item it is.
+    """
+    seat = getattr(run.engine, "engine", None)
+    return seat.meet(item, function) if isinstance(seat, Seat) else raised(function([item])[0])
+
+
+def raised(answer: R | BaseException) -> R:
+    """Return the answer, or raise it if it is an exception."""
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def check_interrupted() -> None:
@@ -191,17 +212,17 @@ class Group:
             holder.engine = self.seats[i]
         firsts = np.cumsum([0, *(len(run.data) for run in runs.values())]).tolist()
         self.firsts: dict[int, int] = dict(zip(runs, firsts, strict=False))
-        self.waiting: dict[int, tuple[RoundInputs, Visit | None, bool]] = {}
-        self.answers: dict[int, Outcome | BaseException] = {}
+        self.waiting: dict[int, Call] = {}
+        self.answers: dict[int, Any] = {}
 
     @property
     def present(self) -> list[int]:
         """The runs that may reach another round, without those that have switched to the plain engine."""
         return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
 
-    def train(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> Outcome:
-        """Return the outcome of a run's round, once the others have reached theirs."""
-        self.waiting[i] = inputs, visit, skip
+    def call(self, i: int, call: Call) -> Any:
+        """Return the answer to a run's call, once the others have come as far."""
+        self.waiting[i] = call
         self.proceed()
         while i not in self.answers:
             check_interrupted()
@@ -209,56 +230,83 @@ class Group:
                 self.serve()
             else:
                 self.seats[i].turn.wait()
-        answer = self.answers.pop(i)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        return raised(self.answers.pop(i))
 
     @property
     def ready(self) -> bool:
         return len(self.waiting) == len(self.present) > 0
 
     def proceed(self) -> None:
-        """Wake up the first run if all have reached a round, so that the same thread always trains."""
+        """Wake up the first run if all wait, so that the same thread always trains."""
         if self.ready:
             self.seats[self.present[0]].turn.notify()
 
     def serve(self) -> None:
-        """Train the rounds of all runs that wait."""
-        waiting, self.waiting = self.waiting, {}
+        """Answer calls. Training comes last: a run that evaluates its model will reach its next round, too."""
+        last = all(call.trains for call in self.waiting.values())
+        served = {i: call for i, call in sorted(self.waiting.items()) if last or not call.trains}
+        self.waiting = {i: call for i, call in self.waiting.items() if i not in served}
         kinds: dict[Any, list[int]] = {}
-        for i, (_, visit, skip) in sorted(waiting.items()):
-            kinds.setdefault((visit is None, skip), []).append(i)
-        for (_, skip), members in kinds.items():
-            if not (self.engine and self._train_together(members, waiting, skip)):
-                for i in members:
-                    self._train_alone(i, *waiting[i])
-        for i in waiting:
+        for i, call in served.items():
+            kinds.setdefault(call.kind, []).append(i)
+        for members in kinds.values():
+            self.answers |= dict(zip(members, answered([served[i] for i in members]), strict=True))
+        for i in served:
             self.seats[i].turn.notify()
 
-    def _train_together(self, members: list[int], waiting: dict[int, Any], skip: bool) -> bool:
-        def visit(place: int, params: Params, clients: np.ndarray) -> None:
-            waiting[members[place]][1](params, clients)
+    def train(self, rounds: list[Training]) -> list[Outcome | BaseException]:
+        """Train the rounds of several runs, as one program if possible."""
+        found = self._train_together(rounds) if self.engine else None
+        return found or [attempt(partial(self.seats[one.i].own.run, one.inputs, one.visit, one.skip)) for one in rounds]
 
-        visits, failed = waiting[members[0]][1] is not None, False
+    def _train_together(self, rounds: list[Training]) -> list[Outcome | BaseException] | None:
+        def visit(place: int, params: Params, clients: np.ndarray) -> None:
+            rounds[place].visit(params, clients)  # type: ignore[misc]
+
+        visits, skip = rounds[0].visit is not None, rounds[0].skip
         assert self.engine
         try:
-            inputs = stacked([waiting[i][0] for i in members], [self.firsts[i] for i in members])
-            outcomes = self.engine.run_all(inputs, visit if visits else None, skip)
+            inputs = stacked([one.inputs for one in rounds], [self.firsts[one.i] for one in rounds])
+            return list(self.engine.run_all(inputs, visit if visits else None, skip))
         except BaseException as error:  # training alone shows which run fails
             log.warning("the runs no longer train side by side, but one after another: %s", first_sentence(error))
-            failed = True
-        if failed:  # outside of the handler, whose traceback would keep its tensors alive
-            self.engine = None
-            return False
-        self.answers |= dict(zip(members, outcomes, strict=True))
-        return True
+        self.engine = None  # outside of the handler, whose traceback would keep its tensors alive
+        return None
 
-    def _train_alone(self, i: int, inputs: RoundInputs, visit: Visit | None, skip: bool) -> None:
-        try:
-            self.answers[i] = self.seats[i].own.run(inputs, visit, skip)
-        except BaseException as error:  # raised in its own thread
-            self.answers[i] = error
+
+def attempt(function: Callable[[], R]) -> R | BaseException:
+    """Return a function's result, or the exception that it raised."""
+    try:
+        return function()
+    except BaseException as error:  # raised in its own thread
+        return error
+
+
+def answered(calls: list[Call]) -> list[Any]:
+    """Return the answers to calls of the same kind. If it fails for all, each on its own shows which of them fails."""
+    function = calls[0].function
+    found = attempt(lambda: function([call.item for call in calls]))
+    if isinstance(found, BaseException):
+        return [attempt(lambda call=call: raised(function([call.item])[0])) for call in calls]  # type: ignore[misc]
+    return found
+
+
+class Training(NamedTuple):
+    """A run's round."""
+
+    i: int
+    inputs: RoundInputs
+    visit: Visit | None
+    skip: bool
+
+
+class Call(NamedTuple):
+    """What a run waits for. Calls of the same kind are answered together."""
+
+    kind: Any
+    item: Any
+    function: Callable[[list[Any]], list[Any]]
+    trains: bool = False
 
 
 class Seat:
@@ -278,7 +326,14 @@ class Seat:
         return self.own.program
 
     def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
-        return self.group.train(self.i, inputs, visit, skip)
+        item = Training(self.i, inputs, visit, skip)
+        outcome: Outcome = self.group.call(self.i, Call((visit is None, skip), item, self.group.train, trains=True))
+        return outcome
+
+    def meet(self, item: T, function: Callable[[list[T]], list[R | BaseException]]) -> R:
+        """Return a function's result for an item, together with those of the other runs. See `meet`."""
+        answer: R = self.group.call(self.i, Call(function, item, function))
+        return answer
 
     def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
         engine = self.group.engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.functional.model import Params
 from undrift.losses import accuracy
 from undrift.metrics import summed
 from undrift.metrics.base import Tally
+from undrift.training.beside import meet
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.tree import tree_bytes, tree_map
+from undrift.tree import tree_bytes, tree_map, tree_stack
 
 log = logging.getLogger("undrift")
 NO_TEST = (
@@ -25,9 +27,12 @@ NO_TEST = (
     "ud.load(…, test_fraction=0.2)"
 )
 Columns = Callable[[], dict[str, Any]]
+TEST, VALIDATION = "test", "validation"
 BATCH = 1000
 BATCH_BYTES = 2**25
 """The largest size of a batch in bytes. Large samples come in smaller batches."""
+GPU_SHARE = 0.02
+"""The share of a GPU's memory for the largest output of a layer."""
 
 
 def warn_without_test(run: Run, clients: int) -> None:
@@ -43,8 +48,8 @@ def evaluate(run: Run, state: State) -> Columns:
     Returns a function that returns the history's columns, for which it waits for the device. A GPU evaluates while the
     host prepares the next round, unless a metric is an object that sees every batch.
     """
-    test = measured(run, state, run.test) if run.test else dict
-    held = measured(run, state, run.validation) if run.validation else dict
+    test = measured(run, state, TEST) if run.test else dict
+    held = measured(run, state, VALIDATION) if run.validation else dict
 
     def columns() -> dict[str, Any]:
         held_out = {f"validation_{name}": value for name, value in held().items() if name != "class_accuracy"}
@@ -53,41 +58,102 @@ def evaluate(run: Run, state: State) -> Columns:
     return columns
 
 
-def measured(run: Run, state: State, data: Rows) -> Columns:
+def measured(run: Run, state: State, split: str) -> Columns:
     """Evaluate the model: the mean loss, each metric, and with accuracy `class_accuracy`, None for absent classes."""
     if summed(run.measures):
-        return partial(read, values(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, data)))))
-    tally, by_class = run.ranks.together(lambda: passed(run, state, data, data.index))
+        return partial(read, values(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, split)))))
+    tally, by_class = run.ranks.together(lambda: meet(run, Pass(run, state, split), passes))
     found = tally.figures() | class_accuracy(by_class)
     return lambda: found
 
 
-def totals(run: Run, state: State, data: Rows) -> dict[str, Any]:
+def totals(run: Run, state: State, split: str) -> dict[str, Any]:
     """Return what `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
 
     Of several processes, each takes some of the batches. One that has none looks at a sample all the same, for the form
     of the sums.
     """
-    mine = own_batches(run, data.index, batch_size(run))
-    tally, by_class = passed(run, state, data, mine if len(mine) else data.index[:1])
+    whole: Tensor = getattr(run, split).index
+    mine = own_batches(run, whole, batch_size(run, len(whole)))
+    tally, by_class = meet(run, Pass(run, state, split, mine if len(mine) else whole[:1]), passes)
     if not len(mine):
         tally, by_class = tally.cleared(), torch.zeros_like(by_class)
     return {"sums": tally.sums} | ({"by_class": by_class} if by_class.numel() else {})
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A pass over held-out data."""
+
+    run: Run
+    state: State
+    split: str
+    """The attribute of the run that has the data."""
+    index: Tensor | None = None
+    """Some of their indices, if not all."""
+
+    @property
+    def rows(self) -> Rows:
+        rows: Rows = getattr(self.run, self.split)
+        return rows if self.index is None else replace(rows, index=self.index)
+
+    def samples(self) -> Any:
+        """Identifies the samples: equal for passes over the same ones."""
+        whole = self.index is None or len(self.index) == len(getattr(self.run, self.split))
+        return self.run.data.digests[f"{self.split} data"] if whole else self
+
+
+Found = tuple[Tally, Tensor]
+"""Sums; with accuracy also correct answers and samples by class."""
+
+
+def passes(each: list[Pass]) -> list[Found | BaseException]:
+    """Return the sums of each pass, or the exception that a metric raised.
+
+    On a GPU, passes over the same samples are one: those of runs side by side, whose models have the same shape.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, one in enumerate(each):
+        alike.setdefault(one.samples() if len(each) > 1 and one.run.outputs.traced else i, []).append(i)
+    found: dict[int, Found | BaseException] = {}
+    for members in alike.values():
+        found |= dict(zip(members, passed([each[i] for i in members]), strict=True))
+    return [found[i] for i in range(len(each))]
+
+
 @torch.no_grad()
-def passed(run: Run, state: State, data: Rows, index: Tensor) -> tuple[Tally, Tensor]:
-    """Return the sums over the samples at these indices; with accuracy also correct answers and samples by class."""
-    tally = Tally(run.measures)
-    by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-    classes = torch.zeros(2, run.data.classes if by_class else 0, device=run.device)
-    for x, y in replace(data, index=index).batches(batch_size(run)):
-        output = run.outputs(state.params, state.tracked, x)
-        tally.add(output, y)
-        if by_class:
-            for total, own in zip(classes, accuracy(output, y), strict=True):
-                total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
-    return tally, classes
+def passed(each: list[Pass]) -> list[Found | BaseException]:
+    """Return the sums of passes over the same samples."""
+    run, rows, answers = each[0].run, each[0].rows, [Answers(one.run) for one in each]
+    states = [(one.state.params, one.state.tracked) for one in each]
+    stacked: tuple[Params, Params] | None = tree_stack(states) if len(each) > 1 else None
+    for x, y in rows.batches(batch_size(run, len(rows), len(each))):
+        outputs = run.outputs.of_all(*stacked, x) if stacked else [run.outputs(*states[0], x)]
+        for own, output in zip(answers, outputs, strict=True):
+            own.add(output, y)
+    return [own.failure or (own.tally, own.classes) for own in answers]
+
+
+class Answers:
+    """What a run's metrics make of a model's outputs."""
+
+    def __init__(self, run: Run) -> None:
+        self.tally = Tally(run.measures)
+        self.by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
+        self.classes = torch.zeros(2, run.data.classes if self.by_class else 0, device=run.device)
+        self.failure: BaseException | None = None
+
+    def add(self, output: Any, y: Tensor) -> None:
+        """Add a batch, unless an earlier one failed."""
+        if self.failure:
+            return
+        try:
+            self.tally.add(output, y)
+            if self.by_class:
+                for total, own in zip(self.classes, accuracy(output, y), strict=True):
+                    total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
+        except BaseException as error:  # of this run alone
+            self.failure = error
 
 
 def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +193,16 @@ def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
     return torch.cat([values[:0], *values.split(size)[run.ranks.rank :: run.ranks.size]])
 
 
-def batch_size(run: Run) -> int:
-    """Return how many samples to evaluate at a time: a function of their size, wherever they are."""
-    return min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))
+def batch_size(run: Run, samples: int, runs: int = 1) -> int:
+    """Return the size of the equal batches in which so many samples are evaluated, for several runs at once.
+
+    On a GPU, it is chosen such that the largest output of a layer for a batch takes a fixed share of the memory. For
+    samples that are on the host, and on a CPU, it is a function of their size.
+    """
+    sample = max(1, tree_bytes(run.device_data.sample))
+    if run.device.type == "cuda" and run.device_data.host is None:
+        memory = GPU_SHARE * torch.cuda.get_device_properties(run.device).total_memory
+        most = int(memory // (runs * max(sample, run.output_bytes)))
+        batches = -(-samples // max(1, most))
+        return -(-samples // max(batches, run.ranks.size)) or 1
+    return min(BATCH, max(1, BATCH_BYTES // sample))

@@ -82,7 +82,8 @@ class Personal:
             return every.by_client()
 
         def work() -> dict[str, Tensor]:
-            mine, whose = (own_batches(self.run, t, batch_size(self.run)) for t in (indices, self.whose))
+            size = batch_size(self.run, len(indices))
+            mine, whose = (own_batches(self.run, t, size) for t in (indices, self.whose))
             if len(mine):
                 return self._tally(model, state.params, mine, whose, len(self.clients)).sums
             one = self._tally(model, state.params, indices[:1], self.whose[:1], len(self.clients))  # for its form
@@ -161,7 +162,7 @@ class Personal:
 
     def _tally(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> Tally:
         """Return what the loss and each metric add up to, per client."""
-        tally, size = Tally(self.run.measures, clients), batch_size(self.run)
+        tally, size = Tally(self.run.measures, clients), batch_size(self.run, len(indices))
         batches = replace(self.rows, index=indices).batches(size)
         for (x, y), owners in zip(batches, whose.split(size), strict=True):
             tally.add(model(params, x), y, owners)
