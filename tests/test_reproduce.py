@@ -151,7 +151,7 @@ def test_a_cell_in_parts_is_the_unbroken_one(tmp_path):
     while True:
         try:
             (tmp_path / "parts").mkdir(exist_ok=True)
-            parts = work.run(cell, tmp_path / "parts", late=lambda: True)
+            parts = work.run(cell, tmp_path / "parts", late=lambda t: True)
             break
         except work.Paused:
             pauses += 1
@@ -242,9 +242,9 @@ class Clock:
         """A round a second."""
         self.ran.append(cell.row)
         needed = self.seconds[cell.row]
-        for _ in range(needed):
+        for t in range(needed):
             self.now += 1
-            if late():
+            if late(t):
                 raise work.Paused
         return {"curve": {"round": [1]}, "seconds": needed, "seed": 0, "hardware": "a clock"}
 
@@ -311,6 +311,16 @@ def test_seeds_of_one_setting_train_in_one_program(tmp_path):
     found.budget = None
     found.several(cells[:3])
     assert [found.results.get(cell)["beside"] for cell in cells[:3]] == [3, 3, 3]
+
+
+def test_cells_in_one_program_stop_after_the_same_round(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, {})
+    found = runner(tmp_path, budget=100.0)
+    assert not found.late(1)
+    clock.now = 99.0
+    assert not found.late(1), "another cell's first round: the one before goes on, so this one does"
+    assert found.late(2) and found.late(2)
+    assert found.late(1), "a cell that is started after the others has its own rounds"
 
 
 def test_side_by_side_in_processes(tmp_path, capsys):

@@ -58,6 +58,8 @@ class Runner:
     finished: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    decided: tuple[int, bool] = (0, False)
+    """The latest round that a cell has finished, and whether cells stop after it."""
     whole: float = float("inf")
     """The time left in the budget when the first cell could start."""
 
@@ -70,9 +72,14 @@ class Runner:
     def left(self) -> float:
         return float("inf") if self.budget is None else self.budget - (time.monotonic() - self.began)
 
-    def late(self) -> bool:
-        """Return whether cells must stop after their round."""
-        return self.stop.asked or self.left < MARGIN
+    def late(self, t: int) -> bool:
+        """Return whether cells must stop after their round t.
+
+        Cells in one program get the same answer. If one of them went on alone, a program would be compiled for it.
+        """
+        if t != self.decided[0]:
+            self.decided = t, self.stop.asked or self.left < MARGIN
+        return self.decided[1]
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
         """Return whether the cell is expected to finish in the time left, or its time is unknown."""
@@ -134,11 +141,12 @@ class Runner:
 
     def _one_by_one(self, tables: list[Table], costs: Costs) -> None:
         while cell := self.next(tables, costs, 1.0):
-            self.one(cell)
+            self.several([cell])
 
     def several(self, cells: list[Cell]) -> None:
         """Run cells in one program, whether or not they fit, until they are finished or the time is up."""
         waiting = [cell for cell in cells if not self.results.get(cell)]
+        self.decided = 0, False
         if len(waiting) == 1:
             self.one(waiting[0])
             return

@@ -29,7 +29,7 @@ from undrift.training.loop import train
 from undrift.training.result import RUN, history
 
 METRICS = ("accuracy", "recall_at_5", "loss")
-Late = Callable[[], bool]
+Late = Callable[[int], bool]
 POINTS = 100
 """The most points in a curve of a column that `keep` names."""
 
@@ -42,11 +42,11 @@ class Enough(Exception):  # noqa: N818 - no error
     """The cell has used up its samples."""
 
 
-def run(cell: Cell, folder: Path, late: Late = lambda: False, device: str = "auto", beside: int = 1) -> Result:
+def run(cell: Cell, folder: Path, late: Late = lambda t: False, device: str = "auto", beside: int = 1) -> Result:
     """Run a cell, or the rest of it; `folder` has its checkpoints until it is finished.
 
-    `late` is called after every round, and says whether to stop there. Raises `Paused` if so. `beside` is how many
-    cells train in one program, this one included.
+    `late` is called with the number of every round, and says whether to stop there. Raises `Paused` if so. `beside` is
+    how many cells train in one program, this one included.
     """
     kind = cell.options.get("kind", "train")
     if kind not in KINDS:
@@ -200,7 +200,7 @@ def _train(
     def look(row: dict[str, Any]) -> None:
         if row["total_steps"] >= most:
             raise Enough
-        if row["round"] < given["rounds"] and late():
+        if row["round"] < given["rounds"] and late(row["round"]):
             raise Paused
 
     out = folder / "run"
