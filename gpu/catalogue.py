@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu import bits, draws, engines, equations, field, gradients, host, late, norms, pytests, ranks, real
+from gpu import beside, bits, draws, engines, equations, field, gradients, host, late, norms, pytests, ranks, real
 from gpu.checks import Check
 
 GROUPS = {
@@ -16,12 +16,13 @@ GROUPS = {
     "h": "data on the host against data on the device, to the bit",
     "i": "several processes against one",
     "j": "a history that is read late, with evaluation and drift, against the plain engine's",
+    "k": "runs side by side, with their evaluations, against each run alone",
     "t": "the tests that need a GPU",
 }
 
 
 def collect() -> list[Check]:
-    modules = (equations, engines, norms, gradients, draws, bits, host, real, field, ranks, late, pytests)
+    modules = (equations, engines, norms, gradients, draws, bits, host, real, field, ranks, late, beside, pytests)
     found = [check for module in modules for check in module.checks()]
     assert len({check.key for check in found}) == len(found), "two checks have the same name"
     return found

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from gpu.checks import Check, Finding
 from gpu.runner import ROOT
 
-FILES = ["tests/test_gpu.py", "tests/test_kernels.py", "tests/test_convolution.py"]
+FILES = ["tests/test_gpu.py", "tests/test_kernels.py", "tests/test_convolution.py", "tests/test_random.py"]
 SHARDS = 6
 
 

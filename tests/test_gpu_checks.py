@@ -33,6 +33,8 @@ SOME = [
     "g  Ditto",
     "g  Poisson + Median",
     "g  FedSAM, compiled",
+    "k  noise, linear, float64",
+    "k  Scaffold, which keeps state, convolution, float32, compiled",
 ]
 
 

@@ -67,6 +67,22 @@ def test_the_operation_for_a_gpu_gives_the_same_words_also_in_vmap_and_traced():
     assert torch.equal(make_fx(vmap(one))(keys.clone(), steps.clone())(keys, steps), wanted)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", [1, 5, 1024, 300_001])
+def test_a_gpu_draws_the_same_words(count):
+    keys, steps = torch.tensor([[1, 2], [MASK, 0], [3, 4]]), torch.tensor([0, 9, MASK])
+
+    def one(words, step):
+        return bits(Key(words, step, 2**31 + 7), count), normal_like(Key(words, step), torch.zeros(count))
+
+    wanted = vmap(one)(keys, steps)
+    moved = [t.cuda() for t in (keys, steps)]
+    for function in (vmap(one), torch.compile(vmap(one))):
+        words, normals = function(*moved)
+        assert torch.equal(words.cpu(), wanted[0])
+        assert torch.allclose(normals.cpu(), wanted[1], atol=1e-5)
+
+
 def test_a_longer_draw_begins_like_a_shorter_one():
     for draw in (
         lambda n: bits(key(), n),
