@@ -598,3 +598,23 @@ def test_a_models_own_loss_with_augmentation_validation_and_clients_tests():
     assert found.history[-1]["by_client"]["loss"] == pytest.approx(losses)
     with pytest.raises(ud.UndriftError, match="FedLC changes logits"):
         trained(WithItsLoss(), data, method=ud.FedLC(1.0), loss="model")
+
+
+class Coarse(nn.Module):
+    """In bfloat16 its outputs depend on the size of the batch, as those of a deep network on a GPU do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        z = self.layer(x)
+        return z * 1.3 if z.dtype == torch.bfloat16 and len(z) > 4 else z
+
+
+def test_rounding_is_not_taken_for_samples_that_interact():
+    clients = [(torch.randn(n, 6), torch.arange(n) % 3) for n in (13, 9)]
+    data = ud.FederatedDataset.from_clients(clients, test=clients[0])
+    local = ud.Local(epochs=1, batch_size=4, lr=0.1)
+    run = ud.train(Coarse(), data, rounds=1, local=local, precision="bfloat16", device="cpu")
+    assert run.choices["engine"] == "lanes", run.choices["why"]

@@ -116,6 +116,10 @@ class Model:
             other.module(*args, **kwargs)
         return other
 
+    def in_own_precision(self) -> Model:
+        """Return this model computing in the precision of its weights, for trials whose outputs are compared."""
+        return self._with(low=False, compute_dtype=self.input_dtype)
+
     def in_lanes(self) -> Model:
         """Return this model with recurrent layers and batch norms that support vmap in place of torch's own."""
         module = deep_copy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})

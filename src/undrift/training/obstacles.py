@@ -27,9 +27,10 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     """Return whether a sample's training loss depends on the other samples of its batch, as contrastive losses do.
 
     Half of a batch, or one sample, must have the same losses as with the rest as padding, with the same draws: at the
-    starting weights, and near them.
+    starting weights, and near them. They are computed in the model's own precision: in bfloat16, a deep network may
+    turn another order of summation into another loss.
     """
-    rows = telling(data)
+    rows, model = telling(data), model.in_own_precision()
     if len(rows) < 2:
         return False
     count = len(rows)
