@@ -47,6 +47,7 @@ SECTIONS = {
             "lowest": "lowest",
             "highest": "highest",
             "accuracies apart, points": "accuracies apart, points",
+            "commit": "commit",
         },
     ),
     "hostdata": (
@@ -90,7 +91,7 @@ def section(name: str) -> list[str]:
     if not file.exists():
         return [f"## {title}", "", f"Not measured yet: `{command}`.", ""]
     found = json.loads(file.read_text(encoding="utf-8"))
-    rows = found["rows"]
+    rows = [{"commit": found.get("commit")} | row for row in found["rows"]]  # a row may be older than its file
     head = [f"## {title}", "", f"{about} `{command}`, {found['gpu']}, torch {found['torch']}.", ""]
     table = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
     table += ["| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows]

@@ -16,7 +16,7 @@ from undrift.functional.model import Params
 from undrift.losses import accuracy
 from undrift.metrics import summed
 from undrift.metrics.base import Tally
-from undrift.training.beside import meet
+from undrift.training.meeting import meet
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import tree_bytes, tree_map, tree_stack

@@ -1,0 +1,192 @@
+"""Where runs side by side meet: to train their cohorts as one, and to evaluate their models.
+
+The first of them works for all, while the others wait; each then continues with its own answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from undrift.engine.base import Engine, Outcome, RoundInputs, Visit
+from undrift.engine.client import Program
+from undrift.engine.stacked import StackedEngine, stacked
+from undrift.errors import first_sentence
+from undrift.functional.model import Params
+from undrift.training.run import Run
+from undrift.tree import Tree
+
+if TYPE_CHECKING:
+    from undrift.training.beside import Stage
+
+T = TypeVar("T")
+R = TypeVar("R")
+log = logging.getLogger("undrift")
+
+
+def meet(run: Run, item: T, function: Callable[[list[T]], list[R | BaseException]]) -> R:
+    """Return a function's result for an item, with the items of other runs side by side that have reached this point.
+
+    Args:
+        run: The run. One that trains alone has the only item.
+        item: What the function needs from it.
+        function: Returns a result per item, or an exception, which is raised in the run whose item it is.
+    """
+    seat = getattr(run.engine, "engine", None)
+    return seat.meet(item, function) if isinstance(seat, Seat) else raised(function([item])[0])
+
+
+def raised(answer: R | BaseException) -> R:
+    """Return the answer, or raise it if it is an exception."""
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+class Group:
+    """Runs that train as one."""
+
+    def __init__(self, stage: Stage, runs: dict[int, Run], engine: StackedEngine) -> None:
+        self.stage, self.members = stage, list(runs)
+        self.engine: StackedEngine | None = engine
+        """None once it has failed: then each run trains alone."""
+        self.seats = {i: Seat(self, i, run.engine.engine) for i, run in runs.items()}  # type: ignore[attr-defined]
+        self.holders: dict[int, Any] = {i: run.engine for i, run in runs.items()}
+        for i, holder in self.holders.items():
+            holder.engine = self.seats[i]
+        firsts = np.cumsum([0, *(len(run.data) for run in runs.values())]).tolist()
+        self.firsts: dict[int, int] = dict(zip(runs, firsts, strict=False))
+        self.waiting: dict[int, Call] = {}
+        self.answers: dict[int, Any] = {}
+
+    @property
+    def present(self) -> list[int]:
+        """The runs that may reach another round, without those that have switched to the plain engine."""
+        return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
+
+    def call(self, i: int, call: Call) -> Any:
+        """Return the answer to a run's call, once the others have come as far."""
+        self.waiting[i] = call
+        self.proceed()
+        while i not in self.answers:
+            if self.stage.interrupted:
+                raise KeyboardInterrupt
+            if self.ready and i == self.present[0]:
+                self.serve()
+            else:
+                self.seats[i].turn.wait()
+        return raised(self.answers.pop(i))
+
+    @property
+    def ready(self) -> bool:
+        return len(self.waiting) == len(self.present) > 0
+
+    def proceed(self) -> None:
+        """Wake up the first run if all wait, so that the same thread always trains."""
+        if self.ready:
+            self.seats[self.present[0]].turn.notify()
+
+    def serve(self) -> None:
+        """Answer calls. Training comes last: a run that evaluates its model will reach its next round, too."""
+        last = all(call.trains for call in self.waiting.values())
+        served = {i: call for i, call in sorted(self.waiting.items()) if last or not call.trains}
+        self.waiting = {i: call for i, call in self.waiting.items() if i not in served}
+        kinds: dict[Any, list[int]] = {}
+        for i, call in served.items():
+            kinds.setdefault(call.kind, []).append(i)
+        for members in kinds.values():
+            self.answers |= dict(zip(members, answered([served[i] for i in members]), strict=True))
+        for i in served:
+            self.seats[i].turn.notify()
+
+    def train(self, rounds: list[Training]) -> list[Outcome | BaseException]:
+        """Train the rounds of several runs, as one program if possible."""
+        found = self._train_together(rounds) if self.engine else None
+        return found or [attempt(partial(self.seats[one.i].own.run, one.inputs, one.visit, one.skip)) for one in rounds]
+
+    def _train_together(self, rounds: list[Training]) -> list[Outcome | BaseException] | None:
+        def visit(place: int, params: Params, clients: np.ndarray) -> None:
+            rounds[place].visit(params, clients)  # type: ignore[misc]
+
+        visits, skip = rounds[0].visit is not None, rounds[0].skip
+        assert self.engine
+        try:
+            inputs = stacked([one.inputs for one in rounds], [self.firsts[one.i] for one in rounds])
+            return list(self.engine.run_all(inputs, visit if visits else None, skip))
+        except BaseException as error:  # training alone shows which run fails
+            log.warning("the runs no longer train side by side, but one after another: %s", first_sentence(error))
+        self.engine = None  # outside of the handler, whose traceback would keep its tensors alive
+        return None
+
+
+def attempt(function: Callable[[], R]) -> R | BaseException:
+    """Return a function's result, or the exception that it raised."""
+    try:
+        return function()
+    except BaseException as error:  # raised in its own thread
+        return error
+
+
+def answered(calls: list[Call]) -> list[Any]:
+    """Return the answers to calls of the same kind. If it fails for all, each on its own shows which of them fails."""
+    function = calls[0].function
+    found = attempt(lambda: function([call.item for call in calls]))
+    if isinstance(found, BaseException):
+        return [attempt(lambda call=call: raised(function([call.item])[0])) for call in calls]  # type: ignore[misc]
+    return found
+
+
+class Training(NamedTuple):
+    """A run's round."""
+
+    i: int
+    inputs: RoundInputs
+    visit: Visit | None
+    skip: bool
+
+
+class Call(NamedTuple):
+    """What a run waits for. Calls of the same kind are answered together."""
+
+    kind: Any
+    item: Any
+    function: Callable[[list[Any]], list[Any]]
+    trains: bool = False
+
+
+class Seat:
+    """The engine of a run that trains side by side with others."""
+
+    def __init__(self, group: Group, i: int, own: Engine) -> None:
+        """`own` is the engine that trains the run alone."""
+        self.group, self.i, self.own = group, i, own
+        self.turn = threading.Condition(group.stage.lock)
+
+    @property
+    def width(self) -> int:
+        return self.own.width
+
+    @property
+    def program(self) -> Program:
+        return self.own.program
+
+    def run(self, inputs: RoundInputs, visit: Visit | None = None, skip: bool = False) -> Outcome:
+        item = Training(self.i, inputs, visit, skip)
+        outcome: Outcome = self.group.call(self.i, Call((visit is None, skip), item, self.group.train, trains=True))
+        return outcome
+
+    def meet(self, item: T, function: Callable[[list[T]], list[R | BaseException]]) -> R:
+        """Return a function's result for an item, together with those of the other runs. See `meet`."""
+        answer: R = self.group.call(self.i, Call(function, item, function))
+        return answer
+
+    def measure_all(self, inputs: RoundInputs, when: str) -> list[Tree]:
+        engine = self.group.engine
+        if engine is None:
+            return self.own.measure_all(inputs, when)
+        return engine.measure_all(stacked([inputs], [self.group.firsts[self.i]]), when)
