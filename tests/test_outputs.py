@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -124,3 +126,67 @@ def test_outputs_that_are_not_tensors(seen, monkeypatch):
     cuda_graphs.put_in_place(monkeypatch)
     run = trained(Several, output="all", loss=loss)
     assert seen[-1] and "loss" in run.history[-1]
+
+
+class Frozen(Plain):
+    """A large output of a layer that does not train, and weights that are larger than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.large = nn.Linear(6, 500), nn.Linear(500, 5000)
+        for w in self.wide.parameters():
+            w.requires_grad = False
+
+    def forward(self, x):
+        return super().forward(x) + 1e-6 * self.large(self.wide(x)).sum(1, keepdim=True)
+
+
+def test_the_memory_of_a_sample():
+    plain, frozen = (Outputs(run_of(model).model, traced=False) for model in (Plain, Frozen))
+    assert plain.sample_bytes == 4 * 8 and frozen.sample_bytes == 4 * 5000
+    low = Outputs(prepare(Settings(**settings(Frozen), method=ud.FedAvg(), precision="bfloat16"), ALONE).model, False)
+    assert low.sample_bytes == 2 * 5000, "casts of weights do not count"
+
+
+@pytest.mark.parametrize(
+    ("samples", "runs", "processes", "least", "wanted"),
+    [
+        (25, 1, 1, None, 25),  # 20 kB, so at most 200 samples of 100 bytes
+        (1000, 1, 1, None, 200),
+        (201, 1, 1, None, 101),  # equal batches
+        (1000, 8, 1, None, 25),
+        (25, 1, 4, None, 7),
+        (2, 1, 4, None, 1),
+        (0, 1, 1, None, 1),
+        (1000, 10**6, 1, None, 1),
+        (1000, 1, 1, 30, 30),
+    ],
+)
+def test_batches_fill_a_gpu(samples, runs, processes, least, wanted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**6))
+    run = SimpleNamespace(
+        device=torch.device("cuda"),
+        device_data=SimpleNamespace(sample=torch.zeros(1, 6), host=None),
+        outputs=SimpleNamespace(sample_bytes=100.0, most=least),
+        ranks=SimpleNamespace(size=processes),
+    )
+    assert evaluate.batch_size(run, samples, runs) == wanted
+    run.device_data.host = run.device_data.sample
+    assert evaluate.batch_size(run, samples, runs) == min(1000, least or 1000)
+
+
+def test_batches_are_halved_where_memory_runs_out(monkeypatch, caplog):
+    wanted, seen, called = trained(Plain), [], Outputs._called
+
+    def limited(self, params, tracked, x):
+        seen.append(len(x))
+        if len(x) > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return called(self, params, tracked, x)
+
+    monkeypatch.setattr(Outputs, "_called", limited)
+    found = trained(Plain)
+    assert seen[:3] == [25, 12, 6] and max(seen[3:]) == 6, "larger ones are not tried again"
+    assert "batches of 6 samples" in caplog.text
+    for row, other in zip(found.history, wanted.history, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-6) and row["accuracy"] == other["accuracy"]

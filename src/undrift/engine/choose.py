@@ -109,7 +109,7 @@ def build(choice: Choice, program: Program, data: DeviceData, width: int) -> Eng
     if captures(data.device):
         return _graphs(LanesEngine, choice, functions)
     alone = data.device.type == "cpu" and choice.lanes == 1
-    threads = torch.get_num_threads() if alone and width * output_bytes(program.model) <= CPU_THREAD_BYTES else 1
+    threads = torch.get_num_threads() if alone and _largest(program.model, width) <= CPU_THREAD_BYTES else 1
     engine = LanesEngine(functions, EagerSteps(functions.step), choice.lanes, trace_passes=threads > 1)
     return ThreadedEngine(engine, threads) if threads > 1 else engine
 
@@ -128,11 +128,12 @@ def _graphs(kind: type[L], choice: Choice, functions: Vectorized) -> L:
     return kind(functions, GraphSteps(functions.step, compiled), choice.lanes, trace_passes=True, compiled=compiled)
 
 
-def output_bytes(model: Model) -> float:
-    """Return the size in bytes of the largest output of a layer for one sample."""
+def _largest(model: Model, width: int) -> float:
+    """Return the size in bytes of the largest output of a layer for a batch."""
     with torch.no_grad():
         outputs = [call.output for call in model.watch(model.trial(), model.sample).calls]
-    return max((out.numel() * out.element_size() for out in outputs), default=0) / batch_size(model.sample)
+    most = max((out.numel() * out.element_size() for out in outputs), default=0)
+    return width * most / batch_size(model.sample)
 
 
 def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: int) -> tuple[int, str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.engine.compiler import distance, rounding
 from undrift.engine.trace import Traced
@@ -36,6 +39,26 @@ class Outputs:
         self.alone: Pass = Checked(self._called, self._called, model) if traced else self._called
         self.of_all: Pass = Checked(self._in_lanes, self._one_by_one, model) if traced else self._one_by_one
         """A list of the outputs for each of several sets of weights and statistics, stacked along a first axis."""
+        self.most: int | None = None
+        """The size of the largest batch that fits into memory, once it has run out."""
+
+    @cached_property
+    def sample_bytes(self) -> float | None:
+        """By how many bytes the largest tensor of a forward pass grows with each sample; None if that is not known."""
+        try:
+            few, more = (self._sizes(rows) for rows in (2, 4))
+        except Exception:  # a model may raise anything on repeated samples
+            return None
+        growth = max((after - before for before, after in zip(few, more, strict=False)), default=0) / 2
+        return growth if growth > 0 and len(few) == len(more) else None
+
+    @torch.no_grad()
+    def _sizes(self, rows: int) -> list[int]:
+        """The sizes in bytes of all tensors that operations return, for a batch of one sample repeated."""
+        x = tree_map(lambda t: t[:1].expand(rows, *t.shape[1:]).contiguous(), self.model.sample)
+        with Sizes() as seen:
+            self._called(self.model.trial(), self.model.tracked, x)
+        return seen.sizes
 
     @property
     def traced(self) -> bool:
@@ -93,6 +116,19 @@ class Checked:
         self.traced = None
         log.debug("the model is evaluated without tracing it: %s", why)
         return output
+
+
+class Sizes(TorchDispatchMode):
+    """Records the size of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.sizes += [t.numel() * t.element_size() for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
+        return found
 
 
 def _length(tree: Tree) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import Rows
+from undrift.engine.fallback import out_of_memory
 from undrift.functional.model import Params
 from undrift.losses import accuracy
 from undrift.metrics import summed
@@ -32,7 +33,7 @@ BATCH = 1000
 BATCH_BYTES = 2**25
 """The largest size of a batch in bytes. Large samples come in smaller batches."""
 GPU_SHARE = 0.02
-"""The share of a GPU's memory for the largest output of a layer."""
+"""The share of a GPU's memory for the largest tensor of a forward pass."""
 
 
 def warn_without_test(run: Run, clients: int) -> None:
@@ -121,13 +122,28 @@ def passes(each: list[Pass]) -> list[Found | BaseException]:
     return [found[i] for i in range(len(each))]
 
 
-@torch.no_grad()
 def passed(each: list[Pass]) -> list[Found | BaseException]:
-    """Return the sums of passes over the same samples."""
+    """Return the sums of passes over the same samples. If memory runs out, batches are halved until they fit."""
+    run, samples = each[0].run, max(1, len(each[0].rows))
+    while True:
+        size = min(samples, batch_size(run, samples, len(each)))
+        try:
+            return in_batches(each, size)
+        except Exception as error:
+            if size == 1 or not out_of_memory(error):
+                raise
+        run.outputs.most = size // 2
+        log.warning("evaluation starts again in batches of %d samples: memory ran out with %d", size // 2, size)
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def in_batches(each: list[Pass], size: int) -> list[Found | BaseException]:
+    """Return the sums of passes over the same samples, in batches of this size."""
     run, rows, answers = each[0].run, each[0].rows, [Answers(one.run) for one in each]
     states = [(one.state.params, one.state.tracked) for one in each]
     stacked: tuple[Params, Params] | None = tree_stack(states) if len(each) > 1 else None
-    for x, y in rows.batches(batch_size(run, len(rows), len(each))):
+    for x, y in rows.batches(size):
         outputs = run.outputs.of_all(*stacked, x) if stacked else [run.outputs(*states[0], x)]
         for own, output in zip(answers, outputs, strict=True):
             own.add(output, y)
@@ -152,8 +168,10 @@ class Answers:
             if self.by_class:
                 for total, own in zip(self.classes, accuracy(output, y), strict=True):
                     total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
-        except BaseException as error:  # of this run alone
-            self.failure = error
+        except BaseException as error:
+            if out_of_memory(error):
+                raise
+            self.failure = error  # of this run alone
 
 
 def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
@@ -196,13 +214,13 @@ def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
 def batch_size(run: Run, samples: int, runs: int = 1) -> int:
     """Return the size of the equal batches in which so many samples are evaluated, for several runs at once.
 
-    On a GPU, it is chosen such that the largest output of a layer for a batch takes a fixed share of the memory. For
-    samples that are on the host, and on a CPU, it is a function of their size.
+    On a GPU, it is chosen such that the largest tensor of a forward pass takes a fixed share of the memory. For samples
+    that are on the host, and on a CPU, it is a function of their size.
     """
-    sample = max(1, tree_bytes(run.device_data.sample))
-    if run.device.type == "cuda" and run.device_data.host is None:
+    most = min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))
+    if run.device.type == "cuda" and run.device_data.host is None and run.outputs.sample_bytes:
         memory = GPU_SHARE * torch.cuda.get_device_properties(run.device).total_memory
-        most = int(memory // (runs * max(sample, run.output_bytes)))
-        batches = -(-samples // max(1, most))
-        return -(-samples // max(batches, run.ranks.size)) or 1
-    return min(BATCH, max(1, BATCH_BYTES // sample))
+        most = max(1, int(memory / (runs * run.outputs.sample_bytes)))
+        batches = max(-(-samples // most), run.ranks.size)  # equal ones, and at least one per process
+        most = max(1, -(-samples // batches))
+    return min(most, run.outputs.most or most)

@@ -13,7 +13,6 @@ from torch import Tensor
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.engine import graph
 from undrift.engine.base import Engine, RoundInputs
-from undrift.engine.choose import output_bytes
 from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
 from undrift.engine.inputs import build_inputs, mean_weights, on_device
@@ -81,11 +80,6 @@ class Run:
         """The model in evaluation mode."""
         lanes = self.choices["engine"] == "lanes" and graph.captures(self.device)
         return Outputs(self.model, traced=lanes)
-
-    @cached_property
-    def output_bytes(self) -> float:
-        """The size in bytes of the largest output of a layer for one sample."""
-        return output_bytes(self.model)
 
     @property
     def population(self) -> int:
