@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -19,6 +19,7 @@ from tests.problems import distance, make_clients, net, same_bits, split
 from undrift.engine.outputs import Outputs
 from undrift.engine.stacked import StackedEngine
 from undrift.training.beside import side_by_side
+from undrift.training.meeting import Call, answered
 from undrift.training.result import recorded
 
 SIZES = ([23, 5, 0, 41, 10, 17, 1], [9, 30, 2, 2, 14, 40], [12, 12, 12, 12, 12])
@@ -343,7 +344,7 @@ def test_models_are_evaluated_together(module, evaluated):
         assert [row.keys() for row in one.history] == [row.keys() for row in other.history]
         for row, same in zip(one.history, other.history, strict=True):
             for name in {"loss", "accuracy", "top"} & row.keys():
-                assert same[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
+                assert same[name] == pytest.approx(row[name], rel=1e-9, abs=1e-12), name
             assert same["class_accuracy"] == row["class_accuracy"]
 
 
@@ -361,3 +362,107 @@ def test_a_metric_that_fails_is_its_own_runs(evaluated):
     found = side_by_side([task(seed) for seed in range(3)])
     assert isinstance(found[1], ArithmeticError)
     assert all(len(found[i].history) == 3 for i in (0, 2)) and {3, 2} <= set(evaluated)
+
+
+class Share:
+    """An accuracy that is an object with a state."""
+
+    def __init__(self):
+        self.right = self.seen = 0
+
+    def reset(self):
+        self.__init__()
+
+    def update(self, output, target):
+        self.right, self.seen = self.right + int((output.argmax(1) == target).sum()), self.seen + len(target)
+
+    def compute(self):
+        return self.right / self.seen
+
+
+def test_evaluations_of_every_kind_are_those_alone(evaluated, rounds):
+    """Other test sets, other rounds to evaluate, metrics that are objects, and one that writes to its arguments."""
+    base, tasks = one_store(), []
+    test = base[0].test_rows
+    some, one = (replace(test, index=test.index[:n]) for n in (len(test) // 2, 1))
+
+    def writes(output, target):
+        found = (output.argmax(1) == target).double()
+        target.zero_()
+        return found
+
+    kinds = [
+        ((test, some), {"rounds": 5, "metrics": {"accuracy": "accuracy", "written": writes}}),
+        ((test, None), {"rounds": 4, "evaluate_every": 2}),
+        ((some, test), {"rounds": 6, "evaluate_every": 4, "stop_when": lambda h: "enough" if len(h) == 4 else None}),
+        ((one, test), {"rounds": 4, "metrics": {"accuracy": "accuracy", "share": Share()}}),
+        ((None, some), {"rounds": 7, "evaluate_every": 3}),
+    ]
+    for seed, ((tests, held), options) in enumerate(kinds):
+        torch.manual_seed(seed)
+        data = replace(base[seed % 3], test_rows=tests, validation_rows=held)
+        tasks.append(partial(ud.train, net(), data, ud.FedAvg(), **{**settings(seed), **options}))
+    alone = [task() for task in tasks]
+    assert not evaluated
+    for wanted, found in zip(alone, side_by_side(tasks), strict=True):
+        assert not isinstance(found, BaseException), found
+        assert len(wanted.history) == len(found.history)
+        for row, same in zip(wanted.history, found.history, strict=True):
+            del row["seconds"], same["seconds"]
+            assert alike(same, row)
+    assert max(evaluated) > 1, "some were evaluated together"
+    assert rounds == [5, 5, 5, 5, 2, 1, 1], "runs stay in step, whenever they evaluate"
+
+
+def alike(found, wanted):
+    """Equal, but for the last digits of numbers."""
+    if isinstance(wanted, float):
+        return found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(alike(found[name], wanted[name]) for name in wanted)
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(alike, found, wanted))
+    return found == wanted
+
+
+class Remembers(nn.Module):
+    """Adds a number in evaluation mode, which becomes a constant of a traced pass."""
+
+    offset = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        z = self.inner(x)
+        return z if self.training else z + Remembers.offset
+
+
+def test_models_that_tracing_would_change_are_evaluated_one_by_one(evaluated, monkeypatch):
+    called = Outputs._called
+
+    def counting(self, params, tracked, x):
+        Remembers.offset += 1.0
+        return called(self, params, tracked, x)
+
+    monkeypatch.setattr(Remembers, "offset", 0.0)
+    monkeypatch.setattr(Outputs, "_called", counting)
+    evaluations([Remembers] * 2, rounds=3, metrics=None)
+    assert len(evaluated) <= 2, "then each run's model is called"
+
+
+def test_what_fails_for_all_is_answered_one_by_one():
+    def answer(items):
+        if len(items) > 1 or items[0] == 2:
+            raise MemoryError(f"{items} at once")
+        return [10 * items[0]]
+
+    found = answered([Call("kind", item, answer) for item in (1, 2, 3)])
+    assert (found[0], found[2]) == (10, 30) and isinstance(found[1], MemoryError)
+
+
+def test_runs_with_other_numbers_of_threads_take_turns(rounds):
+    data = one_store()[0]
+    tasks = [partial(ud.train, net(), data, ud.FedAvg(), **settings(i, threads=i + 1)) for i in range(2)]
+    assert [len(found.history) for found in side_by_side(tasks)] == [3, 3] and not rounds

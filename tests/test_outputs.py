@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ import undrift as ud
 from tests import cuda_graphs
 from undrift.engine.outputs import Outputs
 from undrift.engine.ranks import ALONE
+from undrift.functional.model import Model
+from undrift.losses import model_loss
 from undrift.training import evaluate
 from undrift.training.build import prepare
 from undrift.training.settings import Settings
@@ -149,34 +152,38 @@ def test_the_memory_of_a_sample():
 
 
 @pytest.mark.parametrize(
-    ("samples", "runs", "processes", "least", "wanted"),
+    ("samples", "runs", "bytes_per_sample", "most", "wanted"),
     [
-        (25, 1, 1, None, 25),  # 20 kB, so at most 200 samples of 100 bytes
-        (1000, 1, 1, None, 200),
-        (201, 1, 1, None, 101),  # equal batches
-        (1000, 8, 1, None, 25),
-        (25, 1, 4, None, 7),
-        (2, 1, 4, None, 1),
-        (0, 1, 1, None, 1),
-        (1000, 10**6, 1, None, 1),
-        (1000, 1, 1, 30, 30),
+        (25, 1, 100, None, 25),  # 200 kB, so at most 2,000 samples of 100 bytes
+        (5000, 1, 100, None, 1667),
+        (2001, 1, 100, None, 1001),
+        (1000, 8, 100, None, 250),
+        (0, 1, 100, None, 1),
+        (1000, 10**6, 100, None, 1),
+        (5000, 1, 100, 30, 30),
+        (5000, 1, 1, None, 2500),  # 72 kB of samples of 24 bytes
+        (5000, 1, None, None, 1000),  # not known
     ],
 )
-def test_batches_fill_a_gpu(samples, runs, processes, least, wanted, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**6))
+def test_batches_fill_a_gpu(samples, runs, bytes_per_sample, most, wanted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**7))
+    monkeypatch.setattr(evaluate, "BATCH_BYTES", 72_000)
     run = SimpleNamespace(
         device=torch.device("cuda"),
-        device_data=SimpleNamespace(sample=torch.zeros(1, 6), host=None),
-        outputs=SimpleNamespace(sample_bytes=100.0, most=least),
-        ranks=SimpleNamespace(size=processes),
+        device_data=SimpleNamespace(sample=torch.zeros(1, 6)),
+        outputs=SimpleNamespace(sample_bytes=bytes_per_sample, most=most),
+        loss=None,
     )
     assert evaluate.batch_size(run, samples, runs) == wanted
-    run.device_data.host = run.device_data.sample
-    assert evaluate.batch_size(run, samples, runs) == min(1000, least or 1000)
+    run.loss = model_loss
+    assert evaluate.batch_size(run, samples, runs) == min(1000, most or 1000), "it depends on the batch"
 
 
-def test_batches_are_halved_where_memory_runs_out(monkeypatch, caplog):
+@pytest.mark.parametrize("traced", [False, True])
+def test_batches_are_halved_where_memory_runs_out(traced, monkeypatch, caplog):
     wanted, seen, called = trained(Plain), [], Outputs._called
+    if traced:
+        cuda_graphs.put_in_place(monkeypatch)
 
     def limited(self, params, tracked, x):
         seen.append(len(x))
@@ -185,8 +192,45 @@ def test_batches_are_halved_where_memory_runs_out(monkeypatch, caplog):
         return called(self, params, tracked, x)
 
     monkeypatch.setattr(Outputs, "_called", limited)
+    caplog.set_level("DEBUG", "undrift")
     found = trained(Plain)
     assert seen[:3] == [25, 12, 6] and max(seen[3:]) == 6, "larger ones are not tried again"
+    assert "without tracing" not in caplog.text
     assert "batches of 6 samples" in caplog.text
     for row, other in zip(found.history, wanted.history, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-6) and row["accuracy"] == other["accuracy"]
+
+
+def test_batches_of_clients_own_tests_are_halved_too(monkeypatch):
+    clients = [(torch.randn(n, 6), torch.arange(n) % 3) for n in (20, 12)]
+    data = replace(ud.FederatedDataset.from_clients(clients, test=clients), test_rows=None)
+    options = {"rounds": 1, "local": ud.Local(steps=1, batch_size=4, lr=0.1)}
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    wanted = ud.train(model, data, **options).history[-1]
+    call, seen = Model.__call__, []
+
+    def limited(self, params, x):
+        seen.append(len(x))
+        if len(x) > 9:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(self, params, x)
+
+    monkeypatch.setattr(Model, "__call__", limited)
+    found = ud.train(model, data, **options).history[-1]
+    assert 32 in seen and found["client_loss"] == pytest.approx(wanted["client_loss"], rel=1e-6)
+
+
+def test_an_interrupted_evaluation_ends_at_once(monkeypatch):
+    monkeypatch.setattr(evaluate, "BATCH", 5)
+    seen = []
+
+    def interrupted(output, target):
+        seen.append(len(target))
+        if len(target) == 5:
+            raise KeyboardInterrupt
+        return target.double()
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(Plain, metrics={"figure": interrupted})
+    assert seen.count(5) == 1

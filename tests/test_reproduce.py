@@ -242,7 +242,7 @@ class Clock:
         """A round a second."""
         self.ran.append(cell.row)
         needed = self.seconds[cell.row]
-        for t in range(needed):
+        for t in range(1, needed + 1):
             self.now += 1
             if late(t):
                 raise work.Paused
@@ -298,7 +298,7 @@ def test_a_cell_that_fails_does_not_end_the_queue(tmp_path, monkeypatch):
     assert "mu" in next(iter(found.failed.values())) and len(found.finished) == 1
 
 
-def test_seeds_of_one_setting_train_in_one_program(tmp_path):
+def test_seeds_of_one_setting_train_in_one_program(tmp_path, monkeypatch):
     cells = [quick_cell(seed=seed) for seed in range(3)] + [quick_cell(rounds=9, row="longer")]
     tables = [table_of(*cells)]
     found = runner(tmp_path, budget=100.0)
@@ -306,6 +306,9 @@ def test_seeds_of_one_setting_train_in_one_program(tmp_path):
     beside = partial(found.beside, cells[0], tables)
     assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1, 2]
     assert [c.seed for c in beside(costs, 3.0, [cells[1].key])] == [0, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "share_done", lambda folder, cell: 0.5 * (cell.seed == 2))
+        assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1], "those that have come as far"
     found.budget = 28.0
     assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1], "three take 20 s, and the margins"
     found.budget = None
@@ -319,8 +322,9 @@ def test_cells_in_one_program_stop_after_the_same_round(tmp_path, monkeypatch):
     assert not found.late(1)
     clock.now = 99.0
     assert not found.late(1), "another cell's first round: the one before goes on, so this one does"
-    assert found.late(2) and found.late(2)
-    assert found.late(1), "a cell that is started after the others has its own rounds"
+    assert found.late(2) and found.late(2) and found.late(7)
+    clock.now = 0.0
+    assert found.late(3), "once cells have begun to stop, all do"
 
 
 def test_side_by_side_in_processes(tmp_path, capsys):

@@ -618,3 +618,17 @@ def test_rounding_is_not_taken_for_samples_that_interact():
     local = ud.Local(epochs=1, batch_size=4, lr=0.1)
     run = ud.train(Coarse(), data, rounds=1, local=local, precision="bfloat16", device="cpu")
     assert run.choices["engine"] == "lanes", run.choices["why"]
+
+
+def test_samples_that_interact_are_found_in_low_precision():
+    clients = [(torch.randn(n, 6), torch.arange(n) % 3) for n in (13, 9)]
+    data = ud.FederatedDataset.from_clients(clients, test=clients[0])
+    model = nn.Sequential(Centered(), nn.Linear(6, 3))
+    local = ud.Local(epochs=1, batch_size=4, lr=0.1)
+    run = ud.train(model, data, rounds=1, local=local, precision="bfloat16", device="cpu")
+    assert run.choices["engine"] == "plain" and "interact" in run.choices["why"]
+
+
+class Centered(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)

@@ -15,13 +15,14 @@ from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.engine.compiler import distance, rounding
+from undrift.engine.fallback import out_of_memory
 from undrift.engine.trace import Traced
 from undrift.errors import first_sentence
 from undrift.functional.model import Model, Params
 from undrift.tree import Tree, tree_leaves, tree_map
 
 log = logging.getLogger("undrift")
-Pass = Callable[[Params, Params, Tree], Tree]
+Forward = Callable[[Params, Params, Tree], Tree]
 """A function of weights, running statistics and samples."""
 
 
@@ -36,8 +37,8 @@ class Outputs:
 
     def __init__(self, model: Model, traced: bool) -> None:
         self.model = model
-        self.alone: Pass = Checked(self._called, self._called, model) if traced else self._called
-        self.of_all: Pass = Checked(self._in_lanes, self._one_by_one, model) if traced else self._one_by_one
+        self.alone: Forward = Checked(self._called, self._called, model) if traced else self._called
+        self.of_all: Forward = Checked(self._in_lanes, self._one_by_one, model) if traced else self._one_by_one
         """A list of the outputs for each of several sets of weights and statistics, stacked along a first axis."""
         self.most: int | None = None
         """The size of the largest batch that fits into memory, once it has run out."""
@@ -83,7 +84,8 @@ class Outputs:
 class Checked:
     """A forward pass that runs as it was traced.
 
-    A model that cannot be traced, or whose traced pass gives other outputs for the second batch of a shape, is called.
+    A model that cannot be traced, or whose traced pass gives other outputs for the first two batches of a shape, is
+    called.
 
     Args:
         function: What to trace.
@@ -91,7 +93,7 @@ class Checked:
         model: The model, for its precision.
     """
 
-    def __init__(self, function: Pass, called: Pass, model: Model) -> None:
+    def __init__(self, function: Forward, called: Forward, model: Model) -> None:
         self.called, self.model, self.calls = called, model, Counter[Any]()
         self.traced: Traced | None = Traced(function)
 
@@ -101,21 +103,24 @@ class Checked:
         try:
             found = self.traced(*tree_map(torch.Tensor.contiguous, (params, tracked, x)))
         except Exception as error:  # in evaluation mode, a model may do what it does not do in training
-            return self._untraced(first_sentence(error), self.called(params, tracked, x))
+            if out_of_memory(error):
+                raise
+            self._stop_tracing(first_sentence(error))
+        if self.traced is None:
+            return self.called(params, tracked, x)
         shape = tuple(t.shape for t in tree_leaves((params, x)))
         self.calls[shape] += 1
-        if self.calls[shape] == 2:  # the first is the one that was traced
-            wanted = self.called(params, tracked, x)
-            off = distance(*([t for t in tree_leaves(z) if isinstance(t, Tensor)] for z in (found, wanted)))
-            if off > rounding(self.model.compute_dtype):
-                return self._untraced(f"traced, it is off by {off:.2g}", wanted)
-        return found
+        if self.calls[shape] > 2:
+            return found
+        wanted = self.called(params, tracked, x)  # the second batch also shows what became a constant in the trace
+        off = distance(*([t for t in tree_leaves(z) if isinstance(t, Tensor)] for z in (found, wanted)))
+        if off > rounding(self.model.compute_dtype):
+            self._stop_tracing(f"traced, it is off by {off:.2g}")
+        return wanted
 
-    def _untraced(self, why: str, output: Tree) -> Tree:
-        """Go on without tracing. Returns the output."""
+    def _stop_tracing(self, why: str) -> None:
         self.traced = None
         log.debug("the model is evaluated without tracing it: %s", why)
-        return output
 
 
 class Sizes(TorchDispatchMode):

@@ -28,6 +28,8 @@ from undrift.triton import available
 from undrift.vmap import fold_into_lanes
 
 MASK = 0xFFFFFFFF
+MOST_LANES = 65535
+"""The largest number of lanes that the kernel takes, which are along the second axis of its grid."""
 Words = tuple[Any, Any, Any, Any]
 
 
@@ -129,7 +131,7 @@ def philox_words(keys: Tensor, steps: Tensor, stream: int, count: int) -> Tensor
         stream: Distinguishes the draws of one step.
         count: How many words to draw per lane.
     """
-    if available(keys.device, keys.dtype):
+    if available(keys.device, keys.dtype) and len(keys) <= MOST_LANES:
         from undrift.random import kernels
 
         return kernels.philox_words(keys, steps, stream, count)
@@ -166,9 +168,11 @@ def bits(key: Key, count: int) -> Tensor:
     Returns:
         A tensor of `count` integers from 0 to 2³² − 1.
     """
-    if key.words.is_cuda:
-        return philox_words(key.words[None], key.step[None], key.stream, count)[0]
-    return _words(key.words, key.step, key.stream, count)
+    words, step, stream = key.words, key.step.to(key.words.device), key.stream & MASK
+    # Kernels run on the current device, which a run's own is.
+    if words.is_cuda and words.device.index == torch.cuda.current_device():
+        return philox_words(words[None], step[None], stream, count)[0]
+    return _words(words, step, stream, count)
 
 
 def uniform(key: Key, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

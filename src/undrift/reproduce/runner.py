@@ -78,7 +78,7 @@ class Runner:
         Cells in one program get the same answer. If one of them went on alone, a program would be compiled for it.
         """
         if t != self.decided[0]:
-            self.decided = t, self.stop.asked or self.left < MARGIN
+            self.decided = t, self.decided[1] or self.stop.asked or self.left < MARGIN
         return self.decided[1]
 
     def fits(self, cell: Cell, costs: Costs) -> bool:
@@ -86,7 +86,7 @@ class Runner:
         expected = costs.seconds(cell)
         if expected is None:
             return self.left > LEAST
-        return self.in_time(expected * (1 - work.share_done(self.parts / cell.digest, cell)))
+        return self.in_time(expected * (1 - self.rounds_done(cell)))
 
     def in_time(self, expected: float) -> bool:
         """Return whether something that is expected to take this many seconds would finish in the time left."""
@@ -101,13 +101,19 @@ class Runner:
         """Return the cell, and those of its other seeds that are not done, as far as time and memory allow."""
         if cell.options.get("kind", "train") != "train":
             return [cell]
-        chosen = [other for other in self.waiting(tables, busy) if siblings(cell, other)][:MOST]
+        done = self.rounds_done(cell)  # cells at different rounds would not stop after the same one
+        alike = [other for other in self.waiting(tables, busy) if siblings(cell, other)]
+        chosen = [other for other in alike if self.rounds_done(other) == done][:MOST]
         expected = costs.seconds(cell) or 0.0
         while len(chosen) > 1 and not (
             share_of(chosen) <= room + 1e-9 and self.in_time(expected * slower(len(chosen)))
         ):
             chosen.pop()
         return chosen if cell in chosen else [cell]
+
+    def rounds_done(self, cell: Cell) -> float:
+        """Return the share of a cell's rounds that earlier parts have done."""
+        return work.share_done(self.parts / cell.digest, cell)
 
     def too_long(self, cell: Cell, costs: Costs) -> bool:
         """Return whether the cell would not even finish in the whole budget."""
@@ -244,8 +250,7 @@ class Runner:
 
     def pause(self, cell: Cell) -> None:
         self.paused.append(cell.key)
-        share = work.share_done(self.parts / cell.digest, cell)
-        self.say(f"paused  {100 * share:6.0f} %  {cell.key}")
+        self.say(f"paused  {100 * self.rounds_done(cell):6.0f} %  {cell.key}")
 
     def fail(self, cell: Cell, why: str) -> None:
         self.failed[cell.key] = why

@@ -204,6 +204,7 @@ def signature(run: Run, given: Settings) -> str:
             "device": str(run.device),
             "compile": run.choices["compile"],
             "deterministic": given.deterministic,
+            "threads": run.choices["threads"],
         }
     )
 

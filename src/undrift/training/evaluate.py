@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,14 +14,16 @@ from torch import Tensor
 from undrift.data.dataset import Rows
 from undrift.engine.fallback import out_of_memory
 from undrift.functional.model import Params
-from undrift.losses import accuracy
+from undrift.loss_modules import PerSample
+from undrift.losses import Loss, accuracy, model_loss
 from undrift.metrics import summed
 from undrift.metrics.base import Tally
-from undrift.training.meeting import meet
+from undrift.training.meeting import attempt, meet
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import tree_bytes, tree_map, tree_stack
 
+R = TypeVar("R")
 log = logging.getLogger("undrift")
 NO_TEST = (
     "The data have no test set, so the history will have no loss and no metrics; hold one out, as with "
@@ -31,7 +33,7 @@ Columns = Callable[[], dict[str, Any]]
 TEST, VALIDATION = "test", "validation"
 BATCH = 1000
 BATCH_BYTES = 2**25
-"""The largest size of a batch in bytes. Large samples come in smaller batches."""
+"""The largest size of a batch's samples in bytes."""
 GPU_SHARE = 0.02
 """The share of a GPU's memory for the largest tensor of a forward pass."""
 
@@ -63,7 +65,7 @@ def measured(run: Run, state: State, split: str) -> Columns:
     """Evaluate the model: the mean loss, each metric, and with accuracy `class_accuracy`, None for absent classes."""
     if summed(run.measures):
         return partial(read, values(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, split)))))
-    tally, by_class = run.ranks.together(lambda: meet(run, Pass(run, state, split), passes))
+    tally, by_class = run.ranks.together(lambda: meet(run, Evaluation(run, state, split), evaluate_all))
     found = tally.figures() | class_accuracy(by_class)
     return lambda: found
 
@@ -71,107 +73,100 @@ def measured(run: Run, state: State, split: str) -> Columns:
 def totals(run: Run, state: State, split: str) -> dict[str, Any]:
     """Return what `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
 
-    Of several processes, each takes some of the batches. One that has none looks at a sample all the same, for the form
+    Of several processes, each takes some of the samples. One that has none looks at a sample all the same, for the form
     of the sums.
     """
     whole: Tensor = getattr(run, split).index
-    mine = own_batches(run, whole, batch_size(run, len(whole)))
-    tally, by_class = meet(run, Pass(run, state, split, mine if len(mine) else whole[:1]), passes)
+    mine = own_share(run, whole)
+    some = None if mine is whole else mine if len(mine) else whole[:1]
+    tally, by_class = meet(run, Evaluation(run, state, split, some), evaluate_all)
     if not len(mine):
         tally, by_class = tally.cleared(), torch.zeros_like(by_class)
     return {"sums": tally.sums} | ({"by_class": by_class} if by_class.numel() else {})
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A pass over held-out data."""
+class Evaluation:
+    """The evaluation of a run's model on held-out data."""
 
     run: Run
     state: State
     split: str
-    """The attribute of the run that has the data."""
+    """`TEST` or `VALIDATION`."""
     index: Tensor | None = None
-    """Some of their indices, if not all."""
+    """The samples, if not all of the split."""
 
     @property
     def rows(self) -> Rows:
         rows: Rows = getattr(self.run, self.split)
         return rows if self.index is None else replace(rows, index=self.index)
 
-    def samples(self) -> Any:
-        """Identifies the samples: equal for passes over the same ones."""
-        whole = self.index is None or len(self.index) == len(getattr(self.run, self.split))
-        return self.run.data.digests[f"{self.split} data"] if whole else self
+    @property
+    def shareable(self) -> bool:
+        """Whether it may be one program with evaluations of other runs on the same samples."""
+        return self.index is None and self.run.outputs.traced
 
 
 Found = tuple[Tally, Tensor]
 """Sums; with accuracy also correct answers and samples by class."""
 
 
-def passes(each: list[Pass]) -> list[Found | BaseException]:
-    """Return the sums of each pass, or the exception that a metric raised.
+def evaluate_all(each: list[Evaluation]) -> list[Found | BaseException]:
+    """Return the sums of each evaluation, or the exception that a metric raised.
 
-    On a GPU, passes over the same samples are one: those of runs side by side, whose models have the same shape.
+    On a GPU, evaluations on the same samples are one program: those of runs side by side, whose models have the same
+    shape.
     """
     alike: dict[Any, list[int]] = {}
     for i, one in enumerate(each):
-        alike.setdefault(one.samples() if len(each) > 1 and one.run.outputs.traced else i, []).append(i)
+        same = len(each) > 1 and one.shareable
+        alike.setdefault(one.run.digests[f"{one.split} data"] if same else i, []).append(i)
     found: dict[int, Found | BaseException] = {}
     for members in alike.values():
-        found |= dict(zip(members, passed([each[i] for i in members]), strict=True))
+        together = [each[i] for i in members]
+        run, samples = together[0].run, len(together[0].rows)
+        answers = halving(run, samples, partial(evaluate_together, together), len(together))
+        found |= dict(zip(members, answers, strict=True))
     return [found[i] for i in range(len(each))]
 
 
-def passed(each: list[Pass]) -> list[Found | BaseException]:
-    """Return the sums of passes over the same samples. If memory runs out, batches are halved until they fit."""
-    run, samples = each[0].run, max(1, len(each[0].rows))
-    while True:
-        size = min(samples, batch_size(run, samples, len(each)))
-        try:
-            return in_batches(each, size)
-        except Exception as error:
-            if size == 1 or not out_of_memory(error):
-                raise
-        run.outputs.most = size // 2
-        log.warning("evaluation starts again in batches of %d samples: memory ran out with %d", size // 2, size)
-        torch.cuda.empty_cache()
-
-
 @torch.no_grad()
-def in_batches(each: list[Pass], size: int) -> list[Found | BaseException]:
-    """Return the sums of passes over the same samples, in batches of this size."""
-    run, rows, answers = each[0].run, each[0].rows, [Answers(one.run) for one in each]
+def evaluate_together(each: list[Evaluation], size: int) -> list[Found | BaseException]:
+    """Return the sums of evaluations on the same samples, in batches of this size."""
+    run, measures = each[0].run, [Measures(one.run) for one in each]
     states = [(one.state.params, one.state.tracked) for one in each]
     stacked: tuple[Params, Params] | None = tree_stack(states) if len(each) > 1 else None
-    for x, y in rows.batches(size):
-        outputs = run.outputs.of_all(*stacked, x) if stacked else [run.outputs(*states[0], x)]
-        for own, output in zip(answers, outputs, strict=True):
-            own.add(output, y)
-    return [own.failure or (own.tally, own.classes) for own in answers]
+    failures: dict[int, BaseException] = {}
+    for x, y in each[0].rows.batches(size):
+        if stacked is None:
+            measures[0].add(run.outputs(*states[0], x), y)
+            continue
+        for i, output in enumerate(run.outputs.of_all(*stacked, x)):
+            # A run's metrics must not see what those of another write to the targets.
+            failure = None if i in failures else attempt(partial(measures[i].add, output, tree_map(torch.clone, y)))
+            if failure is not None and out_of_memory(failure):
+                raise failure
+            if failure is not None:
+                failures[i] = failure
+        if len(failures) == len(each):
+            break
+    return [failures.get(i, (own.tally, own.by_class)) for i, own in enumerate(measures)]
 
 
-class Answers:
-    """What a run's metrics make of a model's outputs."""
+class Measures:
+    """What a run's metrics add up of its model's outputs."""
 
     def __init__(self, run: Run) -> None:
         self.tally = Tally(run.measures)
-        self.by_class = run.metrics.get("accuracy") is accuracy and run.data.classes > 0
-        self.classes = torch.zeros(2, run.data.classes if self.by_class else 0, device=run.device)
-        self.failure: BaseException | None = None
+        self.classes = run.data.classes if run.metrics.get("accuracy") is accuracy else 0
+        self.by_class = torch.zeros(2, self.classes, device=run.device)
 
     def add(self, output: Any, y: Tensor) -> None:
-        """Add a batch, unless an earlier one failed."""
-        if self.failure:
-            return
-        try:
-            self.tally.add(output, y)
-            if self.by_class:
-                for total, own in zip(self.classes, accuracy(output, y), strict=True):
-                    total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
-        except BaseException as error:
-            if out_of_memory(error):
-                raise
-            self.failure = error  # of this run alone
+        """Add a batch."""
+        self.tally.add(output, y)
+        if self.classes:
+            for total, own in zip(self.by_class, accuracy(output, y), strict=True):
+                total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
 
 
 def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
@@ -204,23 +199,53 @@ def forms(run: Run, state: State) -> dict[str, Tensor]:
     return tally.cleared().sums
 
 
-def own_batches(run: Run, values: Tensor, size: int) -> Tensor:
-    """Return the batches that this process evaluates, of all batches of this many values."""
+def own_share(run: Run, values: Tensor) -> Tensor:
+    """Return what this process evaluates, of one value per sample. Every process must find the same shares."""
     if not run.ranks.several:
         return values
-    return torch.cat([values[:0], *values.split(size)[run.ranks.rank :: run.ranks.size]])
+    return torch.cat([values[:0], *values.split(fixed_size(run))[run.ranks.rank :: run.ranks.size]])
+
+
+def fixed_size(run: Run) -> int:
+    """Return the size of batches as a function of the size of a sample."""
+    return min(BATCH, most_samples(run))
+
+
+def most_samples(run: Run) -> int:
+    """Return how many samples a batch has at most."""
+    return max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample)))
 
 
 def batch_size(run: Run, samples: int, runs: int = 1) -> int:
-    """Return the size of the equal batches in which so many samples are evaluated, for several runs at once.
+    """Return how many of so many samples to evaluate at a time, for several runs at once.
 
-    On a GPU, it is chosen such that the largest tensor of a forward pass takes a fixed share of the memory. For samples
-    that are on the host, and on a CPU, it is a function of their size.
+    On a GPU, this is limited by the largest tensor of a forward pass, and by the samples themselves, wherever they are.
+    A loss of whole batches has batches of a fixed size, on which it depends.
     """
-    most = min(BATCH, max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample))))
-    if run.device.type == "cuda" and run.device_data.host is None and run.outputs.sample_bytes:
+    size = fixed_size(run)
+    if run.device.type == "cuda" and run.outputs.sample_bytes and not one_number(run.loss):
         memory = GPU_SHARE * torch.cuda.get_device_properties(run.device).total_memory
-        most = max(1, int(memory / (runs * run.outputs.sample_bytes)))
-        batches = max(-(-samples // most), run.ranks.size)  # equal ones, and at least one per process
-        most = max(1, -(-samples // batches))
-    return min(most, run.outputs.most or most)
+        most = min(most_samples(run), max(1, int(memory / (runs * run.outputs.sample_bytes))))
+        batches = -(-samples // most) or 1
+        size = -(-samples // batches) or 1  # of nearly the same size
+    return min(size, run.outputs.most or size)
+
+
+def one_number(loss: Loss) -> bool:
+    """Return whether a loss gives one value for a batch."""
+    return loss is model_loss or (isinstance(loss, PerSample) and loss.whole is not None)
+
+
+def halving(run: Run, samples: int, work: Callable[[int], R], runs: int = 1) -> R:
+    """Return `work(size)` with the batch size for so many samples, halved until it fits if memory runs out."""
+    while True:
+        size = min(max(1, samples), batch_size(run, samples, runs))
+        try:
+            return work(size)
+        except Exception as error:
+            if size == 1 or not out_of_memory(error):
+                raise
+        # Outside of the handler, whose traceback would keep the batch's tensors alive.
+        run.outputs.most = size // 2
+        log.warning("evaluation starts again in batches of %d samples: memory ran out with %d", size // 2, size)
+        torch.cuda.empty_cache()

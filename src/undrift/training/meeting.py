@@ -136,9 +136,10 @@ def answered(calls: list[Call]) -> list[Any]:
     """Return the answers to calls of the same kind. If it fails for all, each on its own shows which of them fails."""
     function = calls[0].function
     found = attempt(lambda: function([call.item for call in calls]))
-    if isinstance(found, BaseException):
-        return [attempt(lambda call=call: raised(function([call.item])[0])) for call in calls]  # type: ignore[misc]
-    return found
+    if not isinstance(found, BaseException):
+        return found
+    del found  # its traceback keeps tensors alive
+    return [attempt(lambda call=call: raised(function([call.item])[0])) for call in calls]  # type: ignore[misc]
 
 
 class Training(NamedTuple):

@@ -20,13 +20,12 @@ from undrift.engine.base import RoundInputs
 from undrift.engine.ranks import ALONE
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
-from undrift.loss_modules import PerSample
-from undrift.losses import Loss, lower_is_better, model_loss
+from undrift.losses import lower_is_better
 from undrift.method.part import Method
 from undrift.metrics import summed
 from undrift.metrics.base import Tally, streams, valued_by_client
 from undrift.random import choose, derive
-from undrift.training.evaluate import batch_size, own_batches
+from undrift.training.evaluate import halving, one_number, own_share
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -82,8 +81,7 @@ class Personal:
             return every.by_client()
 
         def work() -> dict[str, Tensor]:
-            size = batch_size(self.run, len(indices))
-            mine, whose = (own_batches(self.run, t, size) for t in (indices, self.whose))
+            mine, whose = (own_share(self.run, t) for t in (indices, self.whose))
             if len(mine):
                 return self._tally(model, state.params, mine, whose, len(self.clients)).sums
             one = self._tally(model, state.params, indices[:1], self.whose[:1], len(self.clients))  # for its form
@@ -162,22 +160,21 @@ class Personal:
 
     def _tally(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> Tally:
         """Return what the loss and each metric add up to, per client."""
-        tally, size = Tally(self.run.measures, clients), batch_size(self.run, len(indices))
-        batches = replace(self.rows, index=indices).batches(size)
-        for (x, y), owners in zip(batches, whose.split(size), strict=True):
-            tally.add(model(params, x), y, owners)
-        return tally
+
+        def work(size: int) -> Tally:
+            tally = Tally(self.run.measures, clients)
+            batches = replace(self.rows, index=indices).batches(size)
+            for (x, y), owners in zip(batches, whose.split(size), strict=True):
+                tally.add(model(params, x), y, owners)
+            return tally
+
+        return halving(self.run, len(indices), work)
 
 
 def valued(measures: dict[str, Any], sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the loss and each metric that is one number, by client, from sums."""
     scalar = {name: measure for name, measure in measures.items() if measure.scalar}
     return {name: valued_by_client(name, measure, sums[name]) for name, measure in scalar.items()}
-
-
-def one_number(loss: Loss) -> bool:
-    """Return whether a loss gives one value for a batch."""
-    return loss is model_loss or (isinstance(loss, PerSample) and loss.whole is not None)
 
 
 def has_own_models(run: Run) -> bool:

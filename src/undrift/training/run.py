@@ -81,6 +81,11 @@ class Run:
         lanes = self.choices["engine"] == "lanes" and graph.captures(self.device)
         return Outputs(self.model, traced=lanes)
 
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """What identifies the data of every split: see `FederatedDataset.digests`."""
+        return self.data.digests
+
     @property
     def population(self) -> int:
         """The number of clients with data."""
