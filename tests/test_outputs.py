@@ -234,3 +234,16 @@ def test_an_interrupted_evaluation_ends_at_once(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trained(Plain, metrics={"figure": interrupted})
     assert seen.count(5) == 1
+
+
+def test_processes_share_samples_whatever_fits_into_their_memory():
+    index, found = torch.arange(3300), []
+    for rank, most in ((0, None), (1, 7)):
+        run = SimpleNamespace(
+            device=torch.device("cpu"),
+            device_data=SimpleNamespace(sample=torch.zeros(1, 6)),
+            outputs=SimpleNamespace(sample_bytes=None, most=most),
+            ranks=SimpleNamespace(several=True, rank=rank, size=2),
+        )
+        found.append(evaluate.own_share(run, index))
+    assert sorted(torch.cat(found).tolist()) == index.tolist() and min(map(len, found)) > 1000
