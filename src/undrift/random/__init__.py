@@ -3,7 +3,7 @@
 The generator is Philox4x32-10 (Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011), a keyed bijection
 of a counter. It uses only integer operations, so one definition works for Python integers, numpy arrays and torch
 tensors, on every device, inside `vmap` and CUDA graphs, and gives the same words everywhere. On a GPU a draw is one
-operation (`philox_words`): in plain torch it would be some 150, and torch's compiler would repeat them in every kernel
+operation (`philox_words`): in plain torch it would be some 150, and torch's compiler may repeat them in every kernel
 that reads a draw.
 
 A key is derived from (seed, purpose, round, client). Inside local training, the counter is (block, stream, step, 0):
