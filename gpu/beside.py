@@ -10,8 +10,8 @@ import torch
 
 import undrift as ud
 from gpu.checks import Check, Finding, within
-from gpu.late import SIZES, apart
-from gpu.models import data_for, make
+from gpu.late import apart, data_with_test, timeless
+from gpu.models import make
 from undrift.engine import graph
 from undrift.training.beside import side_by_side
 
@@ -25,13 +25,10 @@ ROUNDS = (5, 3, 4)
 
 
 def task(model: str, dtype: torch.dtype, method: ud.Part, seed: int, device: str, **options: Any) -> Any:
-    data = data_for(model, SIZES)
-    x, y = data[0]
-    data = ud.FederatedDataset.from_clients([data[i] for i in range(len(data))], test=(x.flip(0), y))
     local = ud.Local(epochs=2, batch_size=8, lr=0.05 / (seed + 1))
     return partial(
-        ud.train, make(model, dtype), data, method, rounds=ROUNDS[seed], participation=5, local=local, device=device,
-        seed=seed, **options,
+        ud.train, make(model, dtype), data_with_test(model), method, rounds=ROUNDS[seed], participation=5, local=local,
+        device=device, seed=seed, **options,
     )  # fmt: skip
 
 
@@ -46,7 +43,7 @@ def same(model: str, dtype: torch.dtype, name: str, compiled: bool, device: str)
         if len(run.choices.get("beside", [])) != 2:
             return Finding("FAIL", f"run {seed} did not train beside the others")
         alone = make_task(seed, "cpu", engine="plain")()
-        rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in r.history] for r in (run, alone)]
+        rows = [timeless(r.history) for r in (run, alone)]
         weights = [{k: w.double().cpu().flatten().tolist() for k, w in r.params.items()} for r in (run, alone)]
         off = max(off, apart(*rows), apart(*weights))
     return within(off, 1e-9 if dtype == torch.float64 else 1e-3)

@@ -24,15 +24,24 @@ METHODS = {
 }
 
 
-def trained(model: str, dtype: torch.dtype, method: ud.Part, device: str, **options: Any) -> list[dict[str, Any]]:
-    """The history. Nobody listens to its rows, so that on a GPU they are complete one round late."""
+def data_with_test(model: str) -> ud.FederatedDataset:
+    """Uneven clients, and a test set of the first one's samples."""
     data = data_for(model, SIZES)
     x, y = data[0]
-    data = ud.FederatedDataset.from_clients([data[i] for i in range(len(data))], test=(x.flip(0), y))
+    return ud.FederatedDataset.from_clients([data[i] for i in range(len(data))], test=(x.flip(0), y))
+
+
+def timeless(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without how long they took."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in history]
+
+
+def trained(model: str, dtype: torch.dtype, method: ud.Part, device: str, **options: Any) -> list[dict[str, Any]]:
+    """The history. Nobody listens to its rows, so that on a GPU they are complete one round late."""
     local = ud.Local(epochs=2, batch_size=8, lr=0.05)
     run = ud.train(
-        make(model, dtype), data, method, rounds=5, participation=5, local=local, device=device, drift="layers",
-        **options,
+        make(model, dtype), data_with_test(model), method, rounds=5, participation=5, local=local, device=device,
+        drift="layers", **options,
     )  # fmt: skip
     assert run.stopped is None, run.stopped
     return run.history
@@ -59,8 +68,7 @@ def same(model: str, dtype: torch.dtype, name: str, options: dict[str, Any], dev
     given = {"engine": "lanes", "lanes": 3, **options, "compile": compiled}
     found = trained(model, dtype, METHODS[name], device, **given)
     wanted = trained(model, dtype, METHODS[name], "cpu", engine="plain")
-    rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows] for rows in (found, wanted)]
-    return within(apart(*rows), 1e-9 if dtype == torch.float64 else 1e-3)
+    return within(apart(timeless(found), timeless(wanted)), 1e-9 if dtype == torch.float64 else 1e-3)
 
 
 def checks() -> Iterator[Check]:

@@ -189,6 +189,11 @@ def tree_stack(trees: list[Tree]) -> Tree:
     return tree_map(lambda *leaves: torch.stack(leaves), trees[0], *trees[1:])
 
 
+def tree_unstack(tree: Tree) -> list[Tree]:
+    """Return the trees that `tree_stack` stacked, as views."""
+    return [tree_map(lambda t, i=i: t[i], tree) for i in range(len(tree_leaves(tree)[0]))]
+
+
 def tree_expand(tree: Tree, count: int) -> Tree:
     """Repeat a tree `count` times along a new first axis, without copying."""
     return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)

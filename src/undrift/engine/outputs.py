@@ -19,7 +19,7 @@ from undrift.engine.fallback import out_of_memory
 from undrift.engine.trace import Traced
 from undrift.errors import first_sentence
 from undrift.functional.model import Model, Params
-from undrift.tree import Tree, tree_leaves, tree_map
+from undrift.tree import Tree, tree_leaves, tree_map, tree_unstack
 
 log = logging.getLogger("undrift")
 Forward = Callable[[Params, Params, Tree], Tree]
@@ -73,12 +73,10 @@ class Outputs:
         return self.model.at(tracked)(params, x)
 
     def _in_lanes(self, params: Params, tracked: Params, x: Tree) -> list[Tree]:
-        found = vmap(self._called, (0, 0, None))(params, tracked, x)
-        return [tree_map(lambda t, i=i: t[i], found) for i in range(_length(params))]
+        return tree_unstack(vmap(self._called, (0, 0, None))(params, tracked, x))
 
     def _one_by_one(self, params: Params, tracked: Params, x: Tree) -> list[Tree]:
-        each = [tree_map(lambda t, i=i: t[i], (params, tracked)) for i in range(_length(params))]
-        return [self.alone(own, statistics, x) for own, statistics in each]
+        return [self.alone(own, statistics, x) for own, statistics in tree_unstack((params, tracked))]
 
 
 class Checked:
@@ -134,7 +132,3 @@ class Sizes(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         self.sizes += [t.numel() * t.element_size() for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
         return found
-
-
-def _length(tree: Tree) -> int:
-    return len(tree_leaves(tree)[0])

@@ -142,10 +142,12 @@ def evaluate_together(each: list[Evaluation], size: int) -> list[Found | BaseExc
             measures[0].add(run.outputs(*states[0], x), y)
             continue
         for i, output in enumerate(run.outputs.of_all(*stacked, x)):
+            if i in failures:
+                continue
             # A run's metrics must not see what those of another write to the targets.
-            failure = None if i in failures else attempt(partial(measures[i].add, output, tree_map(torch.clone, y)))
-            if failure is not None and out_of_memory(failure):
-                raise failure
+            failure = attempt(partial(measures[i].add, output, tree_map(torch.clone, y)))
+            if out_of_memory(failure):
+                raise failure  # type: ignore[misc]
             if failure is not None:
                 failures[i] = failure
         if len(failures) == len(each):
@@ -154,7 +156,7 @@ def evaluate_together(each: list[Evaluation], size: int) -> list[Found | BaseExc
 
 
 class Measures:
-    """What a run's metrics add up of its model's outputs."""
+    """Accumulates a run's metrics over the outputs of its model."""
 
     def __init__(self, run: Run) -> None:
         self.tally = Tally(run.measures)
@@ -207,17 +209,17 @@ def own_share(run: Run, values: Tensor) -> Tensor:
 
 
 def fixed_size(run: Run) -> int:
-    """Return the size of batches as a function of the size of a sample."""
+    """Return the batch size that depends on the size of a sample alone."""
     return min(BATCH, most_samples(run))
 
 
 def most_samples(run: Run) -> int:
-    """Return how many samples a batch has at most."""
+    """Return the largest number of samples in a batch, by their size in bytes."""
     return max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample)))
 
 
 def batch_size(run: Run, samples: int, runs: int = 1) -> int:
-    """Return how many of so many samples to evaluate at a time, for several runs at once.
+    """Return the batch size for evaluating this many samples, for several runs at once.
 
     On a GPU, this is limited by the largest tensor of a forward pass, and by the samples themselves, wherever they are.
     A loss of whole batches has batches of a fixed size, on which it depends.
@@ -237,7 +239,7 @@ def one_number(loss: Loss) -> bool:
 
 
 def halving(run: Run, samples: int, work: Callable[[int], R], runs: int = 1) -> R:
-    """Return `work(size)` with the batch size for so many samples, halved until it fits if memory runs out."""
+    """Return `work(size)` for the batch size of this many samples, halving it while memory runs out."""
     while True:
         size = min(max(1, samples), batch_size(run, samples, runs))
         try:

@@ -29,7 +29,7 @@ from undrift.training.evaluate import halving, one_number, own_share
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.tree import Tree, tree_map
+from undrift.tree import Tree, tree_unstack
 
 MOST = 1000
 """The largest number of clients to evaluate. Of more, this many are drawn, the same ones in every round."""
@@ -141,8 +141,7 @@ class Personal:
         plan, _ = method.plan(run.plan(t), state.parts, server)
 
         def visit(trained: Params, clients: np.ndarray) -> None:
-            for i, client in enumerate(clients.tolist()):
-                own = tree_map(lambda w, i=i: w[i], trained)
+            for client, own in zip(clients.tolist(), tree_unstack(trained), strict=True):
                 place = int(np.searchsorted(self.clients, client))
                 found[place] = self._alone(run.model, own, place)
 
