@@ -1,7 +1,7 @@
 """Small models, one of each kind that lanes can train, and data for them.
 
-They are smooth (tanh, no max-pooling): where a ReLU switches or a maximum moves, rounding alone would grow beyond the
-bounds of a comparison. Widths are odd or small, away from the sizes of tiles.
+They are smooth (tanh, no max-pooling) but for one: where a ReLU switches or a maximum moves, rounding alone would grow
+beyond the bounds of a comparison. In float32 that is rare. Widths are odd or small, away from the sizes of tiles.
 """
 
 from __future__ import annotations
@@ -89,11 +89,22 @@ def _strided() -> nn.Module:
     )
 
 
+def _pooled() -> nn.Module:
+    """Convolutions that are fused with what follows, and at last one that is not, because of its window."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 20, 5, padding=2), nn.MaxPool2d(2),
+        nn.ReLU(), nn.Conv2d(20, 7, 2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(7, 6, 2, padding=1),
+        nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(6, CLASSES),
+    )  # fmt: skip
+
+
+POOLED = "convolution, pooled"
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "linear": (_linear, (6,)),
     "layer norm": (_norm, (6,)),
     "convolution, padded": (_padded, (3, 8, 8)),
     "convolution, strided": (_strided, (3, 8, 8)),
+    POOLED: (_pooled, (3, 8, 8)),
     "GRU": (lambda: Reader(nn.GRU(5, 12, 2, batch_first=True)), None),
     "LSTM": (lambda: Reader(nn.LSTM(5, 12, batch_first=True)), None),
     "attention": (lambda: Attention(6), None),

@@ -12,6 +12,8 @@ import torch
 
 from undrift.functional.convolution import kernels as convolution
 from undrift.functional.convolution import operations as meant
+from undrift.functional.convolution import row_kernels as rows
+from undrift.functional.convolution.geometry import output_size
 from undrift.functional.recurrent import kernels as recurrent
 from undrift.functional.recurrent import operations as loops
 from undrift.random import kernels as drawing
@@ -45,6 +47,17 @@ def main() -> None:
         for name in ("conv2d_weight_grad", "conv2d_squared_weight_grad"):
             found, wanted = (getattr(module, name)(g, x, kernel, stride, padding) for module in (convolution, meant))
             compare(found, wanted)
+        for relu in (False, True):
+            arguments = (x, weight, bias - 3 * relu, stride, padding, relu)
+            (found, which), (wanted, chosen) = (module.conv2d_pool(*arguments) for module in (convolution, meant))
+            compare(found, wanted)
+            assert torch.equal(which, chosen) and chosen.unique().numel() == 4 + relu
+            g = torch.randn_like(wanted)
+            height, width = output_size(size, kernel, stride, padding)
+            compare(*(module.pool_grad(g, chosen, height, width) for module in (rows, meant)))
+    for columns, padding in [(5, 0), (5, 2), (4, 3), (1, 0)]:
+        x = torch.randn(2, 3, 4, 9, 3 * columns)
+        compare(*(module.add_columns(x, columns, padding) for module in (rows, meant)))
     for lanes, time, batch, width in [(2, 3, 3, 16), (1, 2, 70, 24)]:
         steps, state = (lanes, time, batch), torch.randn(lanes, batch, width)
         for gates, loop in ((3, "gru"), (4, "lstm")):

@@ -23,6 +23,8 @@ SHAPES = [  # inputs, outputs, size, kernel, stride, padding
     (4, 4, 8, 3, 1, 1),
     (4, 2, 9, 3, 2, 1),
     (5, 3, 6, (1, 3), (2, 1), (0, 1)),
+    (2, 3, 9, (2, 5), 1, (1, 3)),  # few inputs and a wide kernel: `_input_grad_of_narrow`
+    (1, 3, 7, (3, 4), 1, 0),
 ]
 
 

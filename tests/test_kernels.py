@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from tests.problems import distance
+from undrift.functional.convolution.geometry import output_size
 from undrift.functional.convolution.operations import (
+    add_columns,
     conv2d_forward,
+    conv2d_pool,
     conv2d_squared_weight_grad,
     conv2d_weight_grad,
+    pool_grad,
 )
 from undrift.functional.recurrent import operations as recurrent
 
@@ -54,9 +58,9 @@ def precision(request):
 def compare(operation, precision, tensors, *rest):
     """The operation on the GPU beside that on the CPU, of the same numbers."""
     kind = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    rounded = [t.to(kind) for t in tensors]
+    rounded = [t.to(kind) if t.is_floating_point() else t for t in tensors]
     found = operation(*[t.cuda() for t in rounded], *rest)
-    wanted = operation(*[t.double() for t in rounded], *rest)
+    wanted = operation(*[t.double() if t.is_floating_point() else t for t in rounded], *rest)
     for one, other in zip(*((out,) if isinstance(out, torch.Tensor) else out for out in (found, wanted)), strict=True):
         assert one.shape == other.shape and one.is_cuda
         error = (one.cpu().double() - other).abs().max() / other.abs().max()
@@ -73,6 +77,32 @@ def test_convolutions_and_their_gradients(shape, precision):
     g = torch.randn_like(conv2d_forward(x, weight, torch.zeros(lanes, outputs), stride, padding))
     compare(conv2d_weight_grad, precision, (g, x), kernel, stride, padding)
     compare(conv2d_squared_weight_grad, precision, (g, x), kernel, stride, padding)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_convolutions_with_pooling(shape, relu, precision):
+    """Of two entries that are equal up to rounding, either may be chosen."""
+    lanes, batch, size, channels, outputs, kernel, stride, padding = shape
+    torch.manual_seed(0)
+    kind = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
+    tensors = [t.to(kind) for t in (x, weight, torch.randn(lanes, outputs) - relu)]
+    found, which = conv2d_pool(*[t.cuda() for t in tensors], stride, padding, relu)
+    wanted, chosen = conv2d_pool(*[t.double() for t in tensors], stride, padding, relu)
+    assert found.is_cuda and found.shape == wanted.shape
+    assert (found.cpu().double() - wanted).abs().max() < CLOSE[precision] * wanted.abs().max()
+    assert (which.cpu() != chosen).double().mean() < 4 * CLOSE[precision]
+    g = torch.randn_like(wanted)
+    compare(pool_grad, precision, (g, chosen), *output_size(size, kernel, stride, padding))
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("columns", "padding"), [(5, 0), (5, 2), (4, 3)])
+def test_columns_of_a_kernel_are_added_up(columns, padding, precision):
+    torch.manual_seed(0)
+    compare(add_columns, precision, (torch.randn(2, 3, 4, 9, 16 * columns),), columns, padding)
 
 
 @on_a_gpu

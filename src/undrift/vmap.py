@@ -14,16 +14,19 @@ def lanes_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def fold_into_lanes(operation: Callable[..., Tensor]) -> Any:
+def fold_into_lanes(operation: Callable[..., Any]) -> Any:
     """Return the vmap rule of an operation whose tensors all have lanes first: the vmapped axis becomes more lanes."""
 
-    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         folded = [
             lanes_first(arg, dim, size).flatten(0, 1) if isinstance(arg, Tensor) else arg
             for arg, dim in zip(args, in_dims, strict=True)
         ]
-        return operation(*folded).unflatten(0, (size, -1)), 0
+        found = operation(*folded)
+        if isinstance(found, tuple):
+            return tuple(t.unflatten(0, (size, -1)) for t in found), (0,) * len(found)
+        return found.unflatten(0, (size, -1)), 0
 
     return rule
 

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
+from undrift.functional.convolution.pooled import computed_twice, fused
 from undrift.method.calls import blaming_the_model
 from undrift.tree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -64,11 +65,18 @@ class Traced:
         # Tracing identifies tensors by identity: one that is passed twice must look like two, or later calls with
         # two different ones would use the first for both. Views are traced as contiguous tensors.
         copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
-        with blaming_the_model(" in lanes"), _one_mode():
-            program = make_fx(flat)(*copies)
-        _refuse_dynamic_shapes(program)
-        program = _without_idle_views(program)
+        with fused():
+            program = _traced(flat, copies)
+        if computed_twice(program):
+            program = _traced(flat, copies)
         return (Tried(program, self.compiled) if self.compiled else program), shape[-1]
+
+
+def _traced(function: Callable[..., Any], leaves: list[Tensor]) -> GraphModule:
+    with blaming_the_model(" in lanes"), _one_mode():
+        program = make_fx(function)(*leaves)
+    _refuse_dynamic_shapes(program)
+    return _without_idle_views(program)
 
 
 def _refuse_dynamic_shapes(program: GraphModule) -> None:

@@ -19,13 +19,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from undrift.functional.convolution.operations import (
-    Pair,
-    channels_last,
-    conv2d_arguments,
-    conv2d_squared_weight_grad,
-    split_bias,
-)
+from undrift.functional.convolution.geometry import Pair, channels_last, conv2d_arguments
+from undrift.functional.convolution.operations import conv2d_squared_weight_grad, split_bias
 
 
 class Squares(TorchFunctionMode):

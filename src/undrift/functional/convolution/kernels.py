@@ -5,7 +5,7 @@ at the moment it is needed, so nothing but the result is written to memory.
 
 In the kernels, m runs over positions of the output (batch · OH · OW), n over its channels, and k over the entries of a
 patch (KH · KW · C), channels fastest; these sizes are those of `Dims`. A program computes one lane's tile of BM × BN
-outputs, or of BN × BK weights.
+outputs, or of BN × BK weights. With max-pooling after the convolution, BM × BN outputs become BM / 4 × BN.
 
 Tiles follow from shapes by a rule, not by timing, and partial sums are added in a fixed order, so results repeat bit
 for bit.
@@ -21,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from undrift.functional.convolution.geometry import NO_ENTRY, output_size
 from undrift.triton import dot_precision, pipeline_stages, shared_memory
 
 WARPS = 2112
 """How many warps to split a sum over positions between, if there are enough positions: sixteen per multiprocessor of an
 H100, and the same number on every GPU, since the order of the sums depends on it."""
+NOTHING = tl.constexpr(NO_ENTRY)
 
 
 class Dims(NamedTuple):
@@ -59,16 +61,34 @@ def _patches(x, positions, m, k, k_tile, D: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, i, b, j):
+    """The larger of two values, and its index: the smaller index of equal values. NaN is larger than any number."""
+    second = (b > a) | ((b == a) & (j < i)) | ((b != b) & ((a == a) | (j < i)))
+    return tl.where(second, b, a), tl.where(second, j, i)
+
+
+@triton.jit
 def _conv2d_forward(
-    x, weight, bias, out, positions, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, weight, bias, out, chosen, positions, POOLED: tl.constexpr, RELU: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = bias[n] + Σ_k patches[m, k] · weight[n, k], a tile of BM × BN per program."""
+    """out[m, n] = bias[n] + Σ_k patches[m, k] · weight[n, k], a tile of BM × BN per program.
+
+    POOLED: out has the largest of each window of 2 × 2 positions, and `chosen` says which; RELU: after ReLU. BM is 128.
+    """
     n_tiles: tl.constexpr = (D.N + BN - 1) // BN
-    tiles = tl.cdiv(positions, BM) * n_tiles
+    batch = positions // (D.OH * D.OW)
+    windows = batch * ((D.OH // 2) * (D.OW // 2))
+    tiles = tl.cdiv(4 * windows if POOLED else positions, BM) * n_tiles
     tile, lane = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
-    m, n = (tile // n_tiles) * BM + tl.arange(0, BM), (tile % n_tiles) * BN + tl.arange(0, BN)
-    x += lane * (positions // (D.OH * D.OW)) * (D.H * D.W * D.C)
+    row, n = tl.arange(0, BM), (tile % n_tiles) * BN + tl.arange(0, BN)
+    if POOLED:  # with four warps, a thread gets the rows r, r + 8, r + 64 and r + 72 of a result: these are a window
+        window, entry = (tile // n_tiles) * 32 + row // 16 % 4 * 8 + row % 8, row // 64 * 2 + row // 8 % 2
+        y, z = window // (D.OW // 2) % (D.OH // 2) * 2 + entry // 2, window % (D.OW // 2) * 2 + entry % 2
+        m = (window // ((D.OH // 2) * (D.OW // 2)) * D.OH + y) * D.OW + z
+    else:
+        m = (tile // n_tiles) * BM + row
+    x += lane * batch * (D.H * D.W * D.C)
     weight += lane * D.N * D.K
     total = tl.zeros((BM, BN), tl.float32)
     for k_tile in range(0, (D.K + BK - 1) // BK):
@@ -77,8 +97,19 @@ def _conv2d_forward(
         b = tl.load(weight + n[None] * D.K + k[:, None], mask=(n < D.N)[None] & (k < D.K)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     total += tl.load(bias + lane * D.N + n, mask=n < D.N, other=0.0).to(tl.float32)[None]
-    at = (lane * positions + m)[:, None] * D.N + n[None]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < positions)[:, None] & (n < D.N)[None])
+    if POOLED:
+        bit = tl.arange(0, 2)
+        entry = tl.broadcast_to(bit[:, None, None, None, None] * 2 + bit[None, None, :, None, None], (2, 4, 2, 8, BN))
+        total, entry = tl.reduce((tl.reshape(total, (2, 4, 2, 8, BN)), entry), 0, _larger)
+        total, entry = tl.reduce((total, entry), 1, _larger)
+        total, entry = tl.reshape(total, (32, BN)), tl.reshape(entry, (32, BN))
+        if RELU:
+            total, entry = tl.where(total <= 0, 0.0, total), tl.where(total <= 0, NOTHING, entry)
+        m, positions = (tile // n_tiles) * 32 + tl.arange(0, 32), windows
+    at, inside = (lane * positions + m)[:, None] * D.N + n[None], (m < positions)[:, None] & (n < D.N)[None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    if POOLED:
+        tl.store(chosen + at, entry.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -199,25 +230,41 @@ def _conv2d_squared_weight_grad(
 
 def _dims(x: Tensor, outputs: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Dims:
     (H, W, C), (KH, KW), (SH, SW), (PH, PW) = x.shape[2:], kernel, stride, padding
-    OH, OW = (H + 2 * PH - KH) // SH + 1, (W + 2 * PW - KW) // SW + 1
+    OH, OW = output_size((H, W), kernel, stride, padding)
     return Dims(H, W, C, OH, OW, outputs, KH, KW, KH * KW * C, SH, SW, PH, PW)
 
 
 def conv2d_forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    return _forward(x, weight, bias, stride, padding, pooled=False, relu=False)[0]
+
+
+def conv2d_pool(
+    x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int], relu: bool
+) -> tuple[Tensor, Tensor]:
+    return _forward(x, weight, bias, stride, padding, pooled=True, relu=relu)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int], pooled: bool, relu: bool
+) -> tuple[Tensor, Tensor]:
     x, weight, bias = (t.contiguous() for t in (x, weight, bias))
     lanes, batch, low = *x.shape[:2], x.element_size() == 2
     d = _dims(x, weight.shape[1], weight.shape[2:4], stride, padding)
-    out, positions = x.new_empty(lanes, batch, d.OH, d.OW, d.N), batch * d.OH * d.OW
+    height, width = (d.OH // 2, d.OW // 2) if pooled else (d.OH, d.OW)
+    out = x.new_empty(lanes, batch, height, width, d.N)
+    chosen = torch.empty_like(out, dtype=torch.uint8) if pooled else out
+    largest = 64 if pooled else 256 if low and shared_memory(x.device) >= 160 else 128
     tile = {
         "BM": 128,
-        "BN": _output_tile(d.N, 256 if low and shared_memory(x.device) >= 160 else 128),
+        "BN": _output_tile(d.N, largest),
         "BK": next((k for k in (64, 32, 16)[not low :] if d.C % k == 0), 32),
     }
-    _conv2d_forward[(triton.cdiv(positions, tile["BM"]) * triton.cdiv(d.N, tile["BN"]) * lanes,)](
-        x, weight, bias, out, positions, d, **tile, PRECISION=dot_precision(),
+    rows = batch * height * width * (4 if pooled else 1)
+    _conv2d_forward[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(d.N, tile["BN"]) * lanes,)](
+        x, weight, bias, out, chosen, batch * d.OH * d.OW, pooled, relu, d, **tile, PRECISION=dot_precision(),
         num_warps=8 if tile["BN"] >= 128 else 4, num_stages=pipeline_stages(3, d.C * x.element_size()),
     )  # fmt: skip
-    return out
+    return out, chosen
 
 
 def conv2d_weight_grad(

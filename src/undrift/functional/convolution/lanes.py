@@ -8,7 +8,6 @@ kernels, 1.3 to 10 times as fast for the layers of the papers' models (`python -
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,16 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from undrift.functional.convolution.operations import (
-    Pair,
-    channels_first,
-    channels_last,
-    conv2d_arguments,
-    conv2d_forward,
-    conv2d_input_grad,
-    conv2d_weight_grad,
-    split_bias,
-)
+from undrift.functional.convolution.geometry import Pair, channels_first, channels_last, conv2d_arguments
+from undrift.functional.convolution.operations import conv2d_forward, conv2d_input_grad, conv2d_weight_grad, split_bias
+from undrift.functional.convolution.pooled import Pooling
 from undrift.triton import available
 from undrift.vmap import lanes_first, mapped
 
@@ -42,47 +34,56 @@ class ConvolutionMode(TorchFunctionMode):
     needs one.
     """
 
-    conv2d: Callable[..., Tensor]
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.conv2d, torch.conv2d):
-            return type(self).conv2d(*args, **(kwargs or {}))
+            return self.conv2d(*args, **(kwargs or {}))
+        return self.other(func, args, kwargs or {})
+
+    def conv2d(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call of another function."""
         if func in (Tensor.view, Tensor.view_as):
             args = (args[0].contiguous(), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
-def _lane_conv2d(*args: Any, **kwargs: Any) -> Tensor:
-    found = conv2d_arguments(*args, **kwargs)
-    # The gradient with respect to the input is itself a convolution, with padding kernel - 1 - padding, not below 0.
-    if not found or any(p >= k for p, k in zip(found[4], found[1].shape[2:], strict=True)):
-        return F.conv2d(*args, **kwargs)
-    x, weight, bias, stride, padding = found
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
-    return LaneConv2d.apply(x, weight, bias, stride, padding)  # type: ignore[no-untyped-call]
-
-
-def _channels_last_conv2d(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    last = torch.channels_last
-    # A clone, for with one channel a weight is contiguous in both formats, and torch would take it for channels-first.
-    if input.dim() == 4:
-        input, weight = input.contiguous(memory_format=last), weight.clone(memory_format=last)
-    return F.conv2d(input, weight, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class LaneConvolutions(ConvolutionMode):
-    """For a cohort under vmap: `LaneConv2d`.
+    """For a cohort under vmap: `LaneConv2d`, and `LaneConvPool` where pooling follows.
 
     Convolutions that are batchless, grouped, dilated, padded by name or by as much as the kernel's size stay torch's.
     """
 
-    conv2d = _lane_conv2d
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooling = Pooling()
+
+    def conv2d(self, *args: Any, **kwargs: Any) -> Tensor:
+        found = conv2d_arguments(*args, **kwargs)
+        # The gradient with respect to the input is itself a convolution, with padding kernel - 1 - padding, not below
+        # 0.
+        if not found or any(p >= k for p, k in zip(found[4], found[1].shape[2:], strict=True)):
+            return F.conv2d(*args, **kwargs)
+        x, weight, bias, stride, padding = found
+        arguments = (x, weight, weight.new_zeros(len(weight)) if bias is None else bias, stride, padding)
+        return self.pooling.convolved(LaneConv2d.apply(*arguments), arguments)  # type: ignore[no-untyped-call]
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.pooling.follow(func, args, kwargs)
+        return super().other(func, args, kwargs) if out is None else out
 
 
 class ChannelsLast(ConvolutionMode):
     """For one model on a CPU: channels-last in memory, which is up to 1.4 times as fast, pooling included."""
 
-    conv2d = _channels_last_conv2d
+    def conv2d(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        last = torch.channels_last
+        # A clone, for with one channel a weight is contiguous in both formats, and torch would take it for
+        # channels-first.
+        if input.dim() == 4:
+            input, weight = input.contiguous(memory_format=last), weight.clone(memory_format=last)
+        return F.conv2d(input, weight, *args, **kwargs)
 
 
 def convolutions(params: dict[str, Tensor], x: Tensor, dtype: torch.dtype) -> AbstractContextManager[Any]:

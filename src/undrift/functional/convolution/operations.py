@@ -1,9 +1,11 @@
 """The operations of a cohort's 2-d convolutions: the forward pass, and the gradients of the input and the weights.
 
+Some are of a convolution together with ReLU and max-pooling after it, so that what is pooled is never written.
+
 Every lane has its own weights. A convolution is the matrix product of the input's patches with the weights (im2col),
 and one call of an operation does it for all lanes. The plain torch here defines each operation and is what the kernels
-(`kernels.py`) are tested against. Where there are no kernels, `lanes.convolutions` leaves `F.conv2d` to torch; only the
-squared weight gradient runs as it is written here.
+(`kernels.py`, `row_kernels.py`) are tested against. Where there are no kernels, `lanes.convolutions` leaves `F.conv2d`
+to torch; only the squared weight gradient runs as it is written here.
 
 Tensors are channels-last: inputs, outputs and their gradients are lanes × batch × height × width × channels, weights
 are lanes × outputs × kernel height × kernel width × inputs. `g` is the gradient with respect to the output.
@@ -12,46 +14,14 @@ are lanes × outputs × kernel height × kernel width × inputs. `g` is the grad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from undrift.functional.convolution.geometry import NO_ENTRY, Pair, output_size
 from undrift.triton import available
 from undrift.vmap import fold_into_lanes
-
-Pair = tuple[int, int]
-
-
-def pair(x: Any) -> Pair:
-    """Height and width, of an argument that may be one number for both."""
-    return (x, x) if isinstance(x, int) else tuple(x) * (2 // len(tuple(x)))
-
-
-def conv2d_arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair] | None:
-    """Return the arguments of a call of `F.conv2d`, or None if it is batchless, grouped, dilated or padded by name."""
-    if groups != 1 or pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
-        return None
-    return input, weight, bias, pair(stride), pair(padding)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """From torch's lanes × batch × channels × height × width. Copies only if memory is not channels-last already."""
-    return x.permute(0, 1, 3, 4, 2).contiguous()
-
-
-def channels_first(x: Tensor) -> Tensor:
-    """Return a channels-last tensor in torch's order of axes, as a view."""
-    return x.permute(0, 1, 4, 2, 3)
 
 
 def split_bias(grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,10 +56,61 @@ def conv2d_forward(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], p
 
 @conv2d_forward.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    size = [
-        (n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:4], padding, weight.shape[2:4], stride, strict=True)
-    ]
+    size = output_size(x.shape[2:4], weight.shape[2:4], stride, padding)
     return x.new_empty(*x.shape[:2], *size, weight.shape[1])
+
+
+@torch.library.custom_op("undrift::conv2d_pool", mutates_args=())
+def conv2d_pool(
+    x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int], relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the largest output of each 2 × 2 window, and which of its four entries that is (bytes).
+
+    With `relu`, of the outputs after ReLU; where they are all zero, no entry has a gradient (`NO_ENTRY`).
+    """
+    if available(x.device, x.dtype):
+        from undrift.functional.convolution import kernels
+
+        return kernels.conv2d_pool(x, weight, bias, stride, padding, relu)
+    out = conv2d_forward(x, weight, bias, stride, padding)
+    windows = out.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
+    largest, chosen = windows.max(-1)
+    if relu:
+        largest, chosen = F.relu(largest), torch.where(largest <= 0, NO_ENTRY, chosen)
+    return largest.contiguous(), chosen.to(torch.uint8).contiguous()
+
+
+@conv2d_pool.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int], relu: bool
+) -> tuple[Tensor, Tensor]:
+    height, width = output_size(x.shape[2:4], weight.shape[2:4], stride, padding)
+    out = x.new_empty(*x.shape[:2], height // 2, width // 2, weight.shape[1])
+    return out, torch.empty_like(out, dtype=torch.uint8)
+
+
+@torch.library.custom_op("undrift::pool_grad", mutates_args=())
+def pool_grad(g: Tensor, chosen: Tensor, height: int, width: int) -> Tensor:
+    """Return the gradient with respect to what `conv2d_pool` pooled, from that with respect to the largest entries.
+
+    Args:
+        g: The gradient with respect to these.
+        chosen: Which entries they are.
+        height: Of the convolution's output.
+        width: Likewise.
+    """
+    if available(g.device, g.dtype):
+        from undrift.functional.convolution import row_kernels
+
+        return row_kernels.pool_grad(g, chosen, height, width)
+    entry = torch.arange(4, dtype=torch.uint8, device=g.device).view(2, 1, 2, 1)
+    spread = torch.where(chosen[:, :, :, None, :, None] == entry, g[:, :, :, None, :, None], 0)
+    return F.pad(spread.flatten(4, 5).flatten(2, 3), (0, 0, 0, width % 2, 0, height % 2))
+
+
+@pool_grad.register_fake
+def _(g: Tensor, chosen: Tensor, height: int, width: int) -> Tensor:
+    return g.new_empty(*g.shape[:2], height, width, g.shape[4])
 
 
 def conv2d_input_grad(
@@ -101,11 +122,48 @@ def conv2d_input_grad(
     the forward pass becomes zeros between the entries of g.
     """
     kernel = weight.shape[2:4]
+    if _narrow(weight, stride):
+        return _input_grad_of_narrow(g, weight, padding)
     flipped = weight.flip(2, 3).transpose(1, 4).contiguous()
     unread = [(n + 2 * p - k) % s for n, p, k, s in zip(size, padding, kernel, stride, strict=True)]
     g = F.pad(_dilate(_dilate(g, 2, stride[0]), 3, stride[1]), (0, 0, 0, unread[1], 0, unread[0]))
     border = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
     return conv2d_forward(g, flipped, flipped.new_zeros(flipped.shape[:2]), (1, 1), border)
+
+
+def _narrow(weight: Tensor, stride: Sequence[int]) -> bool:
+    """Whether the input has so few channels that the columns of a wide kernel fit into a tile beside them."""
+    width, channels = weight.shape[3:]
+    return tuple(stride) == (1, 1) and width > 3 and width * channels <= 128 and weight.element_size() > 2
+
+
+def _input_grad_of_narrow(g: Tensor, weight: Tensor, padding: Sequence[int]) -> Tensor:
+    """Return the gradient with respect to an input of few channels, for a stride of 1.
+
+    A tile with few outputs spends its time on reading patches. So the columns of the kernel become outputs, which makes
+    patches smaller by their number, and their results are then added up, each in its place.
+    """
+    lanes, outputs, height, width, channels = weight.shape
+    columns = weight.flip(2).permute(0, 3, 4, 2, 1).reshape(lanes, width * channels, height, 1, outputs)
+    by_column = conv2d_forward(g, columns, columns.new_zeros(columns.shape[:2]), (1, 1), (height - 1 - padding[0], 0))
+    return add_columns(by_column, width, padding[1])
+
+
+@torch.library.custom_op("undrift::add_columns", mutates_args=())
+def add_columns(x: Tensor, columns: int, padding: int) -> Tensor:
+    """Add up groups of channels, one per column of a kernel, each shifted by its number; without the padding."""
+    if available(x.device, x.dtype):
+        from undrift.functional.convolution import row_kernels
+
+        return row_kernels.add_columns(x, columns, padding)
+    width = x.shape[3] + columns - 1
+    each = (F.pad(group, (0, 0, i, columns - 1 - i)) for i, group in enumerate(x.chunk(columns, 4)))
+    return torch.stack([*each]).sum(0)[:, :, :, padding : width - padding].contiguous()
+
+
+@add_columns.register_fake
+def _(x: Tensor, columns: int, padding: int) -> Tensor:
+    return x.new_empty(*x.shape[:3], x.shape[3] + columns - 1 - 2 * padding, x.shape[4] // columns)
 
 
 def _dilate(x: Tensor, axis: int, step: int) -> Tensor:
@@ -152,5 +210,5 @@ def _(g: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[
     return x.new_empty(len(x), g.shape[4], kernel[0] * kernel[1] * x.shape[4] + 1, dtype=dtype)
 
 
-for operation in (conv2d_forward, conv2d_weight_grad, conv2d_squared_weight_grad):
+for operation in (conv2d_forward, conv2d_pool, pool_grad, add_columns, conv2d_weight_grad, conv2d_squared_weight_grad):
     operation.register_vmap(fold_into_lanes(operation))
