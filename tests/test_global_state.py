@@ -12,7 +12,7 @@ import torch
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
 from undrift.tools import config, experiment, sweep
-from undrift.training.arithmetic import CUBLAS, Switches, arithmetic
+from undrift.training.arithmetic import CUBLAS, Switches, arithmetic, full_precision
 
 CPU = torch.device("cpu")
 
@@ -130,3 +130,38 @@ def test_threads_are_put_back(start, tmp_path):
     else:
         assert sweep._one(None, settings, str(tmp_path / "run"), "e", 2, look) is None
     assert seen == [3] and torch.get_num_threads() == before
+
+
+SEEN = set()
+
+
+class Tried(torch.nn.Linear):
+    """Records whether its products may be rounded to tf32, on four samples: a trial is on halves of eight."""
+
+    def forward(self, x):
+        if len(x) == 4:
+            SEEN.add((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("precision", ["auto", "tf32"])
+def test_trials_before_a_run_are_not_in_tf32(precision):
+    """On a GPU, another order of summation gives other digits in tf32; a trial then took samples to interact."""
+    SEEN.clear()
+    before, data = Switches.current(), make_clients([7, 5], torch.float32)
+    assert before.cudnn_tf32  # torch's default, which is why
+    local = ud.Local(epochs=1, batch_size=3, lr=0.1)
+    ud.train(Tried(6, 4), data, rounds=1, local=local, precision=precision, device="cpu")
+    assert SEEN == {(False, False)} and Switches.current() == before
+
+
+def test_trials_leave_a_run_in_another_thread_alone():
+    with ThreadPoolExecutor(1) as pool:
+        active = arithmetic("tf32", False, CPU)
+        pool.submit(active.__enter__).result()
+        try:
+            with full_precision():
+                assert torch.backends.cuda.matmul.allow_tf32
+        finally:
+            pool.submit(active.__exit__, None, None, None).result()
+    assert not torch.backends.cuda.matmul.allow_tf32

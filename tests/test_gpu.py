@@ -53,6 +53,17 @@ def test_kept_state_moves_to_the_host_when_it_would_not_fit(monkeypatch):
     assert same_bits(runs[0].params, runs[1].params)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
+def test_rounding_does_not_make_samples_interact(seed, precision):
+    """Convolutions are tf32 by torch's default, which took a deep network's samples for some that interact."""
+    torch.manual_seed(seed)
+    data = ud.FederatedDataset.from_clients([(torch.randn(9, 3, 32, 32), torch.arange(9)) for _ in range(2)])
+    local = ud.Local(epochs=1, batch_size=6, lr=0.01)
+    run = ud.train("vgg9", data, rounds=1, local=local, device="cuda", seed=seed, precision=precision, compile=False)
+    assert run.choices["engine"] == "lanes", run.choices["why"]
+
+
 @pytest.mark.parametrize("engine", ["lanes", "plain"])
 def test_two_runs_give_the_same_bits(engine):
     data = make_clients(SIZES, torch.float32)

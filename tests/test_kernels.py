@@ -88,7 +88,7 @@ def test_convolutions_with_pooling(shape, relu, precision):
     torch.manual_seed(0)
     kind = torch.bfloat16 if precision == "bfloat16" else torch.float32
     x, weight = torch.randn(lanes, batch, *size, channels), torch.randn(lanes, outputs, *kernel, channels)
-    tensors = [t.to(kind) for t in (x, weight, torch.randn(lanes, outputs) - relu)]
+    tensors = [t.to(kind) for t in (x, weight, torch.randn(lanes, outputs) - int(relu))]
     found, which = conv2d_pool(*[t.cuda() for t in tensors], stride, padding, relu)
     wanted, chosen = conv2d_pool(*[t.double() for t in tensors], stride, padding, relu)
     assert found.is_cuda and found.shape == wanted.shape

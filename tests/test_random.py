@@ -68,6 +68,7 @@ def test_the_operation_for_a_gpu_gives_the_same_words_also_in_vmap_and_traced():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("count", [1, 5, 1024, 300_001])
 def test_a_gpu_draws_the_same_words(count):
     keys, steps = torch.tensor([[1, 2], [MASK, 0], [3, 4]]), torch.tensor([0, 9, MASK])

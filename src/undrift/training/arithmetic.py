@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -85,6 +85,25 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
         with LOCK:
             _holders.remove(holder)
             (_holders[-1][1] if _holders else _before.pop()).set()
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """A context in which float32 is not rounded to tf32, which is torch's default for convolutions on a GPU.
+
+    It is for trials that compare results before a run has its own switches. Runs in other threads that start or end
+    meanwhile wait. If one is active, its switches remain.
+    """
+    with LOCK:
+        before = Switches.current()
+        alone = all(thread == threading.get_ident() for thread, _ in _holders)
+        if alone:
+            replace(before, matmul_tf32=False, cudnn_tf32=False).set()
+        try:
+            yield
+        finally:
+            if alone:
+                before.set()
 
 
 @contextlib.contextmanager

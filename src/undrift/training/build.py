@@ -38,7 +38,7 @@ from undrift.metrics import directions, get_metrics
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training import drift
-from undrift.training.arithmetic import threads
+from undrift.training.arithmetic import full_precision, threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.labelled import with_labels
 from undrift.training.obstacles import reason
@@ -85,7 +85,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     placement = Placement(where, given.data_on)
     place, why_there = placement.reason(data.store)
     device_data = DeviceData(data, where, examined.accum_dtype, placement.stays)
-    with selected(where):
+    with selected(where), full_precision():
         in_lanes = examined.in_lanes()
         choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined

@@ -27,8 +27,8 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     """Return whether a sample's training loss depends on the other samples of its batch, as contrastive losses do.
 
     Half of a batch, or one sample, must have the same losses as with the rest as padding, with the same draws: at the
-    starting weights, and near them. They are computed in the model's own precision: in bfloat16, a deep network may
-    turn another order of summation into another loss.
+    starting weights, and near them. They are computed in the model's own precision, and not in tf32 either
+    (`full_precision`): a deep network may turn another order of summation into another loss.
     """
     rows, model = telling(data), model.in_own_precision()
     if len(rows) < 2:
