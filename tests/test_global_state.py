@@ -145,14 +145,31 @@ class Tried(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("precision", ["auto", "tf32"])
-def test_trials_before_a_run_are_not_in_tf32(precision):
+def test_trials_before_a_run_are_not_in_tf32(precision, monkeypatch):
     """On a GPU, another order of summation gives other digits in tf32; a trial then took samples to interact."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # torch's default
     SEEN.clear()
     before, data = Switches.current(), make_clients([7, 5], torch.float32)
-    assert before.cudnn_tf32  # torch's default, which is why
     local = ud.Local(epochs=1, batch_size=3, lr=0.1)
     ud.train(Tried(6, 4), data, rounds=1, local=local, precision=precision, device="cpu")
     assert SEEN == {(False, False)} and Switches.current() == before
+
+
+class Nested(torch.nn.Linear):
+    """Trains another model when it is called."""
+
+    def forward(self, x):
+        if not SEEN:
+            SEEN.add("within")
+            ud.train("logistic", make_clients([5, 5], torch.float32), rounds=1, local=ud.Local(steps=1, lr=0.1))
+        return super().forward(x)
+
+
+def test_a_run_within_a_trial():
+    SEEN.clear()
+    with full_precision():
+        Nested(6, 4)(torch.zeros(2, 6))
+    assert SEEN == {"within"}
 
 
 def test_trials_leave_a_run_in_another_thread_alone():

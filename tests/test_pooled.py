@@ -12,9 +12,12 @@ from torch.func import grad, vmap
 
 import undrift as ud
 from tests.problems import distance
+from undrift.engine import choose
+from undrift.engine.lanes import LanesEngine
 from undrift.engine.trace import Traced
 from undrift.functional.convolution import lanes, pooled
 from undrift.functional.convolution.lanes import LaneConvolutions
+from undrift.functional.convolution.operations import conv2d_pool
 
 SHAPES = [  # inputs, size, kernel, stride, padding; the convolution's output is even, odd, of one window
     (3, (10, 10), 3, 1, 0),
@@ -110,6 +113,35 @@ def skipped(h):
     return F.max_pool2d(kept, 2) + kept[..., ::2, ::2]
 
 
+def hooked_later(h):
+    pooled = F.max_pool2d(h, 2)
+    h.register_hook(lambda g: 2 * g)
+    return pooled
+
+
+def hooked_later_after_relu(h):
+    kept = F.relu(h)
+    pooled = F.max_pool2d(kept, 2)
+    kept.register_hook(lambda g: 2 * g)
+    return pooled
+
+
+def differentiated(h):
+    pooled = F.max_pool2d(h, 2)
+    (d,) = torch.autograd.grad(pooled.sum(), h, create_graph=True)
+    return pooled * d.sum()
+
+
+def differentiated_if_used(h):
+    pooled = F.max_pool2d(h, 2)
+    (d,) = torch.autograd.grad(pooled.sum(), h, allow_unused=True, create_graph=True)
+    return pooled if d is None else pooled * d.sum()
+
+
+def pooled_twice(h):
+    return F.max_pool2d(h, 2) + F.max_pool2d(h, 2)
+
+
 def changed(h):
     h.mul_(-1)
     return F.max_pool2d(h, 2)
@@ -131,6 +163,11 @@ def changed(h):
         lambda h: F.max_pool2d(torch.relu(h.sigmoid() - 0.5), 2),
         lambda h: F.avg_pool2d(F.relu(h), 2),
         hooked,
+        hooked_later,
+        hooked_later_after_relu,
+        differentiated,
+        differentiated_if_used,
+        pooled_twice,
         skipped,
         changed,
     ],
@@ -139,6 +176,34 @@ def test_anything_else_is_left_alone(after):
     params, x = problem(*SHAPES[0][:3])
     ran = both_ways(lambda p, x: after(F.conv2d(x, p["w"], p["b"])).square().sum(), params, x)
     assert ran.count("conv2d_forward") == 1 and "conv2d_pool" not in ran
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("relu_inside", [False, True])
+def test_gradients_stop_where_they_are_switched_off(context, relu_inside):
+    params, x = problem(*SHAPES[0][:3])
+
+    def loss(params, x):
+        with context():
+            h = F.conv2d(x, params["w"], params["b"])
+            h = F.relu(h) if relu_inside else h
+        h = h if relu_inside else F.relu(h)
+        return (F.max_pool2d(h, 2) * params["v"].sum()).square().sum()
+
+    both_ways(loss, params, x)
+
+
+@pytest.mark.parametrize("frozen", ["w", "b", "wb", "no bias"])
+def test_frozen_weights_and_no_bias(frozen):
+    params, x = problem(*SHAPES[0][:3])
+    still = {name: params.pop(name) for name in ("w", "b") if name in frozen}
+
+    def loss(params, x, still):
+        both = params | still
+        h = F.conv2d(x, both["w"], None if frozen == "no bias" else both["b"])
+        return (F.max_pool2d(h, 2) * params["v"].sum()).square().sum()
+
+    assert "conv2d_pool" in both_ways(loss, params, x, still)
 
 
 def test_many_outputs_have_larger_tiles_without_it():
@@ -185,9 +250,13 @@ def network():
     "method", [ud.FedAvg(), ud.FedNLR(), ud.FedCurv(0.1), ud.FedProx(0.1) + ud.GradientNoise(0.01)]
 )
 def test_runs_are_those_of_the_plain_engine(method, monkeypatch):
+    """With kernels' operations, and passes without training traced, as on a GPU."""
+    fusions = []
     monkeypatch.setattr(lanes, "available", lambda device, dtype: True)
+    monkeypatch.setattr(pooled, "conv2d_pool", lambda *args: fusions.append(1) or conv2d_pool(*args))
+    monkeypatch.setattr(choose, "LanesEngine", lambda *args, **options: LanesEngine(*args, trace_passes=True))
     draw = lambda n: (torch.randn(n, 1, 8, 8).double(), torch.arange(n) % 3)  # noqa: E731
     data = ud.FederatedDataset.from_clients([draw(n) for n in (7, 1, 12)], test=draw(4))
     settings = {"rounds": 3, "local": ud.Local(epochs=2, batch_size=4, lr=0.1)}
     fused, plain = (ud.train(network(), data, method, engine=engine, **settings) for engine in ("lanes", "plain"))
-    assert distance(fused.params, plain.params) < 1e-9
+    assert distance(fused.params, plain.params) < 1e-9 and fusions

@@ -65,11 +65,20 @@ class Traced:
         # Tracing identifies tensors by identity: one that is passed twice must look like two, or later calls with
         # two different ones would use the first for both. Views are traced as contiguous tensors.
         copies = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
-        with fused():
-            program = _traced(flat, copies)
-        if computed_twice(program):
-            program = _traced(flat, copies)
+        program = _traced_fused(flat, copies) or _traced(flat, copies)
         return (Tried(program, self.compiled) if self.compiled else program), shape[-1]
+
+
+def _traced_fused(function: Callable[..., Any], leaves: list[Tensor]) -> GraphModule | None:
+    """Return the program in which convolutions are fused with what follows; None if that is not possible."""
+    with fused() as fusion:
+        try:
+            program = _traced(function, leaves)
+        except Exception:
+            if fusion.skipped:  # perhaps why: the gradient with respect to one of them, for example, is not known
+                return None
+            raise
+    return None if fusion.observed or computed_twice(program) else program
 
 
 def _traced(function: Callable[..., Any], leaves: list[Tensor]) -> GraphModule:

@@ -37,8 +37,11 @@ class Switches:
         )
 
     def set(self) -> None:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self.matmul_tf32, self.cudnn_tf32
         now = Switches.current()
+        if now.matmul_tf32 != self.matmul_tf32:  # writing it also forgets a precision of "medium"
+            torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
+        if now.cudnn_tf32 != self.cudnn_tf32:
+            torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
         if (now.deterministic, now.lenient) != (self.deterministic, self.lenient):  # torch imports its compiler for it
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.lenient)
         if self.cublas is None:
@@ -47,7 +50,7 @@ class Switches:
             os.environ[CUBLAS] = self.cublas
 
 
-LOCK = threading.Lock()
+LOCK = threading.RLock()
 _before: list[Switches] = []
 """The switches as they were before the first active run."""
 _holders: list[tuple[int, Switches]] = []

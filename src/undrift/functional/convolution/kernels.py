@@ -74,7 +74,8 @@ def _conv2d_forward(
 ):  # fmt: skip
     """out[m, n] = bias[n] + Σ_k patches[m, k] · weight[n, k], a tile of BM × BN per program.
 
-    POOLED: out has the largest of each window of 2 × 2 positions, and `chosen` says which; RELU: after ReLU. BM is 128.
+    POOLED: out has the largest of each window of 2 × 2 positions, and `chosen` says which; RELU: after ReLU. BM must be
+    128 then.
     """
     n_tiles: tl.constexpr = (D.N + BN - 1) // BN
     batch = positions // (D.OH * D.OW)

@@ -18,13 +18,10 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from undrift.functional.convolution.geometry import Pair, channels_first, channels_last, conv2d_arguments
-from undrift.functional.convolution.operations import conv2d_forward, conv2d_input_grad, conv2d_weight_grad, split_bias
+from undrift.functional.convolution.operations import Needed, conv2d_forward, conv2d_grads
 from undrift.functional.convolution.pooled import Pooling
 from undrift.triton import available
 from undrift.vmap import lanes_first, mapped
-
-Needed = tuple[bool, bool]
-"""Whether the gradient of the input is needed, and whether that of the weight or the bias is."""
 
 
 class ConvolutionMode(TorchFunctionMode):
@@ -61,8 +58,7 @@ class LaneConvolutions(ConvolutionMode):
 
     def conv2d(self, *args: Any, **kwargs: Any) -> Tensor:
         found = conv2d_arguments(*args, **kwargs)
-        # The gradient with respect to the input is itself a convolution, with padding kernel - 1 - padding, not below
-        # 0.
+        # The input's gradient is itself a convolution, with padding kernel - 1 - padding, which must not be below 0.
         if not found or any(p >= k for p, k in zip(found[4], found[1].shape[2:], strict=True)):
             return F.conv2d(*args, **kwargs)
         x, weight, bias, stride, padding = found
@@ -79,8 +75,7 @@ class ChannelsLast(ConvolutionMode):
 
     def conv2d(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         last = torch.channels_last
-        # A clone, for with one channel a weight is contiguous in both formats, and torch would take it for
-        # channels-first.
+        # A clone, for with one channel a weight is contiguous in both formats, and torch would take the wrong one.
         if input.dim() == 4:
             input, weight = input.contiguous(memory_format=last), weight.clone(memory_format=last)
         return F.conv2d(input, weight, *args, **kwargs)
@@ -147,10 +142,4 @@ class LaneConv2dBackward(Function):
     ) -> Any:
         tensors = zip((g, x, weight), in_dims[:3], strict=True)
         g, x, weight = (lanes_first(t, dim, info.batch_size) for t, dim in tensors)
-        g, dx, dw, db = channels_last(g), None, None, None
-        if needed[1]:
-            dw, db = split_bias(conv2d_weight_grad(g, channels_last(x), weight.shape[3:], stride, padding), weight)
-        if needed[0]:
-            weight = weight.permute(0, 1, 3, 4, 2)  # flipping makes the copy
-            dx = channels_first(conv2d_input_grad(g, weight, x.shape[3:], stride, padding))
-        return tuple(g.new_zeros(len(g)) if d is None else d for d in (dx, dw, db)), (0, 0, 0)
+        return conv2d_grads(channels_last(g), x, weight, stride, padding, needed), (0, 0, 0)

@@ -19,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.functional.convolution.geometry import NO_ENTRY, Pair, output_size
+from undrift.functional.convolution.geometry import NO_ENTRY, Pair, channels_first, channels_last, output_size
 from undrift.triton import available
 from undrift.vmap import fold_into_lanes
+
+Needed = tuple[bool, bool]
+"""Whether the gradient of the input is needed, and whether that of the weight or the bias is."""
 
 
 def split_bias(grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,8 +134,28 @@ def conv2d_input_grad(
     return conv2d_forward(g, flipped, flipped.new_zeros(flipped.shape[:2]), (1, 1), border)
 
 
+def conv2d_grads(
+    g: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], needed: Needed
+) -> tuple[Tensor, ...]:
+    """Return the gradients with respect to input, weight and bias, in torch's order of axes like `x` and `weight`.
+
+    Those that are not needed are zeros. `g` is channels-last.
+    """
+    dx, dw, db = None, None, None
+    if needed[1]:
+        dw, db = split_bias(conv2d_weight_grad(g, channels_last(x), weight.shape[3:], stride, padding), weight)
+    if needed[0]:
+        weight = weight.permute(0, 1, 3, 4, 2)  # flipping makes the copy
+        dx = channels_first(conv2d_input_grad(g, weight, x.shape[3:], stride, padding))
+    return tuple(g.new_zeros(len(g)) if d is None else d for d in (dx, dw, db))
+
+
 def _narrow(weight: Tensor, stride: Sequence[int]) -> bool:
-    """Whether the input has so few channels that the columns of a wide kernel fit into a tile beside them."""
+    """Whether the gradient with respect to the input is faster by `_input_grad_of_narrow`.
+
+    On an H200 it is if all columns of a kernel, for all channels of the input, fit into one tile's outputs, and if
+    there are more than three. In bfloat16 the sum over columns would be one of rounded numbers.
+    """
     width, channels = weight.shape[3:]
     return tuple(stride) == (1, 1) and width > 3 and width * channels <= 128 and weight.element_size() > 2
 

@@ -2,11 +2,12 @@
 
 A convolution's output is often the largest tensor of a model, and is read only to be pooled. Users' modules call three
 functions, though, one after the other. So `Pooling` remembers what the latest convolution was called with, and a
-pooling of its output, or of what ReLU made of that, starts from there. What the module computed on the way is not used
-then, and a traced program leaves it out. Hence all of this is only for tracing (`fused`).
+pooling of its output, or of what ReLU made of that, starts from there. If the module makes no other use of what it
+computed on the way, a traced program leaves that out. Hence all of this is only for tracing (`fused`).
 
-A module may use the output in another way too, as the skip connections of a U-Net do. Then the convolution would be
-computed twice. `Traced` notices that (`computed_twice`), and traces again without this.
+A module may use the output in another way too: in a skip connection, as a U-Net does, or with a hook on its gradient.
+The convolution would be computed twice then, or the hook never called. `Traced` learns of both (`computed_twice`,
+`Fusion.observed`), and traces again without this.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from undrift.functional.convolution.geometry import Pair, channels_first, channels_last, output_size, pair
-from undrift.functional.convolution.operations import (
-    conv2d_input_grad,
-    conv2d_pool,
-    conv2d_weight_grad,
-    pool_grad,
-    split_bias,
-)
+from undrift.functional.convolution.operations import Needed, conv2d_grads, conv2d_pool, pool_grad
 from undrift.vmap import lanes_first
 
 _here = threading.local()
@@ -40,25 +35,49 @@ POOL = (F.max_pool2d, torch.max_pool2d)
 MOST_OUTPUTS = 64
 """With more, a tile is larger if its outputs are not pooled, which is faster on the whole."""
 COPIES = {getattr(torch.ops.aten, name).default for name in ("permute", "clone", "expand", "view")}
+"""What `LaneConv2d` and `LaneConvPool` do to their arguments before they call an operation."""
+
+
+class Fusion:
+    """What has been fused in a trace."""
+
+    def __init__(self) -> None:
+        self.skipped: list[Tensor] = []
+        """Outputs of convolutions and of ReLU from which pooling did not start."""
+        self.observed = False
+        """Whether one of them was used later."""
+
+    def note_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a later use: of a value, of its history, or for a hook."""
+        if self.skipped:
+            used = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+            self.observed = self.observed or not used.isdisjoint(map(id, self.skipped))
 
 
 @contextmanager
-def fused() -> Iterator[None]:
+def fused() -> Iterator[Fusion]:
     """Inside it, this thread's `LaneConvolutions` fuse convolutions with what follows."""
-    _here.fused = True
+    before = _fusion()
+    _here.fusion = Fusion()
     try:
-        yield
+        yield _here.fusion
     finally:
-        _here.fused = False
+        _here.fusion = before
+
+
+def _fusion() -> Fusion | None:
+    return getattr(_here, "fusion", None)
 
 
 class Latest(NamedTuple):
-    """The output of the latest call, if that was a convolution, or ReLU of one."""
+    """The latest call, if that was a convolution, or ReLU of one."""
 
-    out: Tensor
+    outputs: list[Tensor]
+    """Of the convolution, and of ReLU."""
     arguments: tuple[Any, ...]
     """Of `LaneConv2d`."""
-    relu: bool = False
+    tracking: tuple[bool, bool]
+    """How autograd tracked it (`_tracking`)."""
 
 
 class Pooling:
@@ -69,22 +88,32 @@ class Pooling:
 
     def convolved(self, out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         """Note a convolution and its output, which is returned."""
-        self.latest = Latest(out, arguments) if getattr(_here, "fused", False) else None
+        self.latest = Latest([out], arguments, _tracking()) if _fusion() else None
         return out
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the result of a call that is not of a convolution; None if it does not continue the sequence."""
-        latest, self.latest = self.latest, None
-        if latest is None or not args or args[0] is not latest.out:
+        latest, self.latest, fusion = self.latest, None, _fusion()
+        if fusion is None:
             return None
-        if func in RELU and not latest.relu and not any((*args[1:], *kwargs.values())):  # not in place
-            self.latest = Latest(func(latest.out), latest.arguments, relu=True)
-            return self.latest.out
-        outputs, *size = latest.out.shape[1:]
+        fusion.note_use(args, kwargs)
+        if latest is None or not args or args[0] is not latest.outputs[-1] or latest.tracking != _tracking():
+            return None
+        if func in RELU and len(latest.outputs) == 1 and not any((*args[1:], *kwargs.values())):  # not in place
+            latest.outputs.append(func(*args))
+            self.latest = latest
+            return latest.outputs[-1]
+        outputs, *size = latest.outputs[0].shape[1:]
         if func in POOL and outputs <= MOST_OUTPUTS and min(size) > 1 and _halves(*args[1:], **kwargs):
-            out: Tensor = LaneConvPool.apply(*latest.arguments, latest.relu)[0]  # type: ignore[no-untyped-call]
+            fusion.skipped += latest.outputs
+            out: Tensor = LaneConvPool.apply(*latest.arguments, len(latest.outputs) > 1)[0]  # type: ignore[no-untyped-call]
             return out
         return None
+
+
+def _tracking() -> tuple[bool, bool]:
+    """How autograd tracks calls. `torch.no_grad` is itself a call, which ends a sequence; `inference_mode` is not."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def _halves(
@@ -105,10 +134,16 @@ def _halves(
 def computed_twice(program: GraphModule) -> bool:
     """Whether a program has a convolution both with pooling and without."""
     alone, pooled = (
-        {tuple(map(_source, node.args[:2])) for node in program.graph.nodes if node.target is operation}
+        {_call(node) for node in program.graph.nodes if node.target is operation}
         for operation in (torch.ops.undrift.conv2d_forward.default, torch.ops.undrift.conv2d_pool.default)
     )
     return not alone.isdisjoint(pooled)
+
+
+def _call(node: Node) -> tuple[Any, ...]:
+    """What a convolution is called with, whether pooling follows or not."""
+    x, weight, bias, stride, padding, *_ = node.args
+    return *map(_source, (x, weight, bias)), tuple(stride), tuple(padding)  # type: ignore[arg-type]
 
 
 def _source(node: Node) -> Node:
@@ -140,8 +175,8 @@ class LaneConvPool(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        tensors: Any = map(partial(lanes_first, size=info.batch_size), inputs[:3], in_dims)
-        return _forward(*tensors, *inputs[3:]), (0, 0)
+        tensors = (lanes_first(t, dim, info.batch_size) for t, dim in zip(inputs[:3], in_dims[:3], strict=True))
+        return _forward(*(*tensors, *inputs[3:])), (0, 0)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair, relu: bool) -> tuple[Tensor, Tensor]:
@@ -163,18 +198,13 @@ class LaneConvPoolBackward(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        tensors: Any = map(partial(lanes_first, size=info.batch_size), inputs[:4], in_dims)
-        return _backward(*tensors, *inputs[4:]), (0, 0, 0)
+        tensors = (lanes_first(t, dim, info.batch_size) for t, dim in zip(inputs[:4], in_dims[:4], strict=True))
+        return _backward(*(*tensors, *inputs[4:])), (0, 0, 0)
 
 
 def _backward(
-    g: Tensor, chosen: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, needed: tuple[bool, bool]
+    g: Tensor, chosen: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, needed: Needed
 ) -> tuple[Tensor, ...]:
-    """The gradients with respect to input, weight and bias, with lanes first. Those not needed are zeros."""
-    kernel, dx, dw, db = weight.shape[3:], None, None, None
-    g = pool_grad(channels_last(g), channels_last(chosen), *output_size(x.shape[3:], kernel, stride, padding))
-    if needed[1]:
-        dw, db = split_bias(conv2d_weight_grad(g, channels_last(x), kernel, stride, padding), weight)
-    if needed[0]:
-        dx = channels_first(conv2d_input_grad(g, weight.permute(0, 1, 3, 4, 2), x.shape[3:], stride, padding))
-    return tuple(g.new_zeros(len(g)) if d is None else d for d in (dx, dw, db))
+    height, width = output_size(x.shape[3:], weight.shape[3:], stride, padding)
+    g = pool_grad(channels_last(g), channels_last(chosen), height, width)
+    return conv2d_grads(g, x, weight, stride, padding, needed)
