@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, vjp, vmap
 
 import undrift as ud
 from undrift.functional.convolution import lanes
+from undrift.functional.convolution.geometry import channels_first, channels_last
 from undrift.functional.convolution.lanes import ChannelsLast, LaneConvolutions
+from undrift.functional.convolution.operations import conv2d_input_grad
 
 SHAPES = [  # inputs, outputs, size, kernel, stride, padding
     (3, 8, 9, 3, 1, 0),
@@ -23,8 +25,6 @@ SHAPES = [  # inputs, outputs, size, kernel, stride, padding
     (4, 4, 8, 3, 1, 1),
     (4, 2, 9, 3, 2, 1),
     (5, 3, 6, (1, 3), (2, 1), (0, 1)),
-    (2, 3, 9, (2, 5), 1, (1, 3)),  # few inputs and a wide kernel: `_input_grad_of_narrow`
-    (1, 3, 7, (3, 4), 1, 0),
 ]
 
 
@@ -51,6 +51,28 @@ def test_gradients_are_those_of_torchs_own_rule(inputs, outputs, size, kernel, s
     )
     for name in wanted:
         assert torch.allclose(found[name], wanted[name], rtol=1e-10, atol=1e-10), name
+
+
+NARROW = [(2, 3, 9, (2, 5), (1, 1), (1, 3)), (1, 3, 7, (3, 4), (1, 1), (0, 0)), (6, 4, 8, (5, 5), (1, 1), (2, 2))]
+"""Few inputs and a wide kernel, whose columns become outputs."""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "kernel", "stride", "padding"),
+    [*NARROW, (4, 4, 8, (3, 3), (1, 1), (1, 1)), (40, 2, 8, (5, 5), (1, 1), (1, 2)), (2, 3, 9, (5, 5), (2, 1), (2, 0))],
+)
+def test_the_gradient_of_the_input(inputs, outputs, size, kernel, stride, padding):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, inputs, size, size + 1, dtype=torch.float64)
+    weight = torch.randn(3, outputs, inputs, *kernel, dtype=torch.float64)
+
+    def wanted(x, weight):
+        return F.conv2d(x, weight, None, stride, padding)
+
+    g = torch.randn_like(vmap(wanted)(x, weight))
+    found = conv2d_input_grad(channels_last(g), channels_last(weight), x.shape[3:], stride, padding)
+    (exact,) = vmap(lambda x, weight, g: vjp(lambda x: wanted(x, weight), x)[1](g))(x, weight, g)
+    assert torch.allclose(channels_first(found), exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "size", "kernel", "stride", "padding"), SHAPES)

@@ -178,6 +178,41 @@ def test_anything_else_is_left_alone(after):
     assert ran.count("conv2d_forward") == 1 and "conv2d_pool" not in ran
 
 
+def test_pooling_of_something_else_after_a_convolution():
+    params, x = problem(*SHAPES[0][:3])
+
+    def loss(params, x):
+        h = F.conv2d(x, params["w"], params["b"])
+        return F.max_pool2d(x * params["v"].sum(), 2).square().sum() + F.conv2d(h, params["v"]).square().sum()
+
+    def of_no_use(params, x):
+        scaled = x * params["v"].sum()
+        F.conv2d(x, params["w"], params["b"])
+        return F.max_pool2d(scaled, 2).square().sum()
+
+    for function in (loss, of_no_use):
+        assert "conv2d_pool" not in both_ways(function, params, x)
+
+
+def test_an_output_that_is_used_outside_of_the_model():
+    """The mode does not see that; the program shows that the convolution would be computed twice."""
+    params, x = problem(*SHAPES[0][:3])
+
+    def lane(own):
+        def loss(params, x):
+            with LaneConvolutions() if own else nullcontext():
+                h = F.conv2d(x, params["w"], params["b"])
+                pooled = F.max_pool2d(h, 2)
+            return pooled.square().sum() + h.pow(3).sum()
+
+        return vmap(grad(loss))
+
+    own = Traced(lane(True))
+    found, wanted = own(params, x), lane(False)(params, x)
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-10, atol=1e-10) for name in wanted)
+    assert "conv2d_pool" not in operations(own)
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("relu_inside", [False, True])
 def test_gradients_stop_where_they_are_switched_off(context, relu_inside):
