@@ -75,7 +75,7 @@ def test_gradients_are_torchs(shape, order):
 
     def second(params, x):
         h = torch.tanh(F.conv2d(x, params["w"], params["b"], stride, padding))
-        return ORDERS[order](F.conv2d(h, params["v"], padding=0)).square().sum()
+        return ORDERS[order](F.conv2d(h, params["v"])).square().sum()
 
     for function in (first, second):
         ran = both_ways(function, params, x)
