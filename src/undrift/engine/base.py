@@ -27,8 +27,8 @@ class RoundInputs:
 
     - per client: `id`, `n` (samples), `weight`, `label_counts`, `steps`, `key`; and `real`, if cohorts may be filled
       up;
-    - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `lr`,
-      `momentum`, `weight_decay`.
+    - shared: `start` (weights), `tracked` (running statistics), `received` and `numbers` (per part), `round`, `tuning`,
+      `lr`, `momentum`, `weight_decay`.
 
     Engines add, per part: `kept` when a client starts, so that the states of the cohort need not be in memory together,
     `begun` if a part has `begin`, and `measured` and `prepared`.
@@ -115,9 +115,9 @@ class Outcome:
 class Engine(Protocol):
     """Trains cohorts. All engines give the same outcome for the same inputs, up to rounding.
 
-    For each client, an engine calls the program's functions in this order: `given`, `begin`, `measure` "before",
-    `prepare`, `initial`, `step` for every step, then `visit`, `measure` "after", `latest`, `conclude`. It adds up what
-    clients send in `Sums`. `plain.py` is this in its simplest form.
+    For each client, an engine calls the program's functions in this order: `given`, `measure` "sent", `begin`,
+    `measure` "before", `prepare`, `initial`, `step` for every step, then `visit`, `measure` "after", `conclude`. It
+    adds up what clients send in `Sums`. `plain.py` is this in its simplest form.
     """
 
     @property

@@ -11,10 +11,8 @@ import torch
 
 from undrift.engine.slots import Slot, SlotFiles
 from undrift.engine.table import Table
-from undrift.functional.model import Params
-from undrift.method.calls import call
 from undrift.method.part import Method
-from undrift.tree import Tree, tree_bytes, tree_clone, tree_stack, tree_to
+from undrift.tree import Tree, tree_bytes, tree_clone, tree_stack, tree_to, tree_unstack
 
 MEMORY_SHARE = 0.25
 """The share of a GPU's memory that all clients' states may take before they move to the host's memory."""
@@ -35,6 +33,8 @@ class ClientStates:
     """By the position of the part in the method, then by client: a tree, or the `Slot` that has it."""
     device: torch.device
     population: int
+    count: int
+    """The number of the method's parts, with and without state."""
     files: SlotFiles | None = None
     """The files for the states; None keeps them in memory."""
     changed: Table = field(default_factory=Table)
@@ -45,21 +45,28 @@ class ClientStates:
         cls, method: Method, device: torch.device, population: int, files: SlotFiles | None = None
     ) -> ClientStates:
         """Return the states before the first round."""
-        return cls({i: Table() for i, _ in method.overriding("keep")}, device, population, files)
+        return cls({i: Table() for i, _ in method.overriding("keep")}, device, population, len(method.parts), files)
 
-    def reader(self, method: Method, clients: np.ndarray, start: Params) -> Callable[[Sequence[int]], list[Tree]]:
+    def reader(
+        self, newcomers: Callable[[Sequence[int], int], Tree], clients: np.ndarray
+    ) -> Callable[[Sequence[int]], list[Tree]]:
         """Return a function from positions in `clients` to these clients' states: per part, along a new first axis.
 
-        So the states of a cohort need not be in memory together. The state of a client that is new is what `keep`
-        returns.
+        So the states of a cohort need not be in memory together. `newcomers` returns the states for a part of clients
+        that have none yet, given their positions.
         """
-        fresh = {i: tree_to(call(method.parts[i], "keep", start), self.device) for i in self.parts}
 
         def found(where: Sequence[int]) -> list[Tree]:
-            each: list[Tree] = [() for _ in method.parts]
+            each: list[Tree] = [() for _ in range(self.count)]
             for i, states in self.parts.items():
-                own = [self._placed(states.get(int(clients[c]), fresh[i])) for c in where]
-                each[i] = tree_stack(own)
+                new = [c for c in where if int(clients[c]) not in states]
+                fresh = tree_to(newcomers(new, i), self.device) if new else ()
+                if len(new) == len(where):
+                    each[i] = fresh
+                    continue
+                first = iter(tree_unstack(fresh) if new else ())
+                known = [states.get(int(clients[c])) for c in where]
+                each[i] = tree_stack([next(first) if state is None else self._placed(state) for state in known])
             return each
 
         return found

@@ -14,7 +14,7 @@ from undrift.errors import UndriftError
 from undrift.functional.model import Params
 from undrift.method.context import Batch
 from undrift.random import Key
-from undrift.tree import Tree, tree_map, tree_stack
+from undrift.tree import Tree, tree_flatten, tree_map, tree_stack, tree_unflatten
 
 if TYPE_CHECKING:
     from undrift.engine.client import Clients, Program
@@ -23,6 +23,8 @@ Differentiate = Callable[[Callable[[Params], tuple[Tensor, Params]], Params], tu
 """The gradient of a function of the weights, as an engine computes it. The function also returns the buffers that it
 changed, which are returned with the gradient."""
 
+MEASURED = "measured in this step: {}"
+"""Names that no buffer has: what parts measure leaves the gradient's computation among the buffers."""
 AUGMENT = 2**16 - 1
 """The stream of a step's augmentation: the last of the model's own, before those of the parts."""
 
@@ -51,21 +53,30 @@ class StepGradients:
         self.g: Params = {}
         self.buffers: Params = {}
 
-    def first(self, params: Params, statistics: Params) -> tuple[Params, Params]:
-        """Return the gradient of the step itself and the buffers after it, and keep both for hooks that ask again.
+    def first(self, params: Params, statistics: Params) -> tuple[Params, Params, list[Tree]]:
+        """Return the gradient of the step itself, the buffers after it, and what parts measure in "training".
 
-        The buffers before the step are kept too, since gradients at other weights start from them.
+        The gradient is kept for hooks that ask again, and the buffers before the step, since gradients at other weights
+        start from them.
         """
         self.buffers = statistics
-        g, after = self._at(params, 0)
+        measured: list[Tree] | None = [] if self.program.measuring else None
+        g, after = self._at(params, 0, statistics, measured)
         self.params, self.g = params, g
-        return g, after
+        return g, after, measured or []
 
     def gradient(self, weights: Tree, batch: int) -> Tree:
         self._check(weights, batch)
         if batch == 0 and all(weights[n] is w for n, w in self.params.items()):
             return dict(self.g)
-        return self._at(weights, batch)[0]
+        return self._at(weights, batch, self.buffers)[0]
+
+    def gradient_and_buffers(self, weights: Tree, buffers: Tree, batch: int) -> tuple[Tree, Tree]:
+        self._check(weights, batch)
+        if not isinstance(buffers, dict) or buffers.keys() != self.buffers.keys():
+            raise UndriftError("client.gradient_and_buffers takes buffers as a dict with the names of client.buffers.")
+        g, after = self._at(weights, batch, buffers)
+        return g, {**buffers, **after}
 
     def per_sample(self, weights: Tree, batch: int) -> Tree:
         self._check(weights, batch)
@@ -90,15 +101,27 @@ class StepGradients:
             return tree_stack([one(*tree_map(lambda t, i=i: t[i], samples)) for i in range(rows)])
         return vmap(one)(*samples)
 
-    def _at(self, weights: Params, batch: int) -> tuple[Params, Params]:
+    def _at(
+        self, weights: Params, batch: int, before: Params, measured: list[Tree] | None = None
+    ) -> tuple[Params, Params]:
+        """Return the gradient at `weights`, and the buffers, which are `before` at first; fills in `measured`."""
         data, key = self.batches[batch], self.keys[batch]
+        forms: list[Any] = []
 
         def loss(w: Params) -> tuple[Tensor, Params]:
-            buffers = tree_map(torch.clone, self.buffers)  # here, since `grad` refuses to write to tensors from outside
-            return mean_loss(self.program.objective(w, data, key, self.clients, buffers), data.mask), buffers
+            buffers = tree_map(torch.clone, before)  # here, since `grad` refuses to write to tensors from outside
+            sums: list[Tree] | None = None if measured is None else []
+            losses = self.program.objective(w, data, key, self.clients, buffers, measured=sums)
+            leaves, form = tree_flatten(sums or [])
+            forms.append(form)
+            return mean_loss(losses, data.mask), {**buffers, **{MEASURED.format(i): t for i, t in enumerate(leaves)}}
 
         with self.program.model.seeding(key):
-            return self.differentiate(loss, weights)
+            g, after = self.differentiate(loss, weights)
+        if measured is not None:
+            names = [name for name in after if name not in before]
+            measured += tree_unflatten([after.pop(name) for name in names], forms[-1])
+        return g, after
 
     def _augmented(self, batch: Batch, key: Key) -> Batch:
         augment = self.program.augment

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from undrift.data.dataset import FederatedDataset
 from undrift.engine.base import RoundInputs
+from undrift.engine.client import KEEP, Program, as_tensor
 from undrift.engine.client_states import ClientStates
 from undrift.engine.device_data import DeviceData
+from undrift.engine.groups import copied
 from undrift.functional.model import Model, Params
+from undrift.method.calls import call
 from undrift.method.context import Plan
 from undrift.method.local import Batches
 from undrift.method.part import Method
@@ -23,7 +30,7 @@ def build_inputs(
     plan: Plan,
     filled: Plan,
     batches: Batches,
-    method: Method,
+    program: Program,
     model: Model,
     data: DeviceData,
     params: Params,
@@ -36,6 +43,7 @@ def build_inputs(
 
     `fills` says whether cohorts of this run may be filled up, in this round or in another.
     """
+    method = program.method
     real, ids = np.arange(len(filled.clients)) < len(plan.clients), filled.clients
     sizes, device = data.data.sizes_of(ids), data.device
     weight = np.where(real, mean_weights(method, sizes), 0.0)
@@ -57,18 +65,37 @@ def build_inputs(
     numbers = on_device({"rates": rates, "parts": parts}, device)
     start = tree_map(torch.Tensor.contiguous, params)
     clients = tree_map(lambda t: to_device(t, device), clients)
-    bound = method.bind(numbers["parts"])
-    kept = states.reader(bound, ids, start) if states else lambda _: [() for _ in method.parts]
-    keep = states.keep if states else lambda _, state: tree_clone(state)
     shared = {
         "start": start,
         "tracked": model.tracked,
-        **({} if received is None else {"received": tree_to(received, device)}),
         "round": to_device(torch.tensor(plan.round), device),
+        "tuning": to_device(torch.tensor(plan.tuning), device),
         "numbers": numbers["parts"],
         **numbers["rates"],
     }
+    kept = states.reader(partial(newcomers, program, shared, clients), ids) if states else lambda _: none_kept(method)
+    keep = states.keep if states else lambda _, state: tree_clone(state)
+    shared |= {} if received is None else {"received": tree_to(received, device)}
     return RoundInputs(plan, filled, shared, clients, batches, kept, keep)
+
+
+def none_kept(method: Method) -> list[Tree]:
+    return [() for _ in method.parts]
+
+
+def newcomers(program: Program, shared: Tree, clients: Tree, positions: Sequence[int], part: int) -> Tree:
+    """Return the states for a part of clients that take part for the first time, along a first axis."""
+
+    def one(own: Tree) -> Tree:
+        given = {**shared, **own}
+        bound, client = program.clients(given, KEEP)[part]
+        found = call(bound, "keep", shared["start"], client)
+        return tree_map(lambda leaf: as_tensor(leaf, given), found)
+
+    if len(positions) == 1:  # needs no vmap, which not every hook and every model supports
+        return tree_map(lambda t: t[None], one(tree_map(lambda t: t[positions[0]], clients)))
+    own = copied(clients, positions)
+    return tree_map(torch.Tensor.contiguous, vmap(one)(own))
 
 
 def mean_weights(method: Method, sizes: np.ndarray) -> np.ndarray:

@@ -108,16 +108,18 @@ class LanesEngine:
     def begin(self, inputs: RoundInputs, clients: list[int]) -> tuple[Tree, Tree]:
         """Lanes for clients that start: what they have of their own, and their training state."""
         lanes = self.own(inputs, clients)
+        sent = self.measure({}, lanes, inputs, clients, "sent")
         if self.program.using["begin"]:
-            lanes["begun"] = self.starting_weights(lanes, inputs.shared)
-        lanes["measured"] = self.measure({}, lanes, inputs, clients, "before")
+            lanes["begun"] = self.starting_weights({**lanes, "measured": sent}, inputs.shared)
+        before = self.measure({}, lanes, inputs, clients, "before")
+        lanes["measured"] = self.program.latest(sent, before, "before")
         lanes["prepared"], state = self.start(lanes, inputs.shared)
         return lanes, state
 
     def end(self, inputs: RoundInputs, state: Tree, lanes: Tree, clients: list[int], sums: Sums, skip: bool) -> None:
         """Add up what clients that have finished send, and keep what they keep."""
         after = self.measure(state["params"], lanes, inputs, clients, "after")
-        lanes = {**lanes, "measured": self.program.latest(lanes["measured"], after)}
+        lanes = {**lanes, "measured": self.program.latest(lanes["measured"], after, "after")}
         sent = self.conclude[skip](state, lanes, inputs.shared)
         sums.take(sent, clients)
 

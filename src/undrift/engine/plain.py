@@ -6,11 +6,13 @@ It is the reference for the lanes engine, the place to debug a hook, and the eng
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
 from undrift.engine.base import Outcome, RoundInputs, Visit
-from undrift.engine.client import Program
+from undrift.engine.client import Program, Sent
 from undrift.engine.device_data import DeviceData
 from undrift.engine.sums import Sums, only_real
 from undrift.errors import UndriftError
@@ -31,27 +33,51 @@ class PlainEngine:
         constant = program.model.versions()
         for c, client in enumerate(inputs.filled.clients.tolist()):
             given = self.given(inputs, c)
-            if program.using["begin"]:
-                given["begun"] = program.begin(given)
-            given["measured"] = self.measure(program.starting(given), given, client, "before")
-            given["prepared"] = program.prepare(given)
-            state = program.initial(given)
-            first, per_step = inputs.batches.first[c], inputs.batches.per_step
-            for k in range(int(inputs.filled.steps[c])):
-                batches = [self.batch_at(inputs, client, first + k * per_step + j) for j in range(per_step)]
-                step = torch.tensor(k, device=self.data.device)
-                with blaming_the_model():
-                    state = program.step(state, given, batches, step, program.model.gradient_and_buffers)
+            state = self.train(inputs, c, given)
             refuse_late_writes(constant, program.model.versions())
             if visit and c < inputs.cohort:
                 trained = {**state["params"], **state.get("statistics", {})}
                 visit(tree_map(lambda t: t[None], trained), np.array([client]))
-            after = self.measure(state["params"], given, client, "after")
-            given["measured"] = program.latest(given["measured"], after)
-            sent = program.conclude(state, given, skip)
+            sent = self.conclude(state, client, given, skip)
             sums.add(sent.sums)
             sums.collect(tree_map(lambda t: t[None], sent), [c])
         return sums.outcome()
+
+    def train(self, inputs: RoundInputs, c: int, given: dict[str, Tree]) -> Tree:
+        """Train the client at position `c` of the cohort, and add to `given` what it measures and prepares."""
+        self.begin(given, int(inputs.filled.clients[c]))
+        state = self.program.initial(given)
+        for k in self.steps(inputs, c):
+            state = self.step(inputs, c, k, state, given)
+        return state
+
+    def begin(self, given: dict[str, Tree], client: int) -> None:
+        """Add to `given` what a client finds out before its first step."""
+        program = self.program
+        given["measured"] = self.measure(given["start"], given, client, "sent")
+        if program.using["begin"]:
+            given["begun"] = program.begin(given)
+        before = self.measure(program.starting(given), given, client, "before")
+        given["measured"] = program.latest(given["measured"], before, "before")
+        given["prepared"] = program.prepare(given)
+
+    def steps(self, inputs: RoundInputs, c: int) -> Iterable[int]:
+        """Return the local steps of the client at position `c` of the cohort."""
+        return range(int(inputs.filled.steps[c]))
+
+    def step(self, inputs: RoundInputs, c: int, k: int, state: Tree, given: Tree) -> Tree:
+        """Return its training state after step `k`."""
+        first, per_step = inputs.batches.first[c] + k * inputs.batches.per_step, inputs.batches.per_step
+        batches = [self.batch_at(inputs, int(inputs.filled.clients[c]), first + j) for j in range(per_step)]
+        gradient = self.program.model.gradient_and_buffers
+        with blaming_the_model():
+            return self.program.step(state, given, batches, torch.tensor(k, device=self.data.device), gradient)
+
+    def conclude(self, state: Tree, client: int, given: dict[str, Tree], skip: bool) -> Sent:
+        """Return what a client that has trained sends and keeps."""
+        after = self.measure(state["params"], given, client, "after")
+        given["measured"] = self.program.latest(given["measured"], after, "after")
+        return self.program.conclude(state, given, skip)
 
     def given(self, inputs: RoundInputs, c: int) -> dict[str, Tree]:
         """Return the inputs of the client at position `c` of the cohort."""

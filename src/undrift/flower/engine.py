@@ -20,8 +20,6 @@ from undrift.flower.check import as_ints, check_finite, check_form, flags, reord
 from undrift.flower.federation import Federation
 from undrift.flower.messages import SLACK, RefusedError, decode, encode
 from undrift.flower.node import PLANNED
-from undrift.functional.model import Params
-from undrift.method.part import Method
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_map, tree_to
@@ -46,9 +44,11 @@ class Link(Protocol):
 class Versions(ClientStates):
     """The states of clients as the server knows them: the number of the round after which their node has kept them."""
 
-    def reader(self, method: Method, clients: np.ndarray, start: Params) -> Callable[[Sequence[int]], list[Tree]]:
+    def reader(
+        self, newcomers: Callable[[Sequence[int], int], Tree], clients: np.ndarray
+    ) -> Callable[[Sequence[int]], list[Tree]]:
         def found(where: Sequence[int]) -> list[Tree]:
-            each: list[Tree] = [() for _ in method.parts]
+            each: list[Tree] = [() for _ in range(self.count)]
             for i, states in self.parts.items():
                 each[i] = torch.tensor([int(states.get(int(clients[c]), 0)) for c in where], dtype=torch.int64)
             return each

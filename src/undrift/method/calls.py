@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from undrift.errors import UndriftError, first_line, machine_trouble
-from undrift.functional.generators import seeded_depth
+from undrift.functional.generators import host_positions, seeded_depth
 from undrift.tree import Tree, tree_leaves, tree_map, tree_structure
 
 DRAWS = {
@@ -36,30 +40,45 @@ OTHERS = (*CHECKS, "plan", "history", "update_bytes")
 """The hooks that do not return trees of tensors."""
 NUMBERS = (torch.Tensor, Number, np.ndarray, np.generic)
 """What the leaves of trees may be."""
+GROWN = ("start", "keep")
+"""Hooks that once had fewer arguments; those that were written then are called with as many as they take."""
+WATCHED_CALLS = 64
+"""How many calls of a hook are watched for draws from the host's generators: those of other threads would be blamed on
+the hook, and a hook that draws does so from the first call on."""
+_calls: Counter[tuple[type, str]] = Counter()
+
+
+class HookError(UndriftError):
+    """A hook of a user's fails, or does what no hook may do."""
 
 
 def call(part: Any, hook: str, *args: Any) -> Any:
     """Call a part's hook. An error in a user's part is reported with the part, the hook, the file and the line."""
     function = getattr(part, hook)
+    if hook in GROWN:
+        args = args[: arity(getattr(type(part), hook)) - 1]
     if ours(part):
         return function(*args)
+    given, draws = Given(args), HostDraws(part, hook)
     try:
-        with RefuseGlobalDraws():
+        with HookMode():
             found = function(*args)
     except GlobalDrawError as error:
-        raise UndriftError(f"{name(part)}.{hook} draws{place(error)} {error}") from error
+        raise HookError(f"{name(part)}.{hook} draws{place(error)} {error}") from error
     except UndriftError:
         raise
     except Exception as error:  # a user's code may raise anything
         if machine_trouble(error):
             raise
-        raise UndriftError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
+        raise HookError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
+    given.check(f"{name(part)}.{hook}")
+    draws.check(f"{name(part)}.{hook}")
     if found is None and hook not in CHECKS:
-        raise UndriftError(f"{name(part)}.{hook} returned nothing; it ends without a `return`.")
+        raise HookError(f"{name(part)}.{hook} returned nothing; it ends without a `return`.")
     strange = [leaf for leaf in tree_leaves(found) if not isinstance(leaf, NUMBERS)] if hook not in OTHERS else []
     if strange:
         kind = type(strange[0]).__name__
-        raise UndriftError(f"{name(part)}.{hook} must return trees of tensors and numbers, but has {kind} in them.")
+        raise HookError(f"{name(part)}.{hook} must return trees of tensors and numbers, but has {kind} in them.")
     return found
 
 
@@ -79,6 +98,71 @@ def blaming_the_model(where: str = "") -> Iterator[None]:
 def ours(part: Any) -> bool:
     """Return whether the part ships with undrift."""
     return type(part).__module__.startswith("undrift.")
+
+
+@lru_cache(maxsize=1024)
+def arity(function: Any) -> int:
+    """Return how many positional arguments a function takes, `self` included."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 1 << 16
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+class Given:
+    """What a hook is given, which it must not change: the tensors with their versions, and what dicts and lists hold.
+
+    In-place changes would reach other hooks, other clients and the server; the two engines would disagree about which.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.tensors: list[tuple[torch.Tensor, int]] = []
+        self.containers: list[tuple[Any, list[Any]]] = []
+        for arg in args:
+            self._add(arg)
+
+    def _add(self, thing: Any) -> None:
+        if isinstance(thing, torch.Tensor):
+            if not thing.is_inference():
+                self.tensors.append((thing, thing._version))
+        elif isinstance(thing, dict | list | tuple):
+            children = _children(thing)
+            if not isinstance(thing, tuple):
+                self.containers.append((thing, children))
+            for child in children:
+                self._add(child)
+        elif dataclasses.is_dataclass(thing) and ours(thing):  # a client, a batch, the server or its totals
+            for value in vars(thing).values():
+                self._add(value)
+
+    def check(self, hook: str) -> None:
+        """Raise `UndriftError` if any of it has changed."""
+        changed = any(t._version != before for t, before in self.tensors)
+        for thing, before in self.containers:
+            after = _children(thing)
+            changed |= len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True))
+        if changed:
+            raise HookError(
+                f"{hook} changes in place what it was given (a tensor, as `add_` and `mul_` do, or a dict); return new "
+                "ones: ud.tree_map(lambda d: 0.5 * d, g), or {**params, name: tensor}."
+            )
+
+
+def _children(thing: Any) -> list[Any]:
+    return list(thing.values()) if isinstance(thing, dict) else list(thing)
+
+
+class HostDraws:
+    """The global generators of numpy and Python, in which a hook that draws from them leaves a trace."""
+
+    def __init__(self, part: Any, hook: str) -> None:
+        which = (type(part), hook)
+        _calls[which] += 1
+        self.before = host_positions() if _calls[which] <= WATCHED_CALLS else None
+
+    def check(self, hook: str) -> None:
+        if self.before is not None and host_positions() != self.before:
+            raise HookError(f"{hook} draws from a global generator of numpy or Python's random, {UNREPEATABLE}")
 
 
 def name(part: Any) -> str:
@@ -112,12 +196,21 @@ def of_vmap(error: BaseException) -> bool:
     return any(word in said for word in known) or type(error).__name__ in kinds
 
 
+UNREPEATABLE = (
+    "so runs would not repeat and clients would not have draws of their own. Draw from the key: "
+    "ud.random.normal(client.key, shape), ud.random.uniform(client.key, shape), or with server.key."
+)
+
+
 class GlobalDrawError(UndriftError):
-    """A hook draws from torch's global generator."""
+    """A hook draws from a global generator."""
 
 
-class RefuseGlobalDraws(TorchFunctionMode):
-    """Inside it, drawing from torch's global generator raises: runs would not repeat."""
+class HookMode(TorchFunctionMode):
+    """How torch behaves inside a hook: draws from its generators raise, since runs would not repeat.
+
+    `one_hot` is computed by comparing, because its own check of the labels reads values, which vmap does not allow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,12 +219,16 @@ class RefuseGlobalDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draws = func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {})))
         if draws and seeded_depth() == self.depth:  # deeper, it is the model that draws
-            raise GlobalDrawError(
-                f"with {func.__name__}, from a generator of torch, so runs would not repeat and clients would not have "
-                "draws of their own. Draw from the key: ud.random.normal(client.key, shape), "
-                "ud.random.uniform(client.key, shape), or with server.key."
-            )
+            raise GlobalDrawError(f"with {func.__name__}, from a generator of torch, {UNREPEATABLE}")
+        if func is F.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes < 0:  # as many as the values say
+        return F.one_hot(tensor)
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
 
 
 def _drops(input: Any, p: float = 0.5, training: bool = True, *rest: Any, **more: Any) -> bool:

@@ -37,6 +37,8 @@ class Plan:
     """The weight decay, from `Local(weight_decay)`."""
     fates: Fates | None = None
     """Which of them fail, if faults are simulated. Drawn after the `plan` hooks."""
+    tuning: bool = False
+    """Whether they train for the history's `tuned_*` columns alone: `client.tuning`."""
 
     @property
     def span(self) -> dict[str, float]:
@@ -56,16 +58,21 @@ class Batch:
     mask: Tensor
     """Per sample: 1.0, or 0.0 for padding. Multiply by it whatever you sum over a batch."""
     find_features: Callable[[], Tensor] | None = field(default=None, repr=False)
+    output: Tree = None
+    """In `measure` with `measures = "training"`: the model's output in this forward pass, after all `logits` hooks."""
+    losses: Tensor = field(default=None)  # type: ignore[assignment]
+    """There too: the loss of each sample, after all `objective` hooks."""
 
     @property
     def features(self) -> Tensor:
-        """The input of the model's last linear or convolution layer in this forward pass, in `objective` only.
+        """The input of the model's last linear or convolution layer in this forward pass: samples × features.
 
-        Samples × features, if that layer is linear. Gradients flow through it.
+        Only in `objective`, where gradients flow through it, and in `measure` with `measures = "training"`.
         """
         if self.find_features is None:
             raise UndriftError(
-                "batch.features is there in `objective` only; elsewhere use client.model.features(params, batch.x)."
+                'batch.features is there in `objective`, and in `measure` with measures = "training"; elsewhere use '
+                "client.model.features(params, batch.x)."
             )
         return self.find_features()
 
@@ -74,6 +81,8 @@ class Gradients(Protocol):
     """Computes the gradients of a local step's loss: what `client.gradient` and `client.gradients` call."""
 
     def gradient(self, weights: Tree, batch: int) -> Tree: ...
+
+    def gradient_and_buffers(self, weights: Tree, buffers: Tree, batch: int) -> tuple[Tree, Tree]: ...
 
     def per_sample(self, weights: Tree, batch: int) -> Tree: ...
 
@@ -124,8 +133,6 @@ class Client:
     """The index of the local step, from 0, in `logits`, `objective`, `gradient`, `step`, `rate` and `project`."""
     carry: Tree = None
     """In `rate`, `project`, `update` and `upload`: the carry that this part's `step` returned last."""
-    rates: Tree = None
-    """In `project`: the learning rates of this step, by parameter: scalars, or tensors that broadcast to its shape."""
     rate_sum: Tree = None
     """In `update` and `upload`: the sum over local steps of the learning rates, by parameter, as in `rates`."""
     work: Tree = None
@@ -133,13 +140,28 @@ class Client:
     v, where `v ← ρ·v + 1` in every step, from 0, with the momentum ρ."""
     final: Tree = None
     """In `update` and `upload`: the weights after training."""
+    from_update: Tree = None
+    """In `upload`: what this part's `update` returned beside the update; None if it returned the update alone."""
     buffers: Tree = None
-    """In `update` and `upload`: the values after training of buffers that training changes (running statistics)."""
+    """The buffers that training changes (running statistics), by name: as sent to the client, in a local step as they
+    are before it, and in `update` and `upload` after training."""
+    tuning: Tensor | None = None
+    """Whether the client trains for the history's `tuned_*` columns, which nothing is sent of: a boolean scalar."""
     personal: frozenset[str] = frozenset()
     """The names of the parameters and buffers that are the client's own and never sent."""
     decay: Mapping[str, float] = field(default_factory=dict)
     """The factors of weight decay from `Local(groups)`, by parameter; those that are not listed have the factor 1."""
     gradients_of: Gradients | None = field(default=None, repr=False)
+    find_rates: Callable[[], Tree] | None = field(default=None, repr=False)
+
+    @property
+    def rates(self) -> Tree:
+        """The learning rates of this step, by parameter: scalars, or tensors that broadcast to its shape.
+
+        In `gradient`, `step` and `project`; None elsewhere. In `gradient` and `step`, a `rate` hook that reads
+        `client.carry` is given the carry from before the step.
+        """
+        return self.find_rates() if self.find_rates else None
 
     def gradient(self, weights: Tree, batch: int = 0) -> Tree:
         """Compute the gradient of this step's mean loss at other weights. Only in `gradient` and `step`.
@@ -160,6 +182,24 @@ class Client:
             UndriftError: If called in another hook, with other names, or for a batch that the step does not have.
         """
         return self._gradients().gradient(weights, batch)
+
+    def gradient_and_buffers(self, weights: Tree, buffers: Tree, batch: int = 0) -> tuple[Tree, Tree]:
+        """Compute the same in a forward pass with these buffers, and return the buffers after it, too.
+
+        For second models with running statistics of their own, which start from `client.buffers` in `keep` or `carry`.
+
+        Args:
+            weights: A dict with the names and shapes of the parameters.
+            buffers: A dict with the names and shapes of `client.buffers`.
+            batch: The index of one of the step's batches.
+
+        Returns:
+            The gradient, and the buffers as the forward pass leaves them.
+
+        Raises:
+            UndriftError: As `gradient`.
+        """
+        return self._gradients().gradient_and_buffers(weights, buffers, batch)
 
     def gradients(self, weights: Tree, batch: int = 0) -> Tree:
         """Compute the gradient of each sample's loss at `weights`. Only in `gradient` and `step`.

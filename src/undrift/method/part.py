@@ -12,6 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +20,11 @@ from undrift.errors import UndriftError, listed, nonnegative, quoted
 from undrift.method.calls import aligned, call, pair
 from undrift.method.context import Batch, Client, Plan, Server
 from undrift.method.numbers import bind, check_numbers, numbers_at
-from undrift.method.rules import check_definition, hooks_in, overrides, refuse_contradictions, weighting
+from undrift.method.rules import STAGES, check_definition, hooks_in, overrides, refuse_contradictions, weighting
 from undrift.tree import Tree, tree_map
 
 # The step in the key of each server hook, far above the numbers of local steps.
-BROADCAST, REFINE, FINISH, PLAN, TRANSFORM, AGGREGATE, OBSERVE = (2**31 + i for i in range(7))
+BROADCAST, REFINE, FINISH, PLAN, TRANSFORM, AGGREGATE, OBSERVE, START = (2**31 + i for i in range(8))
 
 
 class Part:
@@ -44,14 +45,21 @@ class Part:
     """
 
     measures: ClassVar[str | None] = None
-    """When `measure` runs over clients' data: "cohort" (before `broadcast`, for sums over the cohort), "before" or
-    "after" a client trains, or "finish" (once, after the last round, over all clients)."""
+    """When `measure` runs over clients' data: "cohort" (before `broadcast`, for sums over the cohort), "sent" (at the
+    weights sent, before `begin`), "before" or "after" a client trains, "training" (on the batch of every local step, in
+    its own forward pass), or "finish" (once, after the last round, over all clients)."""
     batches: ClassVar[int] = 1
     """The number of batches per local step. `client.gradient(weights, batch=1)` uses the second of them."""
     personal: tuple[str, ...] = ()
     """Patterns such as "head.*". Parameters and buffers whose names match are each client's own and are never sent."""
     replaces_gradient: ClassVar[bool] = False
     """Whether `gradient` or `step` ignores the gradient it is given, so that parts before it would have no effect."""
+    replaces_losses: ClassVar[bool] = False
+    """Whether `objective` ignores the losses it is given, so that parts before it would have no effect."""
+    stage: ClassVar[str] = "method"
+    """What the part's `update` and `transform` are for: "method", "compression" or "privacy". Clients apply `update` in
+    this order and the server undoes it in reverse: the `transform` of "privacy" comes first, whatever the order of `+`,
+    then "compression", then all others."""
     reads_rates: ClassVar[bool] = True
     """Whether `update` or `upload` reads `client.rate_sum` or `client.work`. If False, they need not be computed."""
     harmless_sums: ClassVar[bool] = False
@@ -67,7 +75,7 @@ class Part:
     """The interval of each number, such as "[0, 1)". The default is "[0, inf)"."""
 
     # ---- server, before the clients --------------------------------------------------------------------------
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         """Return the part's initial state at the server, a tree. Called once, with the initial weights."""
         return ()
 
@@ -83,7 +91,7 @@ class Part:
         return ()
 
     # ---- client ----------------------------------------------------------------------------------------------
-    def keep(self, params: Tree) -> Tree:
+    def keep(self, params: Tree, client: Client) -> Tree:
         """Return a client's state before its first round, given the weights sent in that round.
 
         Hooks find it in `client.kept`. Later states are what `upload` returns; they must have the same structure.
@@ -157,22 +165,24 @@ class Part:
     def update(self, delta: Tree, client: Client) -> Tree:
         """Return the client's update, which is then weighted and summed over the cohort.
 
-        `delta` is the final weights minus the weights sent, after the `update` hooks of the parts before.
+        `delta` is the final weights minus the weights sent, after the `update` hooks of the parts before. It is zero
+        for personal parameters. Return `(delta, tree)` to hand a tree on to `upload`, as `client.from_update`.
         """
         return delta
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         """Return a tree to be summed over the cohort, and the client's new state.
 
-        `delta` is the final weights minus those that training started from, before any `update` hook. The sum is not
-        weighted. The server finds it in `server.totals.sums`.
+        `delta` is the final weights minus those that training started from, before any `update` hook. It is zero
+        for personal parameters. The sum is not weighted. The server finds it in `server.totals.sums`.
         """
         return (), client.kept
 
     def own(self, params: Tree, client: Client) -> Tree:
         """Return the weights that this client would use, given the weights sent.
 
-        Called for evaluation on the client's own test data.
+        Called for evaluation on the client's own test data. If training changes buffers of the model, such as running
+        statistics, return those too: `{**weights, **client.buffers}`, or others of the same names.
         """
         return params
 
@@ -306,10 +316,11 @@ class Method:
             call(part, "check", local, data)
 
     # ---- the hooks of the sum: server ------------------------------------------------------------------------
-    def start(self, params: Tree) -> list[Tree]:
-        return [call(part, "start", params) for part in self.parts]
+    def start(self, params: Tree, server: Server) -> list[Tree]:
+        return [call(part, "start", params, _own(server, part, START, i)) for i, part in enumerate(self.parts)]
 
     def plan(self, plan: Plan, states: list[Tree], server: Server) -> tuple[Plan, list[Tree]]:
+        plan = replace(plan, clients=read_only(plan.clients), steps=read_only(plan.steps))
         return self._chain("plan", PLAN, plan, states, server)
 
     def broadcast(self, params: Tree, states: list[Tree], server: Server) -> list[Tree]:
@@ -330,7 +341,15 @@ class Method:
         return aligned(update, like, part, "aggregate"), [*states[:i], state, *states[i + 1 :]]
 
     def transform(self, update: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
-        return self._chain("transform", TRANSFORM, update, states, server)
+        """Return the update as it is applied, given `server.totals.update`.
+
+        What "privacy" returns takes that one's place: whatever reads it later must not see it without noise.
+        """
+        update, states = self._chain("transform", TRANSFORM, update, states, server, "privacy")
+        server = replace(server, totals=replace(server.totals, update=update))
+        for stage in ("compression", "method"):
+            update, states = self._chain("transform", TRANSFORM, update, states, server, stage)
+        return update, states
 
     def refine(self, params: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
         return self._chain("refine", REFINE, params, states, server)
@@ -351,7 +370,7 @@ class Method:
 
     def update_bytes(self, update: Tree, size: int) -> int:
         """Return the size of one client's update in bytes, as its parts send it."""
-        for _, part in self.overriding("update_bytes"):
+        for _, part in by_stage(self.overriding("update_bytes")):
             found = call(part, "update_bytes", size, update)
             if not nonnegative(found):
                 raise UndriftError(
@@ -369,16 +388,57 @@ class Method:
             row |= columns
         return row
 
-    def _chain(self, hook: str, step: int, thing: Any, states: list[Tree], server: Server) -> tuple[Any, list[Tree]]:
-        """Pass `thing` through the parts' hooks, each of which may change its state."""
-        new = list(states)
+    def _chain(
+        self, hook: str, step: int, thing: Any, states: list[Tree], server: Server, stage: str | None = None
+    ) -> tuple[Any, list[Tree]]:
+        """Pass `thing` through the parts' hooks, or those of one stage. Each of them may change its state."""
+        new, chooser = list(states), None
         for i, part in self.overriding(hook):
+            if stage not in (None, part.stage):
+                continue
             found = call(part, hook, thing, states[i], _own(server, part, step, i))
             after, new[i] = pair(found, part, hook, {"plan": "plan", "transform": "update"}.get(hook, "params"))
             if hook == "plan" and not isinstance(after, Plan):
                 raise UndriftError(f"{type(part).__name__}.plan must return a plan, not {type(after).__name__}.")
+            if hook == "plan":
+                chooser = chosen_by(part, thing, after, chooser, server)
             thing = after if hook == "plan" else aligned(after, thing, part, hook)
         return thing, new
+
+
+def by_stage(found: list[tuple[int, Part]]) -> list[tuple[int, Part]]:
+    """Return parts and their positions in the order in which clients apply them: by stage, then in the order of `+`."""
+    return sorted(found, key=lambda pair: STAGES.index(pair[1].stage))
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view of an array that hooks cannot write to."""
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def chosen_by(part: Part, given: Plan, plan: Plan, before: Part | None, server: Server) -> Part | None:
+    """Return the part that chose the plan's clients so far, if it was one. Raises if it overrode another choice.
+
+    A part may always leave out some of the clients that it is given. Which others it may take depends on who chose
+    these: nobody, if they are all there are; a part, whose choice would be lost; or `participation`, of which it may at
+    least take the number.
+    """
+    if set(np.asarray(plan.clients).ravel().tolist()) <= set(given.clients.tolist()):
+        return before
+    own = type(part).__name__
+    if before is not None:
+        raise UndriftError(
+            f"{type(before).__name__} and {own} both choose the round's clients, so the first choice would be lost; "
+            "keep one of them."
+        )
+    if len(given.clients) < server.population and len(plan.clients) != len(given.clients):
+        raise UndriftError(
+            f"{own}.plan chooses {len(plan.clients)} clients of its own, so `participation`, which samples "
+            f"{len(given.clients)}, would have no effect; leave participation out."
+        )
+    return part
 
 
 def part_stream(part: Part) -> int:

@@ -7,10 +7,12 @@ import inspect
 from typing import Any
 
 from undrift.errors import UndriftError, nearest
-from undrift.method.calls import name, ours
+from undrift.method.calls import GROWN, name, ours
 
-WHEN = ("cohort", "before", "after", "finish")
+WHEN = ("cohort", "sent", "before", "training", "after", "finish")
 """When a part may measure."""
+STAGES = ("method", "compression", "privacy")
+"""Where a part's `update` belongs in the chain of the clients' `update` hooks."""
 
 
 def base_of(part: Any) -> Any:
@@ -43,6 +45,18 @@ def refuse_contradictions(parts: tuple[Any, ...]) -> None:
                     f"{second} replaces the gradient, so what {first} does to it would be lost; write "
                     f"{second} before {first}, if the two can stand together."
                 )
+            if later.replaces_losses and overrides(earlier, "objective"):
+                raise UndriftError(
+                    f"{second} replaces the losses, so what {first} does to them would be lost; write {second} before "
+                    f"{first}, if the two can stand together."
+                )
+            both = overrides(later, "update") and overrides(later, "transform")
+            if both and later.stage == "method" and not ours(later) and _named(earlier, ("ServerOptimizer",)):
+                raise UndriftError(
+                    f"{second} changes updates at the client and again at the server, and {first} would come in "
+                    f'between; write {second} before {first}, or declare its stage = "privacy" or "compression", which '
+                    "always come before server optimizers."
+                )
     _check_aggregation(parts)
     for part in parts:
         begins = [name(other) for other in parts if overrides(other, "begin")]
@@ -54,13 +68,20 @@ def refuse_contradictions(parts: tuple[Any, ...]) -> None:
 
 def _check_attributes(part: Any) -> None:
     own = name(part)
-    if not dataclasses.is_dataclass(type(part)):
-        raise UndriftError(f"{own} must be a dataclass: put @dataclass(frozen=True) above it.")
+    if not dataclasses.is_dataclass(type(part)) or not type(part).__dataclass_params__.frozen:
+        raise UndriftError(
+            f"{own} must be a frozen dataclass: put @dataclass(frozen=True) above it. (Hooks run on copies, so what "
+            "they store on self would be lost; keep it in the part's state.)"
+        )
     shadowing = [f.name for f in dataclasses.fields(part) if f.name in hooks_in(base_of(part))]
     if shadowing:
         raise UndriftError(f"{own} has a field called {shadowing[0]!r}, which is the name of a hook; choose another.")
     if part.measures not in (None, *WHEN):
-        raise UndriftError(f'{own}.measures must be "before", "after", "finish" or "cohort".')
+        ways = ", ".join(f'"{when}"' for when in WHEN)
+        raise UndriftError(f"{own}.measures must be one of {ways}, not {part.measures!r}.")
+    if part.stage not in STAGES:
+        ways = ", ".join(f'"{stage}"' for stage in STAGES)
+        raise UndriftError(f"{own}.stage must be one of {ways}, not {part.stage!r}.")
     if part.measures is None and overrides(part, "measure"):
         raise UndriftError(f'{own} has a measure hook; say when: measures = "before", say.')
     if overrides(part, "gradient") and overrides(part, "step"):
@@ -134,6 +155,15 @@ def _check_signature(part: str, hook: str, found: Any, wanted: Any) -> None:
     """Reject a hook with a wrong signature, or with the arguments of an earlier version."""
     given, new = (list(inspect.signature(f).parameters.values()) for f in (found, wanted))
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
+        return
+    names = [p.name for p in new]
+    moved = [p.name for i, p in enumerate(given) if p.name in names and names.index(p.name) != i]
+    if moved:
+        raise UndriftError(
+            f"{part}.{hook} has its argument {moved[0]!r} in another place than undrift passes it; write "
+            f"def {hook}({', '.join(names)})."
+        )
+    if hook in GROWN and len(given) == len(new) - 1:
         return
     needed = [p for p in given if p.default is p.empty]
     old = (

@@ -134,7 +134,7 @@ class Optimize(Part):
 class OptimizeKept(Optimize):
     """The local optimizer, whose state each client keeps between rounds."""
 
-    def keep(self, params: Tree) -> Tree:
+    def keep(self, params: Tree, client: Client) -> Tree:
         return call(self.optimizer, "carry", params, None)
 
     def carry(self, params: Tree, client: Client) -> Tree:
@@ -148,7 +148,7 @@ class OptimizeKept(Optimize):
 class OptimizeAveraged(Optimize):
     """The local optimizer, whose state is averaged over the cohort like the weights, and sent to the next."""
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return call(self.optimizer, "carry", params, None)
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
@@ -185,7 +185,7 @@ class PersonalState(Part):
 
     reads_rates: ClassVar[bool] = False
 
-    def keep(self, params: Tree) -> Tree:
+    def keep(self, params: Tree, client: Client) -> Tree:
         return {n: w for n, w in params.items() if n in self.names} | self.buffers
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:

@@ -94,10 +94,10 @@ class FedCurv(Part):
     measures: ClassVar[str | None] = "after"
     reads_rates: ClassVar[bool] = False
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return {"F": tree_zeros(params), "Fw": tree_zeros(params)}
 
-    def keep(self, params: Tree) -> Tree:
+    def keep(self, params: Tree, client: Client) -> Tree:
         return {"F": tree_zeros(params), "Fw": tree_zeros(params), "round": torch.tensor(-2)}
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:

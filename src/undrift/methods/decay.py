@@ -34,7 +34,7 @@ class StepRates(Part):
     reads_rates: ClassVar[bool] = False
     harmless_sums: ClassVar[bool] = True
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return {"rates": torch.zeros(4, dtype=torch.float64)}
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
@@ -60,10 +60,10 @@ class Pflug(StepRates):
     implies_weighting: ClassVar[str | None] = "uniform"
     contradicts: ClassVar[tuple[str, ...]] = ("StepRates",)
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         zero = torch.zeros((), dtype=torch.float64)
         counts = {name: torch.zeros((), dtype=torch.int64) for name in ("round", "last", "decays")}
-        return {**super().start(params), "g": tree_zeros(params), "S": zero, **counts}
+        return {**super().start(params, server), "g": tree_zeros(params), "S": zero, **counts}
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         return state["decays"]

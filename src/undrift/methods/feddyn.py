@@ -41,10 +41,10 @@ class FedDyn(Part):
     contradicts: ClassVar[tuple[str, ...]] = ("FedNova",)
     ranges: ClassVar[dict[str, str]] = {"alpha": "(0, inf)"}
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return tree_zeros(params)
 
-    def keep(self, params: Tree) -> Tree:
+    def keep(self, params: Tree, client: Client) -> Tree:
         return tree_zeros(params)
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:

@@ -56,10 +56,10 @@ class Scaffold(Part):
                 'Scaffold(correction="after").'
             )
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return tree_zeros(params)
 
-    def keep(self, params: Tree) -> Tree:
+    def keep(self, params: Tree, client: Client) -> Tree:
         return tree_zeros(params)
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:

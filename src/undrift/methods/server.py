@@ -47,7 +47,7 @@ class ServerSGD(ServerOptimizer):
 
     ranges: ClassVar[dict[str, str]] = {"momentum": "[0, 1)"}
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return tree_zeros(params)
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
@@ -66,7 +66,7 @@ class Adaptive(ServerOptimizer):
 
     ranges: ClassVar[dict[str, str]] = {"beta1": "[0, 1)", "beta2": "[0, 1)"}
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return {"m": tree_zeros(params), "v": tree_zeros(params), "tau": torch.zeros(())}
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:

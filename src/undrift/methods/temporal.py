@@ -61,7 +61,7 @@ class Targeted(Part):
                 f"{type(self).__name__}(target) must be a TemporalEnsemble(beta), or None, not {quoted(self.target)}."
             )
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return self.target.start(params) if self.target else ()
 
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:

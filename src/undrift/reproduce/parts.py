@@ -19,7 +19,7 @@ class TrainingLoss(Part):
     measures: ClassVar[str | None] = "before"
     reads_rates: ClassVar[bool] = False
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return {"loss": torch.zeros((), dtype=torch.float64), "samples": torch.ones((), dtype=torch.float64)}
 
     def measure(self, params: Tree, batch: Batch, client: Client) -> Tree:
@@ -44,7 +44,7 @@ class Coordinates(Part):
     The two coordinates are those of the first tensor that change most in the first round.
     """
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         first = next(iter(params.values()))
         return {
             "places": torch.zeros(2, dtype=torch.int64),
@@ -71,7 +71,7 @@ class Coordinates(Part):
 class Weights(Part):
     """The model's only weight, for problems of one dimension."""
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return next(iter(params.values()))
 
     def observe(self, params: Tree, state: Tree, server: Server) -> Tree:

@@ -37,7 +37,7 @@ class Follow(Part):
 
     path: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def start(self, params: Tree) -> Tree:
+    def start(self, params: Tree, server: Server) -> Tree:
         return params
 
     def observe(self, params: Tree, state: Tree, server: Server) -> Tree:

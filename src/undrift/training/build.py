@@ -28,7 +28,7 @@ from undrift.errors import require
 from undrift.functional.arguments import WHOLE
 from undrift.functional.model import Model
 from undrift.losses import Loss, for_labels, get_loss, model_loss
-from undrift.method.calls import call
+from undrift.method.calls import call, ours
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
 from undrift.method.parse import as_method
@@ -42,6 +42,7 @@ from undrift.training.arithmetic import full_precision, threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.labelled import with_labels
 from undrift.training.obstacles import reason
+from undrift.training.rehearsal import find_sums, rehearse
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.singles import check_singles
@@ -119,7 +120,16 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         drift=given.drift,
         ranks=ranks,
     )
+    find_sums(run, program)
+    if given.rehearse and not all(ours(part) for part in method.parts):
+        padded = choice.engine == "lanes" and may_pad(local, data, method)
+        rehearse(run, program_of(function, method, local, data, chosen_loss), padded)
     return with_files(run, given.out)
+
+
+def may_pad(local: Local, data: FederatedDataset, method: Method) -> bool:
+    """Return whether lanes pad batches: short ones, and those of passes without training."""
+    return local.may_be_short(data.size_counts[0]) or any(part.measures for part in method.parts)
 
 
 def engine_of(
@@ -231,8 +241,7 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method:
     """Return the engine that was asked for, or that suits the model, the data and the device."""
     local, sizes = given.local, data.data.size_counts[0]
     width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
-    # Passes without training are padded too.
-    padded = local.may_be_short(sizes) or any(part.measures for part in method.parts)
+    padded = may_pad(local, data.data, method)
     obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * steps.mean

@@ -64,6 +64,7 @@ def train(
     engine: str = "auto",
     lanes: int | None = None,
     compile: bool | None = None,
+    rehearse: bool = True,
     data_on: str = "auto",
     deterministic: bool = False,
     threads: int | None = None,
@@ -117,6 +118,9 @@ def train(
             `result.choices` has what was chosen, and why.
         lanes: The number of clients that train side by side with `engine="lanes"`. Chosen by a rule by default.
         compile: Whether to compile the local step with `torch.compile` on a GPU. By default, long runs are compiled.
+        rehearse: Whether to try hooks of your own on a few samples of one client before training, and refuse those that
+            would be wrong without a word: hooks that ignore `batch.mask`, that return something else for the same
+            arguments, or that ignore the losses or the gradient they are given without saying so.
         data_on: Where the samples are kept: `"device"`, or `"host"`, from where batches are transferred while the
             device computes. `"auto"` uses the host only for data too large for the GPU's memory. The result is the
             same.
@@ -170,7 +174,7 @@ def train(
         Settings(
             model=model, data=data, method=method, rounds=rounds, local=local, participation=participation, seed=seed,
             loss=loss, metrics=metrics, output=output, device=device, precision=precision, engine=engine, lanes=lanes,
-            compile=compile, data_on=data_on, deterministic=deterministic, threads=threads,
+            compile=compile, rehearse=rehearse, data_on=data_on, deterministic=deterministic, threads=threads,
             evaluate_every=evaluate_every, personalize_every=personalize_every, drift=drift, out=out,
             checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, progress=progress,
             notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults, max_norm_ratio=max_norm_ratio,

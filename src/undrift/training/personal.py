@@ -150,7 +150,7 @@ class Personal:
         for begin in range(0, len(self.clients), run.cohort_size):
             clients = self.clients[begin : begin + run.cohort_size]
             epoch = -(-run.local.per_epoch(run.data.sizes_of(clients)) // run.composed.batches)
-            here = replace(plan, clients=clients, steps=epoch)
+            here = replace(plan, clients=clients, steps=epoch, tuning=True)
             server = replace(server, cohort=clients, client_weights=run.weights(clients))
             if received is None or method.measuring("cohort"):
                 received = broadcast(run, method, here, state, server)
@@ -194,7 +194,7 @@ def owned(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
     program = run.engine.program
     for c, place in enumerate(inputs.places.tolist()):
         given = program.given(inputs.shared, inputs.own(c))
-        yield place, {**program.own(given), **given["tracked"]}
+        yield place, program.own(given)
 
 
 def own_model(run: Run, state: State, client: int) -> Params:

@@ -97,8 +97,9 @@ class Run:
 
     def start(self) -> State:
         """Return the state before the first round."""
-        parts = tree_clone(tree_to(self.bound(0).start(self.model.start), self.device))
-        return State(self.model.start, parts, self.model.tracked, self.no_states())
+        state = State(self.model.start, [], self.model.tracked, self.no_states())
+        parts = self.bound(0).start(state.params, self.server(0, state))
+        return replace(state, parts=tree_clone(tree_to(parts, self.device)))
 
     def no_states(self) -> ClientStates:
         """Return what clients keep before the first round."""
@@ -217,8 +218,8 @@ class Run:
         counts = None if mine is None else self.counts(plan)
         model = self.model.at(state.tracked)
         inputs = build_inputs(
-            here, filled, batches, self.composed, model, self.device_data, state.params, received, clients, self.seed,
-            self.fills,
+            here, filled, batches, self.engine.program, model, self.device_data, state.params, received, clients,
+            self.seed, self.fills,
         )  # fmt: skip
         inputs = replace(inputs, plan=plan, mine=mine, all_counts=counts)
         check_round(self.model, inputs.counts)

@@ -77,6 +77,7 @@ class Settings:
     engine: str = field(default="auto", metadata=role("text", resume="digits", compared=False))
     lanes: int | None = field(default=None, metadata=role("count", resume="digits", compared=False))
     compile: bool | None = field(default=None, metadata=role("switch", resume="digits", compared=False))
+    rehearse: bool = field(default=True, metadata=role("switch", resume="free", compared=False))
     data_on: str = field(default="auto", metadata=role("text", resume="free", compared=False))
     deterministic: bool = field(default=False, metadata=role("switch", resume="digits"))
     threads: int | None = field(default=None, metadata=role("threads", resume="digits", compared=False))

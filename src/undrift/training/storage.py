@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from undrift.engine.slots import SlotFiles
-from undrift.method.calls import call
 from undrift.training.run import Run
-from undrift.tree import tree_bytes, tree_to
+from undrift.training.state import State
+from undrift.tree import tree_bytes
 
 HOST_SHARE = 0.25
 """The share of host memory that clients' states may take. If they might take more, they go to files."""
@@ -28,9 +29,11 @@ def with_files(run: Run, out: Any) -> Run:
     parts = run.composed.overriding("keep")
     if not parts or not hasattr(os, "pwrite") or run.ranks.several:  # each process has only its own clients' states
         return run
-    bound = run.bound(0)
+    one = run.data.holders(np.zeros(1, np.int64))
+    plan = replace(run.plan(0), clients=one, steps=np.ones(1, np.int64))
     with torch.no_grad():
-        fresh = [tree_to(call(bound.parts[i], "keep", run.model.start), run.device) for i, _ in parts]
+        state = State(run.model.start, [], run.model.tracked, run.no_states())
+        fresh = run.inputs(plan, state, None, state.clients).kept([0])
     most = tree_bytes(fresh) * min(run.population, run.cohort_size * run.rounds)
     if most <= HOST_SHARE * host_memory():
         return run
