@@ -30,6 +30,7 @@ METHODS = {
     "FedProx, decaying": (ud.FedProx(mu=ud.decay(2.0, 0.5)), [("FedProx", {"mu": lambda t: 2.0 * 0.5**t})]),
     "FedProx-TE": (ud.FedProx(mu=2.0, target=TE), [("FedProx", {"mu": 2.0, "beta": 0.6})]),
     "Scaffold": (ud.Scaffold(), [("Scaffold", None)]),
+    "Scaffold, two weightings": (ud.Scaffold(variates="uniform"), [("Scaffold", "uniform")]),
     "FedNova": (ud.FedNova(), [("FedNova", None)]),
     "FedDyn": (ud.FedDyn(alpha=0.3), [("FedDyn", 0.3)]),
     "FedRS": (ud.FedRS(alpha=0.5), [("FedRS", 0.5)]),
@@ -45,6 +46,14 @@ METHODS = {
     "ServerAdam": (ud.ServerAdam(lr=0.05), [("ServerAdam", 0.05)]),
     "ServerYogi": (ud.ServerYogi(lr=0.05), [("ServerYogi", 0.05)]),
     "ServerAdagrad": (ud.ServerAdagrad(lr=0.05), [("ServerAdagrad", 0.05)]),
+    "FedAvgM": (ud.FedAvgM(), [("FedAvgM", {"lr": 1.0, "momentum": 0.9})]),
+    "FedAdam": (ud.FedAdam(lr=0.05), [("FedAdam", {"lr": 0.05})]),
+    "FedAdam, other constants": (
+        ud.FedAdam(lr=0.02, beta1=0.5, beta2=0.9, tau=1e-2, initial_v=0.0),
+        [("FedAdam", {"lr": 0.02, "beta1": 0.5, "beta2": 0.9, "tau": 1e-2, "initial_v": 0.0})],
+    ),
+    "FedYogi": (ud.FedYogi(lr=0.05), [("FedYogi", {"lr": 0.05})]),
+    "FedAdagrad": (ud.FedAdagrad(lr=0.05), [("FedAdagrad", {"lr": 0.05, "beta1": 0.0})]),
     "SignAgreement": (ud.SignAgreement(threshold=2), [("SignAgreement", 2)]),
     "Projection": (ud.Projection(radius=2.0), [("Projection", (2.0, "origin"))]),
     "Projection, global": (ud.Projection(radius=0.1, center="global"), [("Projection", (0.1, "global"))]),
@@ -94,10 +103,15 @@ COMPOSITIONS = {
         ud.TwoDLRD(window=1) + ud.FedProx(mu=0.5),
         [("TwoDLRD", {"window": 1, "C": 0.2}), ("FedProx", {"mu": 0.5})],
     ),
+    "Scaffold, uniform mean": (
+        ud.SCAFFOLD() + ud.FedAvg(weighting="uniform"),
+        [("Scaffold", None), ("FedAvg", "uniform")],
+    ),
     "Scaffold + TwoDLRD": (
         ud.Scaffold() + ud.TwoDLRD(window=1, C=0.4),
         [("Scaffold", None), ("TwoDLRD", {"window": 1, "C": 0.4})],
     ),
+    "Scaffold + FedAdam": (ud.Scaffold() + ud.FedAdam(lr=0.05), [("Scaffold", None), ("FedAdam", {"lr": 0.05})]),
     "projection with noise": (
         ud.Projection(radius=2.0) + ud.GradientNoise(std=0.05),
         [("Projection", (2.0, "origin")), ("GradientNoise", 0.05)],

@@ -62,7 +62,8 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, 
     )
     w = problem.start
     zeros = torch.zeros_like(w)
-    population = sum(len(data[i][0]) > 0 for i in range(len(data)))
+    sizes = [len(data[i][0]) for i in range(len(data))]
+    population = sum(n > 0 for n in sizes)
     c, c_own = zeros, {}  # SCAFFOLD
     h, h_own = zeros, {}  # FedDyn
     ensemble, rounds_seen = zeros, 0  # temporal ensemble
@@ -131,8 +132,9 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, 
             wi = start + factors(t, i) * (wi - start) if factors else wi
             delta = wi - start
             if "Scaffold" in settings:
+                share = 1 / population if uniform or settings["Scaffold"] == "uniform" else len(x) / sum(sizes)
                 new = c_own.get(i, zeros) - c + (start - wi) / rate_sum
-                c_changes = c_changes + (new - c_own.get(i, zeros))
+                c_changes = c_changes + share * (new - c_own.get(i, zeros))
                 c_own[i] = new
             if "FedDyn" in settings:
                 h_own[i] = h_own.get(i, zeros) - settings["FedDyn"] * delta
@@ -143,7 +145,7 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, 
             weights.append(1.0 if uniform else float(len(x)))
             signs.append(torch.sign(delta))
         shares = [p / sum(weights) for p in weights]
-        c, curvature = c + c_changes / population, new_curvature
+        c, curvature = c + c_changes, new_curvature
 
         update = sum(p * u for p, u in zip(shares, updates, strict=True))
         for name, setting in parts:
@@ -167,6 +169,21 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, 
                 else:
                     v, eta = v + q**2, setting
                 update = -eta * m / (v.sqrt() + 1e-8)
+            if name == "FedAvgM":
+                velocity = setting["momentum"] * velocity + update
+                update = setting["lr"] * velocity
+            if name in ("FedAdam", "FedYogi", "FedAdagrad"):
+                b1, b2, adaptivity = setting.get("beta1", 0.9), setting.get("beta2", 0.99), setting.get("tau", 1e-3)
+                if t == cohorts.index(next(c for c in cohorts if c)):
+                    v = torch.full_like(w, setting.get("initial_v", adaptivity**2))
+                m = b1 * m + (1 - b1) * update
+                squared = update**2
+                v = {
+                    "FedAdam": b2 * v + (1 - b2) * squared,
+                    "FedYogi": v - (1 - b2) * squared * torch.sign(v - squared),
+                    "FedAdagrad": v + squared,
+                }[name]
+                update = setting["lr"] * m / (v.sqrt() + adaptivity)
             if name == "SignAgreement":
                 update = torch.where(sum(signs).abs() >= setting, update, 0.0)
         w = start + update

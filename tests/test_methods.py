@@ -39,6 +39,8 @@ OFF = [
     (ud.Projection(radius=float("inf"), center="global"), ud.FedAvg()),
     (ud.SignAgreement(threshold=0), ud.FedAvg()),
     (ud.ServerSGD(lr=1, momentum=0), ud.FedAvg()),
+    (ud.FedAvgM(momentum=0), ud.FedAvg()),
+    (UNIFORM + ud.Scaffold(variates="uniform"), UNIFORM + ud.Scaffold()),
     (ud.FedNLR(ratio=1), ud.FedAvg()),
     (ud.TwoDLRD(window=1, C=0), UNIFORM),
     (ud.AllDecreasing(window=1, factor=1), UNIFORM),
@@ -77,6 +79,11 @@ STRONGER = [
     (ud.Projection(radius=3), ud.Projection(radius=1)),
     (ud.SignAgreement(threshold=2), ud.SignAgreement(threshold=4)),
     (ud.ServerSGD(momentum=0.1), ud.ServerSGD(momentum=0.9)),
+    (ud.FedAvgM(momentum=0.1), ud.FedAvgM()),
+    (ud.FedAdam(lr=0.01), ud.FedAdam(lr=0.1)),
+    (ud.FedAdam(lr=0.1, tau=1e-1), ud.FedAdam(lr=0.1)),
+    (ud.FedYogi(lr=0.01), ud.FedYogi(lr=0.1)),
+    (ud.FedAdagrad(lr=0.01), ud.FedAdagrad(lr=0.1)),
     (ud.ServerAdam(lr=0.01), ud.ServerAdam(lr=0.1)),
     (ud.ServerYogi(lr=0.01), ud.ServerYogi(lr=0.1)),
     (ud.ServerAdagrad(lr=0.01), ud.ServerAdagrad(lr=0.1)),
@@ -85,6 +92,7 @@ STRONGER = [
     (ud.FedNLR(ratio=1.5), ud.FedNLR(ratio=4)),
     (ud.FedNLR(depth=0, width=0.1), ud.FedNLR(depth=3, width=0.1)),
     (ud.FedAvg(), ud.Scaffold()),
+    (ud.Scaffold(variates="uniform"), ud.Scaffold()),
     (ud.FedAvg(), ud.FedNova()),
 ]
 

@@ -179,7 +179,7 @@ def test_ccvr_draws_each_class_from_its_own_gaussian(uneven):
             "sum": member.T @ features,
             "outer": torch.einsum("bc,bd,be->cde", member, features, features),
         }
-        server = Server(model, F.cross_entropy, None, 0, Key(torch.tensor([1, 2]), torch.tensor(0)), {}, 1)
+        server = Server(model, F.cross_entropy, None, 0, Key(torch.tensor([1, 2]), torch.tensor(0)), {}, 1, 1.0)
         drawn, classes = ud.CCVR(samples_per_class=20_000).virtual(sums, server)
     for c in range(4):
         own, virtual = features[y == c], drawn[classes == c]

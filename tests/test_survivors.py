@@ -148,7 +148,7 @@ def test_any_negative_diagnostic_is_a_stall(total, decays):
     part = ud.AllDecreasing(window=torch.tensor(0.0))
     w = {"w": torch.tensor([1.0], dtype=torch.float64)}
     state = part.start(w) | {"S": torch.tensor(total, dtype=torch.float64)}
-    after = part.observe(w, state, Server(None, None, None, 0, KEY, w, 1))  # no update, so S stays
+    after = part.observe(w, state, Server(None, None, None, 0, KEY, w, 1, 1.0))  # no update, so S stays
     assert int(after["decays"]) == decays and float(after["S"]) == (0.0 if decays else total)
 
 
@@ -214,7 +214,7 @@ def test_a_class_of_one_sample_has_no_spread(uneven):
     class Double:
         dtype = torch.float64
 
-    drawn, classes = ud.CCVR(samples_per_class=3).virtual(sums, Server(Double(), None, None, 0, KEY, {}, 1))
+    drawn, classes = ud.CCVR(samples_per_class=3).virtual(sums, Server(Double(), None, None, 0, KEY, {}, 1, 1.0))
     assert torch.allclose(drawn[classes == 0], features[0].expand(3, 2)) and drawn.isfinite().all()
 
 

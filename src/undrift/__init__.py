@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 METHODS = {
     "FedAvg": "undrift.methods.fedavg",
     "FedProx": "undrift.methods.fedprox",
+    "SCAFFOLD": "undrift.methods.scaffold",
     "Scaffold": "undrift.methods.scaffold",
     "FedNova": "undrift.methods.fednova",
     "FedDyn": "undrift.methods.feddyn",
@@ -28,18 +29,17 @@ METHODS = {
     "Projection": "undrift.methods.techniques",
     "GradientNoise": "undrift.methods.techniques",
     "ServerTraining": "undrift.methods.techniques",
+    "FedAvgM": "undrift.methods.server",
+    "FedAdam": "undrift.methods.server",
+    "FedYogi": "undrift.methods.server",
+    "FedAdagrad": "undrift.methods.server",
     "ServerSGD": "undrift.methods.server",
     "ServerAdam": "undrift.methods.server",
     "ServerYogi": "undrift.methods.server",
     "ServerAdagrad": "undrift.methods.server",
 }
 IN_THE_LITERATURE = {
-    "FedAvgM": "ServerSGD(momentum=0.9)",
-    "FedAdam": "ServerAdam(lr=0.01)",
-    "FedYogi": "ServerYogi(lr=0.01)",
-    "FedAdagrad": "ServerAdagrad(lr=0.01)",
-    "FedOpt": "one of ServerSGD, ServerAdam, ServerYogi and ServerAdagrad",
-    "SCAFFOLD": "Scaffold()",
+    "FedOpt": "one of FedAvgM, FedAdam, FedYogi and FedAdagrad",
     "FedProxTE": "FedProx(mu=0.1, target=TemporalEnsemble(beta=0.5))",
     "FedCLTE": "FedCL(weight=0.1, target=TemporalEnsemble(beta=0.5))",
 }
@@ -149,7 +149,12 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.methods.fedprox import FedProx as FedProx
     from undrift.methods.logits import FedLC as FedLC
     from undrift.methods.logits import FedRS as FedRS
+    from undrift.methods.scaffold import SCAFFOLD as SCAFFOLD
     from undrift.methods.scaffold import Scaffold as Scaffold
+    from undrift.methods.server import FedAdagrad as FedAdagrad
+    from undrift.methods.server import FedAdam as FedAdam
+    from undrift.methods.server import FedAvgM as FedAvgM
+    from undrift.methods.server import FedYogi as FedYogi
     from undrift.methods.server import ServerAdagrad as ServerAdagrad
     from undrift.methods.server import ServerAdam as ServerAdam
     from undrift.methods.server import ServerSGD as ServerSGD

@@ -256,6 +256,9 @@ class Server:
     """The weights sent to the clients in this round."""
     population: int
     """N, the number of clients with data, whether or not they take part in this round."""
+    total_weight: float
+    """The sum of all clients' weights in the mean, before normalisation, whether or not they take part in this round:
+    the number of all samples, or N if the mean is uniform."""
     having_data: Callable[[], np.ndarray] = field(default=lambda: np.empty(0, np.int64), repr=False)
     """Finds `clients`, an array over all clients, which is created only for hooks that ask for it."""
     steps: Callable[[np.ndarray], np.ndarray] = field(default=np.ones_like, repr=False)

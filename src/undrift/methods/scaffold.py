@@ -13,7 +13,7 @@ from undrift.method.context import Client, Server
 from undrift.method.local import ADDED
 from undrift.method.part import Part
 from undrift.methods.account import refuse_unaccountable
-from undrift.tree import Tree, tree_add, tree_map, tree_sub, tree_zeros
+from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,16 @@ class Scaffold(Part):
 
     Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, *SCAFFOLD: Stochastic Controlled Averaging for Federated
     Learning* (2020), option II. The gradient of client i becomes `g − cᵢ + c`. After local training,
-    `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`. On the server, `c ← c + (1/N)·Σ(cᵢ⁺ − cᵢ)`, where N is the number of all clients. All
-    control variates start at zero.
+    `cᵢ⁺ = cᵢ − c + (w − wᵢ)/Σγ`. On the server, `c ← c + Σ pᵢ(cᵢ⁺ − cᵢ)` over the cohort. All control variates start at
+    zero.
 
     `Σγ` is the sum of the learning rates that were used, elementwise if they differ by neuron, so that cᵢ is the
     client's mean gradient. Personal parameters are not corrected, since clients do not share them.
+
+    Weighting: pᵢ is the client's weight in the mean over the sum of all clients' weights. So `c = Σ pᵢcᵢ` over all
+    clients, and the corrections `c − cᵢ` cancel out in the mean of the updates. With `FedAvg(weighting="uniform")`,
+    `pᵢ = 1/N`, where N is the number of all clients, as in the paper. Weights other than those of the mean would move
+    the fixed point away from the minimum of the objective.
 
     Cannot be combined with client momentum (except for `correction="after"`), with clipping (`Local(clip_norm)`), with
     a local optimizer other than SGD without Nesterov's momentum, or with a part that overrides `aggregate`.
@@ -39,13 +44,19 @@ class Scaffold(Part):
         correction: `"gradient"` corrects the gradient, as in the paper. `"after"` takes the step first and then
             `wᵢ ← wᵢ − γ·(c − cᵢ)`, so that momentum does not see the correction, as NIID-Bench does (Li, Diao, Chen and
             He, *Federated Learning on Non-IID Data Silos: An Experimental Study*, 2022).
+        variates: The weights of the control variates: `"mean"` for those of the mean of the updates, or `"uniform"` for
+            1/N whatever the updates are weighted by. NIID-Bench's code has the latter beside updates weighted by
+            samples, and so had undrift's earlier results.
     """
 
     correction: str = field(default="gradient", metadata=ADDED)
+    variates: str = field(default="mean", metadata={"before": "uniform"})
 
     def __post_init__(self) -> None:
         if self.correction not in ("gradient", "after"):
             raise UndriftError(f'Scaffold(correction) must be "gradient" or "after", not {self.correction!r}.')
+        if self.variates not in ("mean", "uniform"):
+            raise UndriftError(f'Scaffold(variates) must be "mean" or "uniform", not {self.variates!r}.')
 
     def check(self, local: Any, data: Any) -> None:
         refuse_unaccountable("Scaffold", local)
@@ -83,10 +94,19 @@ class Scaffold(Part):
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         new = client.shared(tree_map(_variate, client.kept, client.received, delta, client.rate_sum))
-        return tree_sub(new, client.kept), new
+        change = tree_sub(new, client.kept)
+        if self.variates == "mean":
+            # In at least float32: a half-precision change times a client's samples would overflow.
+            change = tree_map(lambda d: d.to(torch.promote_types(d.dtype, torch.float32)) * client.weight, change)
+        return change, new
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
-        return update, tree_add(state, tree_map(lambda change: change / server.population, server.totals.sums))
+        whole = server.total_weight if self.variates == "mean" else server.population
+        return update, tree_map(lambda c, change: c + (change / whole).to(c.dtype), state, server.totals.sums)
+
+
+SCAFFOLD = Scaffold
+"""The name as the paper writes it."""
 
 
 def _variate(own: Tensor, all_: Tensor, delta: Tensor, rate_sum: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import hashlib
 import platform
 import re
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from undrift import __version__
 from undrift.errors import UndriftError
+from undrift.method.part import Method
 from undrift.metrics.base import streams
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
@@ -99,11 +101,14 @@ def versions(device: torch.device) -> dict[str, str]:
     }
 
 
-def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True) -> list[str]:
+def compare(
+    before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True, hints: Iterable[str] = ()
+) -> list[str]:
     """Return the functions and classes whose code is not what it was when the run in the folder `where` was started.
 
     `by_tree` is whether code is known by its syntax tree; earlier versions of undrift recorded compiled code. Raises
-    `UndriftError` if the run has another identity in anything else but its number of rounds.
+    `UndriftError` if the run has another identity in anything else but its number of rounds; `hints` are sentences for
+    another method.
     """
     changed: list[str] = []
     for what in now | before:
@@ -117,7 +122,7 @@ def compare(before: dict[str, str], now: dict[str, str], where: Any, by_tree: bo
             then, asked = _difference(then, asked)
             raise UndriftError(
                 f"The run in {where} was started with {what} {then}, not {asked}. Resume it with the same settings, or "
-                "choose another folder."
+                f"choose another folder.{''.join(f' {hint}' for hint in hints if what == 'method')}"
             )
         changed += [f"{name} ({what})" for name in dict.fromkeys(others)]
     return changed
@@ -220,9 +225,24 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
-    """Return whether a field that earlier versions lack is at its default, so that their runs can be resumed."""
+    """Return whether a field that earlier versions lack is as they behaved, so that their runs can be resumed.
+
+    That is its default, or the value that its metadata has as "before".
+    """
     value = getattr(owner, field.name)
+    if "before" in field.metadata:
+        return bool(value == field.metadata["before"])
     return "added" in field.metadata and type(value) is type(field.default) and value == field.default
+
+
+def changed_defaults(method: Method, before: str) -> list[str]:
+    """Return what to write for parts that have other defaults than when a run was described as `before`."""
+    return [
+        f"{type(part).__name__}() of earlier versions is {type(part).__name__}({f.name}={f.metadata['before']!r}) now."
+        for part in method.parts
+        for f in dataclasses.fields(part)  # type: ignore[arg-type]
+        if "before" in f.metadata and not _unused(f, part) and f"{f.name}=" not in before
+    ]
 
 
 def _value(name: Any, x: Any, inner: Any, rounds: frozenset[int]) -> str:

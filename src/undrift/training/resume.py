@@ -12,7 +12,7 @@ from undrift.engine.fallback import Fallback
 from undrift.errors import UndriftError, first_line
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.early import COLUMN, Rule, check_column, reason
-from undrift.training.identity import compare, differences, identity, relative
+from undrift.training.identity import changed_defaults, compare, differences, identity, relative
 from undrift.training.personal import has_own_models
 from undrift.training.provenance import session
 from undrift.training.record import same_settings
@@ -127,7 +127,8 @@ def take_up(run: Run, state: State) -> None:
 def compared(run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, known: dict[str, Any]) -> list[str]:
     """Return the differences from the run so far that are allowed. Raises `UndriftError` for any others."""
     now = identity(run, given, int(known["identity"]["rounds"]))
-    changed = compare(known["identity"], now, folder.path, by_tree="started" in known)
+    hints = changed_defaults(run.method, known["identity"]["method"])
+    changed = compare(known["identity"], now, folder.path, by_tree="started" in known, hints=hints)
     versions = differences(known["versions"], checkpoints.record["versions"])
     names = " and ".join(changed)
     if changed and "started" not in known and not given.allow_version_change:

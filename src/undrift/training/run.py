@@ -161,6 +161,12 @@ class Run:
         weights = mean_weights(self.composed, self.data.sizes_of(clients))
         return to_device(torch.as_tensor(weights, dtype=self.device_data.dtype), self.device)
 
+    @cached_property
+    def total_weight(self) -> float:
+        """The sum of all clients' weights in the mean, before normalisation."""
+        sizes, counts = self.data.size_counts
+        return float(mean_weights(self.composed, sizes) @ counts)
+
     @property
     def keeps(self) -> bool:
         """Whether clients keep state between rounds."""
@@ -244,6 +250,7 @@ class Run:
             key=Key(words, torch.zeros_like(words[0])),
             params=state.params,
             population=self.population,
+            total_weight=self.total_weight,
             having_data=lambda: self.data.nonempty,
             steps=partial(self.steps_at, t),
             augment=self.data.augment,
