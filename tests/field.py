@@ -152,8 +152,9 @@ class Median(ud.Part):
 class Mime(ud.Part):
     """Local steps that mimic those of a server with all data: MimeSGDm of Karimireddy et al., *Mime* (2020).
 
-    With x the weights sent, c the gradient at x over all data of the cohort, and `m′ = β·m + (1 − β)·c`, a local step
-    on a batch B is `y ← y − η·((1 − β)·(∇f(y; B) − ∇f(x; B)) + m′)`. After the round, `m ← m′`.
+    With x the weights sent, c the cohort's mean of the gradients at x, by the weights of the mean, and
+    `m′ = β·m + (1 − β)·c`, a local step on a batch B is `y ← y − η·((1 − β)·(∇f(y; B) − ∇f(x; B)) + m′)`. After the
+    round, `m ← m′`.
     """
 
     beta: ud.Number
@@ -163,7 +164,8 @@ class Mime(ud.Part):
         return ud.tree_map(torch.zeros_like, params)
 
     def measure(self, params, batch, client):
-        return grad(lambda w: (client.loss(client.model(w, batch.x), batch.y) * batch.mask).sum())(params)
+        g = grad(lambda w: (client.loss(client.model(w, batch.x), batch.y) * batch.mask).sum())(params)
+        return ud.tree_map(lambda g: g * client.weight / client.n, g)
 
     def broadcast(self, params, state, server):
         return self._momentum(state, server)

@@ -45,8 +45,13 @@ def quadratic(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return 0.5 * y[:, 0] * (z[:, 0] - y[:, 1]) ** 2
 
 
-def quadratics(pairs: list[tuple[float, float]]) -> ud.FederatedDataset:
-    clients = [(torch.zeros(1, 1), torch.tensor([pair], dtype=torch.float64)) for pair in pairs]
+def quadratics(pairs: list[tuple[float, float]], sizes: list[int] | None = None) -> ud.FederatedDataset:
+    """One client per pair (a, b), which holds it `sizes` times."""
+    counts = sizes or [1] * len(pairs)
+    clients = [
+        (torch.zeros(n, 1), torch.tensor([pair] * n, dtype=torch.float64))
+        for pair, n in zip(pairs, counts, strict=True)
+    ]
     return ud.FederatedDataset.from_clients(clients, task=ud.Task(loss=quadratic))
 
 

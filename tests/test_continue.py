@@ -681,9 +681,9 @@ def test_the_config_of_the_same_settings_is_the_same_file(tmp_path, monkeypatch)
 def before(folder: Path, rounds: int) -> ud.Result:
     """The run of `tests/before`, resumed."""
     return ud.train(
-        "logistic", ud.load("digits", ud.Dirichlet(0.5), clients=4), ud.Scaffold(), rounds=rounds, participation=2,
-        seed=1, local=ud.Local(epochs=1, batch_size=32, lr=0.1), checkpoint_every=1, device="cpu", out=folder,
-        resume=True, allow_version_change=True,
+        "logistic", ud.load("digits", ud.Dirichlet(0.5), clients=4), ud.Scaffold(variates="uniform"), rounds=rounds,
+        participation=2, seed=1, local=ud.Local(epochs=1, batch_size=32, lr=0.1), checkpoint_every=1, device="cpu",
+        out=folder, resume=True, allow_version_change=True,
     )  # fmt: skip
 
 

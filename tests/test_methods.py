@@ -131,6 +131,63 @@ def test_drift_is_corrected_to_the_minimiser_of_the_sum(method):
     assert abs(settle(method, PAIRS, rounds=600, participation=2, steps=30, lr=0.05) - BEST) < 1e-2
 
 
+UNEQUAL = [(0.5, -1.0), (2.0, 3.0)]
+"""Curvatures and minima of two clients."""
+SIZES_OF_TWO, STEPS_OF_TWO = [3, 1], [2, 5]
+
+
+def weighted_minimum(weights):
+    return sum(p * a * b for p, (a, b) in zip(weights, UNEQUAL, strict=True)) / sum(
+        p * a for p, (a, _) in zip(weights, UNEQUAL, strict=True)
+    )
+
+
+def ends_at(method, engine, lr=0.1, rounds=800):
+    data = quadratics(UNEQUAL, SIZES_OF_TWO)
+    local = ud.Local(steps=STEPS_OF_TWO, batch_size=None, lr=lr)
+    found = ud.train(Point(), data, method, rounds=rounds, local=local, engine=engine, evaluate_every=rounds)
+    return float(found.params["w"])
+
+
+BY_SAMPLES, UNIFORMLY = weighted_minimum(SIZES_OF_TWO), weighted_minimum([1, 1])
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+@pytest.mark.parametrize(
+    ("method", "minimum"),
+    [
+        (ud.SCAFFOLD(), BY_SAMPLES),
+        (ud.SCAFFOLD() + UNIFORM, UNIFORMLY),
+        (ud.SCAFFOLD() + ud.FedAvgM(lr=0.5, momentum=0.3), BY_SAMPLES),
+        (ud.FedDyn(alpha=1.0), UNIFORMLY),
+    ],
+    ids=str,
+)
+def test_the_fixed_point_is_the_minimum_of_the_objective_with_the_weights_of_the_mean(method, minimum, engine):
+    """Two quadratics with unequal sizes, curvatures and numbers of steps."""
+    assert abs(BY_SAMPLES - UNIFORMLY) > 0.5
+    assert abs(ends_at(method, engine) - minimum) < 1e-8
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_uniform_variates_beside_a_mean_by_samples_lead_to_the_minimum_of_the_uniform_objective(engine):
+    assert abs(ends_at(ud.Scaffold(variates="uniform"), engine) - UNIFORMLY) < 1e-8
+
+
+def root_of_fednova(lr):
+    """Where `Σ pᵢ·(1 − (1 − γaᵢ)^Kᵢ)/Kᵢ·(w − bᵢ)` is zero."""
+    pulls = [n * (1 - (1 - lr * a) ** k) / k for n, k, (a, _) in zip(SIZES_OF_TWO, STEPS_OF_TWO, UNEQUAL, strict=True)]
+    return sum(pull * b for pull, (_, b) in zip(pulls, UNEQUAL, strict=True)) / sum(pulls)
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_fednova_ends_at_its_root_whose_bias_is_of_first_order(engine):
+    for lr in (0.1, 0.05):
+        assert abs(ends_at(ud.FedNova(), engine, lr) - root_of_fednova(lr)) < 1e-8
+    bias = [abs(root_of_fednova(lr) - BY_SAMPLES) for lr in (0.1, 0.05)]
+    assert 1.8 < bias[0] / bias[1] < 2.2
+
+
 @pytest.mark.long
 def test_fednova_removes_the_bias_of_unequal_steps_to_first_order():
     """Shrink γ tenfold and FedNova's gap to the minimiser falls with it; FedAvg's stays."""

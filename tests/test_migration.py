@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -24,14 +25,29 @@ def test_a_finished_run_is_compared_and_reported():
     assert not payload["left_out"] and "accuracy" in str(payload)
 
 
+def resumed(method, folder):
+    shutil.copytree(BEFORE / "stopped", folder)
+    return ud.train(
+        "logistic", ud.load("digits", ud.Dirichlet(0.5), clients=4), method, rounds=4, participation=2, seed=1,
+        local=ud.Local(epochs=1, batch_size=32, lr=0.1), checkpoint_every=1, device="cpu", out=folder, resume=True,
+        allow_version_change=True,
+    )  # fmt: skip
+
+
+def test_a_run_of_the_former_scaffold_is_not_resumed_as_another_method(tmp_path):
+    """Its control variates were averaged with 1/N beside a mean by samples."""
+    with pytest.raises(ud.UndriftError, match=r"method Scaffold\(\).*is Scaffold\(variates='uniform'\) now"):
+        resumed(ud.Scaffold(), tmp_path / "run")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    assert files == {file.name: file.read_bytes() for file in (BEFORE / "stopped").rglob("*") if file.is_file()}
+    with pytest.raises(ud.UndriftError) as caught:
+        resumed(ud.FedAvg(), tmp_path / "again")
+    assert "variates" not in str(caught.value)
+
+
 def test_a_run_that_was_stopped_is_resumed_and_ends_where_the_unbroken_one_did(tmp_path):
     """The versions may be others by now, so not to the bit."""
-    shutil.copytree(BEFORE / "stopped", tmp_path / "run")
-    result = ud.train(
-        "logistic", ud.load("digits", ud.Dirichlet(0.5), clients=4), ud.Scaffold(), rounds=4, participation=2, seed=1,
-        local=ud.Local(epochs=1, batch_size=32, lr=0.1), checkpoint_every=1, device="cpu", out=tmp_path / "run",
-        resume=True, allow_version_change=True,
-    )  # fmt: skip
+    result = resumed(ud.Scaffold(variates="uniform"), tmp_path / "run")
     wanted = load_file(BEFORE / "finished" / "model.safetensors")
     assert [row["round"] for row in result.history] == [1, 2, 3, 4]
     for name, weights in result.params.items():

@@ -28,6 +28,8 @@ class CCVR(Part):
     penultimate features. From these the server computes the mean `μ_c` and the covariance `Σ_c` of each class (with
     `n_c − 1`), draws virtual features from `N(μ_c, Σ_c)`, and trains only the last layer on them, with SGD.
 
+    Weighting: by samples, since counts, sums and outer products are those of all samples together.
+
     The paper gives neither the learning rate nor the number of epochs, so the defaults are ours. A class with one
     sample has covariance 0. A class without samples is not drawn.
 

@@ -79,6 +79,9 @@ class FedCurv(Part):
     the previous cohort subtracts its own terms. The sum covers the previous round only, since earlier clients' models
     would need per-client state at the server.
 
+    Weighting: every Fⱼ is a mean over the client's samples and counts once in the penalty, whatever the client's weight
+    in the mean of the updates.
+
     Cannot be combined with a part that overrides `aggregate`.
 
     Example:

@@ -28,7 +28,8 @@ from undrift.tree import Tree, tree_leaves, tree_sub, tree_zeros
 class StepRates(Part):
     """Base class of parts with a learning rate per local step.
 
-    The history has the first four rates (`rates`), each averaged over the clients that took that many steps.
+    The history has the first four rates (`rates`), each averaged over the clients that took that many steps, whatever
+    their weights.
     """
 
     reads_rates: ClassVar[bool] = False

@@ -22,6 +22,7 @@ class FedDyn(Part):
     server, `h ← h − (α/N)·ΣΔᵢ` and `w ← mean wᵢ − h/α`, where the mean is uniform and N is the number of all clients.
     hᵢ and h start at zero.
 
+    Weighting: uniform throughout, as in the paper: in the mean of the weights, and in h, which is the mean of all hᵢ.
     Personal parameters are not corrected, since clients do not share them.
 
     Cannot be combined with `FedNova`, with `FedAvg("samples")`, or with a part that overrides `aggregate`.

@@ -38,6 +38,8 @@ class FedNLR(Part):
     The learning rate of a neuron's incoming weights and bias is multiplied by its s. A neuron is an output of a linear
     layer, a channel of a convolution, or a hidden unit of a recurrent layer.
 
+    Weighting: the history has, by layer, μ_l and T_l averaged over the cohort, in which every client counts once.
+
     Needs a model with such layers. Weights that belong to none of them are not scaled, which a warning says.
 
     Example:

@@ -23,6 +23,8 @@ class FedNova(Part):
     steps: the number of steps for plain SGD, more with momentum, less if the learning rate decays within the round.
     Where learning rates differ by neuron, aᵢ is elementwise.
 
+    Weighting: both sums have the weights pᵢ of the mean, by samples unless `FedAvg(weighting="uniform")` is added.
+
     Cannot be combined with `FedDyn`, with a part that overrides `begin` or `aggregate`, with clipping
     (`Local(clip_norm)`), with a local optimizer other than SGD without Nesterov's momentum, or with optimizer state
     that outlives a round.

@@ -30,8 +30,8 @@ class Scaffold(Part):
 
     Weighting: pᵢ is the client's weight in the mean over the sum of all clients' weights. So `c = Σ pᵢcᵢ` over all
     clients, and the corrections `c − cᵢ` cancel out in the mean of the updates. With `FedAvg(weighting="uniform")`,
-    `pᵢ = 1/N`, where N is the number of all clients, as in the paper. Weights other than those of the mean would move
-    the fixed point away from the minimum of the objective.
+    `pᵢ = 1/N`, where N is the number of all clients, as in the paper. The fixed point is the minimum of the objective
+    with the weights of the control variates, whatever those of the updates.
 
     Cannot be combined with client momentum (except for `correction="after"`), with clipping (`Local(clip_norm)`), with
     a local optimizer other than SGD without Nesterov's momentum, or with a part that overrides `aggregate`.

@@ -31,6 +31,8 @@ class SignAgreement(Part):
     `ServerSGD(momentum=0.9) + SignAgreement(2)`, as in the paper, the velocity accumulates all updates. Clients send
     their signs in addition to their updates.
 
+    Weighting: every client has one vote, whatever its weight in the mean.
+
     Cannot be combined with a part that overrides `aggregate`.
 
     Example:
