@@ -365,6 +365,20 @@ def test_matches_to_the_printed_digits_where_seeds_agree(results: Results, paper
         assert judge(claim, table, results).columns[0].state == state
 
 
+def test_a_calculated_number_is_not_a_published_one(tmp_path: Path, results: Results) -> None:
+    """It is marked, counts where a row comes out as expected, and is none of the paper's printed numbers."""
+    text = TOML.replace('published = {"old" = ["0.733"]}', 'calculated = {"old" = ["0.733 (0.002)"]}')
+    (tmp_path / "tests.toml").write_text(text, encoding="utf-8")
+    table = catalogue.read(tmp_path / "tests.toml").tables["single"]
+    add(results, table, "", "old", [0.7311])
+    (shown,) = comparison.lines_of(table, results)
+    assert (shown.published, shown.difference) == ("0.733 ± 0.002 (calculated)", "−0.002")
+    claim = {"text": "", "table": "single"}
+    found = judge({**claim, "figure": "number", "matches": "old"}, table, results)
+    assert (found.words, found.amount) == ("held", "ours − calculated −0.002; holds in 1 of 1 column")
+    assert judge({**claim, "equal": ["number"]}, table, results).words == "nothing to compare with"
+
+
 def test_a_diverged_run_does_not_match(results: Results, paper: Paper) -> None:
     table = paper.tables["main"]
     add(results, table, "easy", "old", [0.70, 0.70])

@@ -43,10 +43,10 @@ class Figure:
     digits: int = 1
     smooth: int = 1
     """Average over this many evaluations first."""
-    calculated: bool = False
-    """Whether `published` has values that we calculated, since the paper prints none."""
     published: dict[str, list[str]] = field(default_factory=dict)
     """By row, one entry per column: "72.66 (0.20)", value and standard deviation; "" if the paper has none."""
+    calculated: dict[str, list[str]] = field(default_factory=dict)
+    """Values that we calculated, where the paper prints none; in the form of `published`."""
 
     @property
     def scale(self) -> float:

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from undrift.reproduce.catalogue import Cell, Figure, Table, value_of
-from undrift.reproduce.readings import Measured, chosen_variant, measured, published, quick, shortfall
+from undrift.reproduce.readings import (
+    Measured,
+    calculated,
+    chosen_variant,
+    expected,
+    measured,
+    published,
+    quick,
+    shortfall,
+)
 from undrift.reproduce.results import Result, Results
 from undrift.reproduce.verdict import signed
 
@@ -69,12 +78,13 @@ def lines_of(table: Table, results: Results) -> Iterator[Line]:
             runs = [run for cell in cells if (run := results.get(cell)) is not None]
             data = _data(cells[0], column in table.standins)
             for which in table.figures:
-                printed = published(table, which, column, row)
+                place = table, which, column, row
+                shown = _printed(published(*place)) or _printed(calculated(*place), " (calculated)")
                 found = measured(which, cells, results)
-                known = value_of(printed)
+                known = value_of(expected(*place))
                 d = "" if known is None or not found.whole else signed((found.mean or 0.0) - known[0], which.digits)
                 ours, seeds = ours_of(which, found, bool(runs)), seeds_of(len(runs), len(cells))
-                yield Line(column, row, which.name, data, _printed(printed, which), ours, d, seeds, runs)
+                yield Line(column, row, which.name, data, shown, ours, d, seeds, runs)
             if not table.figures:
                 ours = _without_figure(runs)
                 yield Line(column, row, "", data, "", ours, "", seeds_of(len(runs), len(cells)), runs)
@@ -92,13 +102,13 @@ def _data(cell: Cell, standin: bool) -> str:
     return f"{name}, stand-in" if name and standin else name
 
 
-def _printed(text: str, which: Figure) -> str:
-    """ "72.66 (0.20)" as 72.66 ± 0.20, with the digits as printed."""
-    known, mark = value_of(text), " (calculated)" if which.calculated and text else ""
-    if known is None or known[1] is None:
-        return text.strip() + mark
-    value, _, spread = text.strip().rstrip(")").partition("(")
-    return f"{value.strip()} ± {spread.strip()}{mark}"
+def _printed(text: str, mark: str = "") -> str:
+    """ "72.66 (0.20)" as 72.66 ± 0.20, with the digits as printed, and the mark behind it."""
+    known = value_of(text)
+    if known is not None and known[1] is not None:
+        value, _, spread = text.strip().rstrip(")").partition("(")
+        text = f"{value.strip()} ± {spread.strip()}"
+    return text.strip() + mark if text.strip() else ""
 
 
 def ours_of(which: Figure, found: Measured, run: bool) -> str:

@@ -92,9 +92,10 @@ def _opening(papers: list[Paper], results: Results, quick: bool) -> Iterator[str
     yield (
         "The tables and figures of the papers below, run again with undrift, beside the published numbers. "
         f"`undrift reproduce all{flag}` runs every experiment and writes one JSON file per run; "
-        f"`undrift reproduce{flag} --page docs/papers.md` writes this page from those files, and no number on it is "
-        "typed by hand. The experiments and the published numbers are in `src/undrift/reproduce/papers/*.toml`, which "
-        "lists every run before it starts. A run that has not finished is shown as such."
+        f"`undrift reproduce{flag} --page docs/papers.md` writes this page from those files, and no number in its "
+        "tables is typed by hand. The experiments and the published numbers are in "
+        "`src/undrift/reproduce/papers/*.toml`, which lists every run before it starts. A run that "
+        "has not finished is shown as such."
     )
     chosen = [(paper, claim) for paper in papers for claim in paper.claims if claim.get("headline")]
     if chosen:

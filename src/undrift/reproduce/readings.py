@@ -102,9 +102,23 @@ def reading(which: Figure, result: Result) -> float | None:
 
 def published(table: Table, which: Figure, column: str, row: str) -> str:
     """The paper's number as printed, or "" if it has none, as for scaled-down runs."""
+    return _entry(table, which.published, column, row)
+
+
+def calculated(table: Table, which: Figure, column: str, row: str) -> str:
+    """The number that we calculated because the paper prints none, or ""."""
+    return _entry(table, which.calculated, column, row)
+
+
+def expected(table: Table, which: Figure, column: str, row: str) -> str:
+    """The paper's number, or the one that we calculated in its place, or ""."""
+    return published(table, which, column, row) or calculated(table, which, column, row)
+
+
+def _entry(table: Table, numbers: dict[str, list[str]], column: str, row: str) -> str:
     if quick(table):
         return ""
-    entries = which.published.get(row, [])
+    entries = numbers.get(row, [])
     place = table.columns.index(column)
     return entries[place] if place < len(entries) else ""
 

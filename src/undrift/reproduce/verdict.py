@@ -12,7 +12,8 @@ A claim is judged column by column, then as a whole.
 - *A comes out as published.* A column holds if our mean is within two standard deviations of the published one,
   2·√(s² + s′²), where s and s′ are the standard deviations over seeds, ours and the paper's, and one that is unknown
   counts as 0. If both are unknown, the bound is one point for percentages. It is never less than half a unit of the
-  last printed digit. A column without a published number is left out.
+  last printed digit. A column without a published number is left out, unless the number follows from the paper's
+  equations: then what we calculated from them takes its place, and the verdict says so.
 - *These numbers are equal.* Each published number is judged by itself, and holds if ours, rounded to the digits that
   are printed, is the same.
 - A run that diverged, or that never reached its target, is worse than any other. A column fails where A did so for any
@@ -35,6 +36,7 @@ from undrift.reproduce.catalogue import Figure, Table, value_of
 from undrift.reproduce.readings import (
     Measured,
     chosen_variant,
+    expected,
     find,
     measured,
     published,
@@ -58,7 +60,7 @@ class Column:
     difference: float | None = None
     """In the claimed direction, averaged over seeds; None if a run has no value."""
     published: float | None = None
-    """The published difference; for a claim to match, the published value."""
+    """The published difference; for a claim to match, the published value, or the calculated one."""
     seeds: int = 0
     each: list[float] = field(default_factory=list)
     """The difference for each seed; infinite where one of the two runs diverged or missed its target."""
@@ -95,7 +97,7 @@ def judge(claim: Claim, table: Table, results: Results) -> Verdict:
     which = find(table, claim["figure"])
     if "matches" in claim:
         _check(table, claim["matches"])
-        names = [name for name in _columns(claim, table) if value_of(published(table, which, name, claim["matches"]))]
+        names = [name for name in _columns(claim, table) if value_of(expected(table, which, name, claim["matches"]))]
         columns = [_matches(table, which, name, claim["matches"], results) for name in names]
         return _verdict(columns, _amount(columns, which, claim))
     _check(table, claim["better"], claim["than"])
@@ -201,7 +203,7 @@ def _published_difference(claim: Claim, table: Table, which: Figure, column: str
 
 
 def _matches(table: Table, which: Figure, column: str, row: str, results: Results) -> Column:
-    printed = published(table, which, column, row)
+    printed = expected(table, which, column, row)
     known = value_of(printed)
     assert known is not None
     value, spread = known
@@ -292,7 +294,8 @@ def _amount(columns: list[Column], which: Figure, claim: Claim) -> str:
         text = difference(statistics.fmean(known), which, claim) + unit
         if len(known) > 1:
             text += f" ({difference(min(known), which, claim)} to {difference(max(known), which, claim)})"
-        parts.append(f"ours − published {text}" if "matches" in claim else text)
+        known_as = "calculated" if claim.get("matches") in which.calculated else "published"
+        parts.append(f"ours − {known_as} {text}" if "matches" in claim else text)
     expected = [column.published for column in judged if column.published is not None]
     if expected and "matches" not in claim:
         parts.append(f"published {difference(statistics.fmean(expected), which, claim)}")
