@@ -44,8 +44,6 @@ KINDS = {
     ),
 }
 """What the study calls a kind: the page's words for it, and its settings."""
-SPELLING = {"Scaffold": "SCAFFOLD", "ServerSGD": "FedAvgM", "ServerAdam": "FedAdam"}
-"""Names as papers write them, where the class has another."""
 Cell = dict[str, Any]
 
 
@@ -77,16 +75,12 @@ def tables(found: dict[str, Any]) -> str:
             text = _spread(cell)
             text = f"**{text}**" if cell["mean"] == max(cells[name, m]["mean"] for m in methods) else text
             row.append(text + ("&nbsp;▲" if _ahead(cell, fedavg) else "&nbsp;▼" if _ahead(fedavg, cell) else ""))
-        lines.append(f"| {_spelled(method)} | {' | '.join(row)} |")
+        lines.append(f"| {method} | {' | '.join(row)} |")
     lines += ["", "The settings chosen on validation data (`lr` is the clients' learning rate):", ""]
     lines += [f"| | {titles} |", "|---|" + "---|" * len(KINDS)]
     for method in methods:
-        lines.append(f"| {_spelled(method)} | {' | '.join(_setting(cells[name, method]) for name in KINDS)} |")
+        lines.append(f"| {method} | {' | '.join(_setting(cells[name, method]) for name in KINDS)} |")
     return "\n".join(lines)
-
-
-def _spelled(method: str) -> str:
-    return " + ".join(SPELLING.get(part, part) for part in method.split(" + "))
 
 
 def _rate(cell: Cell) -> str:

@@ -21,9 +21,7 @@ import torch
 import undrift as ud
 
 ROOT = Path(__file__).parent.parent
-COLOURS = {"FedAvg": "#8a8f98", "Scaffold": "#e0701a", "FedDyn": "#1b9e77", "ServerAdam": "#3d85c6"}
-SPELLING = {"Scaffold": "SCAFFOLD", "ServerAdam": "FedAdam"}
-"""Names as papers write them, where the class has another."""
+COLOURS = {"FedAvg": "#8a8f98", "SCAFFOLD": "#e0701a", "FedDyn": "#1b9e77", "FedAdam": "#3d85c6"}
 INK = "#7d838c"
 """A grey that reads on light and dark pages; the background is transparent."""
 ROUNDS, SEEDS = 40, 3
@@ -53,7 +51,7 @@ def draw(found: dict[str, np.ndarray], out: Path) -> None:
     place = 200.0
     for name, height in sorted(ends.items(), key=lambda item: -item[1]):
         place = min(height, place - 6.5)  # keep the labels of lines that end close together apart
-        text = f"{SPELLING.get(name, name)}  {height:.0f}%"
+        text = f"{name}  {height:.0f}%"
         axes.annotate(
             text, (last + last / 40, place), color=COLOURS[name], va="center", annotation_clip=False, weight="bold"
         )

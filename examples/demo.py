@@ -24,7 +24,7 @@ LOCAL = ud.Local(epochs=2, batch_size=32, lr=0.1)
 METHODS = {
     "FedAvg": ud.FedAvg(),
     "FedProx": ud.FedProx(mu=1.0),
-    "FedAvgM": ud.ServerSGD(momentum=0.8),
+    "FedAvgM": ud.FedAvgM(momentum=0.8),
     "FedAdam": ud.FedAvg(weighting="uniform") + ud.ServerAdam(lr=0.02),
 }
 COLOURS = dict(zip(METHODS, ("#555555", "#1f77b4", "#d95f02", "#1b9e77"), strict=True))
