@@ -1,6 +1,7 @@
 """FLamby's table of heart disease at four hospitals, against our methods: docs/correctness.md.
 
-    python -m benchmarks.flamby --data DIR [--json FILE] [--write docs/correctness.md]
+    python -m benchmarks.flamby --data DIR                    measure, into benchmarks/results/flamby.json
+    python -m benchmarks.flamby --write docs/correctness.md   write the table into the page, from that file
 
 Ogier du Terrail et al., *FLamby: Datasets and Benchmarks for Cross-Silo Federated Learning in Realistic Healthcare
 Settings* (2022). The data, the settings and the published results per seed are those of FLamby's repository
@@ -184,21 +185,32 @@ def table(found: dict[str, Any]) -> str:
     """Return the table in Markdown: per row, our accuracy and the published one, the mean and per seed."""
     lines = [f"| | mean | {' | '.join(map(str, SEEDS))} |", f"|---|---|{'---|' * len(SEEDS)}"]
     for row in found["rows"]:
-        for label, values in ((f"`{row['row']}`", row["ours"]), (f"FLamby, {row['published as']}", row["published"])):
+        for label, values in ((row["row"], row["ours"]), (f"FLamby, {row['published as']}", row["published"])):
             each = " | ".join(f"{value:.4f}" for value in values.values())
-            lines.append(f"| {label} | {statistics.fmean(values.values()):.4f} | {each} |")
+            lines.append(f"| {label} | **{statistics.fmean(values.values()):.4f}** | {each} |")
     return "\n".join(lines)
+
+
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+
+def with_table(page: str, found: dict[str, Any]) -> str:
+    """Return the page with the table in its place."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(found)}\n\n{END}{after}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    found = measure(given.data)
-    print(table(found))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.data:
+        RESULTS.write_text(json.dumps(measure(given.data), indent=1) + "\n", encoding="utf-8")
+    if given.write:
+        found = json.loads(RESULTS.read_text(encoding="utf-8"))
+        given.write.write_text(with_table(given.write.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,6 @@ OWN = ("undrift", "paper", "about")
 """Fields of our own, which the BibTeX on the page leaves out."""
 NAMES = {
     "Scaffold": "SCAFFOLD",
-    "ServerSGD": "FedAvgM",
-    "ServerAdam": "FedAdam",
-    "ServerYogi": "FedYogi",
-    "ServerAdagrad": "FedAdagrad",
     "TwoDLRD": "2D-LRD",
     "AllDecreasing": "AD",
     "AdditiveTuning": "AT",

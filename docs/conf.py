@@ -51,6 +51,7 @@ NAVIGATION = {
     "Concepts": [
         "Client drift: drift",
         "Methods: methods",
+        "Correctness: correctness",
         "Hooks: hooks",
         "Reproducibility: reproducibility",
         "Performance: performance",

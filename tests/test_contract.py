@@ -109,11 +109,11 @@ def with_heads(kind, data, history, local=LOCAL):
             shift = deltas[i] if kind == "FedDyn" else {n: deltas[i][n] / (local.lr * len(batches)) for n in w}
             new = {n: mine[n] - (mu * shift[n] if kind == "FedDyn" else c[n] + shift[n]) for n in w}
             own[i] = {n: zeros[n] if n in HEAD_NAMES else t for n, t in new.items()}
-            change = {n: change[n] + own[i][n] - mine[n] for n in w}
+            change = {n: change[n] + len(x) * (own[i][n] - mine[n]) for n in w}
         sizes = {i: 1 if kind == "FedDyn" else int(data.sizes[i]) for i in deltas}
         update = {n: sum(sizes[i] / sum(sizes.values()) * deltas[i][n] for i in deltas) for n in w}
         if kind == "Scaffold":
-            c = {n: c[n] + change[n] / population for n in w}
+            c = {n: c[n] + change[n] / sum(data.sizes.tolist()) for n in w}
         if kind == "FedDyn":
             c = {n: c[n] - mu / population * sum(d[n] for d in deltas.values()) for n in w}
             update = {n: update[n] - c[n] / mu for n in w}

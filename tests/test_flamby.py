@@ -5,6 +5,7 @@ The data lie in the folder that UNDRIFT_DATA names, or in `../shared/data`; with
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from functools import cache
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import flamby
+from tests.pages import DOCS
 from tests.problems import distance
 
 FOLDER = Path(os.environ.get("UNDRIFT_DATA") or Path(__file__).parents[2] / "shared" / "data") / "flamby"
-pytestmark = pytest.mark.skipif(
+at_hand = pytest.mark.skipif(
     not FOLDER.is_dir(), reason=f"FLamby's table is not checked: its data are not at hand ({FOLDER})"
 )
 
@@ -39,16 +41,19 @@ def off(name):
     return abs(statistics.fmean(accuracies(name).values()) - statistics.fmean(published))
 
 
+@at_hand
 @pytest.mark.parametrize("name", ["FedAvg", "FedProx", "SCAFFOLD", "FedAdam", "FedYogi", "FedAdagrad"])
 def test_the_mean_is_the_published_one(name):
     assert off(name) <= MEAN
 
 
+@at_hand
 def test_fedavg_is_the_published_one_in_every_seed():
     ours, published = accuracies("FedAvg"), flamby.published(FOLDER, "FedAvg")
     assert all(abs(ours[seed] - published[seed]) <= SEED for seed in flamby.SEEDS)
 
 
+@at_hand
 @pytest.mark.parametrize("name", ["FedProx", "SCAFFOLD"])
 def test_equal_accuracies_are_not_of_equal_weights(name):
     """Published FedProx and SCAFFOLD have FedAvg's accuracy in every seed, which FedAvg under their name would, too."""
@@ -56,12 +61,20 @@ def test_equal_accuracies_are_not_of_equal_weights(name):
         assert distance(trained(name, seed).params, trained("FedAvg", seed).params) > 1e-5
 
 
+@at_hand
 @pytest.mark.parametrize("name", ['Scaffold(variates="uniform")', "ServerAdam"])
 def test_two_weightings_and_a_bias_correction_miss_the_table(name):
     assert off(name) > 2 * MEAN
 
 
+@at_hand
 def test_published_cyclic_training_is_the_first_hospital_alone():
     """FLamby's code hands no weights from one centre to the next, so its row is what Cleveland reaches in its turns."""
     ours, published = accuracies("Cleveland's turns"), flamby.published(FOLDER, "Cleveland's turns")
     assert all(abs(ours[seed] - published[seed]) <= SEED for seed in flamby.SEEDS)
+
+
+def test_the_page_has_the_stored_table():
+    found, page = json.loads(flamby.RESULTS.read_text(encoding="utf-8")), DOCS / "correctness.md"
+    assert page.read_text(encoding="utf-8") == flamby.with_table(page.read_text(encoding="utf-8"), found)
+    assert "| FedAvg | **0.7472** |" in flamby.table(found)

@@ -545,7 +545,8 @@ def test_scaffold_as_niid_bench_writes_it(momentum, engine):
     """Its loop: `optimizer.step()`; `w ← w − lr·(c − cᵢ)`; after all steps `cᵢ ← cᵢ − c + (w₀ − w)/(steps·lr)`."""
     data, lr = make_clients(SIZES), 0.05
     local = replace(STEPS, momentum=momentum, lr=lr)
-    run = ud.train(net(), data, ud.Scaffold(correction="after"), rounds=4, local=local, participation=4, **engine)
+    method = ud.Scaffold(correction="after", variates="uniform")
+    run = ud.train(net(), data, method, rounds=4, local=local, participation=4, **engine)
     w = {n: p.detach().clone() for n, p in net().named_parameters()}
     zeros = {n: torch.zeros_like(p) for n, p in w.items()}
     c, own = zeros, {}
@@ -571,5 +572,6 @@ def test_scaffold_as_niid_bench_writes_it(momentum, engine):
         w, c = mean, {name: c[name] + change[name] / 6 for name in w}
     assert distance(run.params, w) < 1e-11
     if momentum == 0:
-        corrected = ud.train(net(), data, ud.Scaffold(), rounds=4, local=local, participation=4, **engine)
+        method = ud.Scaffold(variates="uniform")
+        corrected = ud.train(net(), data, method, rounds=4, local=local, participation=4, **engine)
         assert distance(run.params, corrected.params) < 1e-11, "without momentum, before and after are the same step"

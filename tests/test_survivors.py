@@ -66,6 +66,11 @@ def test_what_hooks_and_engines_are_given_is_immutable(cls):
 DEFAULTS = [
     (ud.FedAvg(), "FedAvg(weighting=None)"),
     (ud.ServerSGD(), "ServerSGD(lr=1.0, momentum=0.0)"),
+    (ud.FedAvgM(), "FedAvgM(lr=1.0, momentum=0.9)"),
+    (ud.FedAdam(0.1), "FedAdam(lr=0.1, beta1=0.9, beta2=0.99, tau=0.001, initial_v=None)"),
+    (ud.FedYogi(0.1), "FedYogi(lr=0.1, beta1=0.9, beta2=0.99, tau=0.001, initial_v=None)"),
+    (ud.FedAdagrad(0.1), "FedAdagrad(lr=0.1, beta1=0.0, tau=0.001, initial_v=None)"),
+    (ud.SCAFFOLD(), "Scaffold(correction='gradient', variates='mean')"),
     (ud.ServerAdam(0.1), "ServerAdam(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
     (ud.ServerYogi(0.1), "ServerYogi(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
     (ud.ServerAdagrad(0.1), "ServerAdagrad(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),

@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 METHODS = {
     "FedAvg": "undrift.methods.fedavg",
     "FedProx": "undrift.methods.fedprox",
-    "SCAFFOLD": "undrift.methods.scaffold",
     "Scaffold": "undrift.methods.scaffold",
     "FedNova": "undrift.methods.fednova",
     "FedDyn": "undrift.methods.feddyn",
@@ -44,6 +43,8 @@ IN_THE_LITERATURE = {
     "FedCLTE": "FedCL(weight=0.1, target=TemporalEnsemble(beta=0.5))",
 }
 """Names of the literature, and what to write for them."""
+SPELLINGS = {"SCAFFOLD": "undrift.methods.scaffold"}
+"""Other spellings of methods, as papers write them."""
 PARTS = {"BalancedLoss": "undrift.methods.balanced"}
 """Parts that expressions know like methods, but that are changes to a loss rather than methods of a paper."""
 PARTITIONS = dict.fromkeys(
@@ -56,6 +57,7 @@ PARTITIONS = dict.fromkeys(
 OPTIMIZERS = dict.fromkeys(("SGD", "Adam", "AdamW"), "undrift.method.optimizers")
 _PUBLIC = (
     METHODS
+    | SPELLINGS
     | PARTS
     | PARTITIONS
     | {

@@ -34,7 +34,7 @@ def parse_method(text: str) -> Method:
 
 def known_parts() -> dict[str, Callable[..., Any]]:
     """Return every part: the package's own, and those that users have defined or imported, the newest of each name."""
-    return _known(Part, [*undrift.METHODS, *undrift.PARTS])
+    return _known(Part, [*undrift.METHODS, *undrift.SPELLINGS, *undrift.PARTS])
 
 
 def known_optimizers() -> dict[str, Callable[..., Any]]:

@@ -31,6 +31,7 @@ class ServerOptimizer(Part):
 class ServerSGD(ServerOptimizer):
     """SGD on the server, with momentum if asked for. `ServerSGD(lr=1, momentum=0)` is FedAvg.
 
+    Hsu et al., *Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification* (2019).
     `v ← β·v + Δ`, `w ← w + η·v`, from `v = 0`. `FedAvgM` is the same with momentum 0.9 by default.
 
     Cannot be combined with another server optimizer.
@@ -261,8 +262,8 @@ class ServerAdam(Adaptive):
 class ServerYogi(Adaptive):
     """Yogi on the server, with the defaults of `ServerAdam`. `FedYogi` is the one of the literature.
 
-    With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `v ← v − (1−β₂)·sign(v − q²)·q²`, `w ← w − lr·m/(√v + ε)`, from `m = v = 0`.
-    There is no bias correction.
+    Reddi et al., *Adaptive Federated Optimization* (2021), with other constants. With `q = −Δ`:
+    `m ← β₁m + (1−β₁)q`, `v ← v − (1−β₂)·sign(v − q²)·q²`, `w ← w − lr·m/(√v + ε)`, from `m = v = 0`.
 
     Cannot be combined with another server optimizer.
 
@@ -285,8 +286,8 @@ class ServerYogi(Adaptive):
 class ServerAdagrad(Adaptive):
     """Adagrad on the server, with the defaults of `ServerAdam`. `FedAdagrad` is the one of the literature.
 
-    With `q = −Δ`: `m ← β₁m + (1−β₁)q`, `v ← v + q²`, `w ← w − lr·m/(√v + ε)`, from `m = v = 0`. `FedAdagrad` has no
-    momentum.
+    Reddi et al., *Adaptive Federated Optimization* (2021), with other constants. With `q = −Δ`:
+    `m ← β₁m + (1−β₁)q`, `v ← v + q²`, `w ← w − lr·m/(√v + ε)`, from `m = v = 0`.
 
     Cannot be combined with another server optimizer.
 
