@@ -25,7 +25,7 @@ METHODS = {
     "FedAvg": ud.FedAvg(),
     "FedProx": ud.FedProx(mu=1.0),
     "FedAvgM": ud.FedAvgM(momentum=0.8),
-    "FedAdam": ud.FedAvg(weighting="uniform") + ud.ServerAdam(lr=0.02),
+    "FedAdam": ud.FedAdam(lr=0.1),
 }
 COLOURS = dict(zip(METHODS, ("#555555", "#1f77b4", "#d95f02", "#1b9e77"), strict=True))
 
