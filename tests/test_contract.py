@@ -121,6 +121,31 @@ def with_heads(kind, data, history, local=LOCAL):
     return w, heads
 
 
+ABSENCES = {
+    "all answer": {},
+    "partial participation": {"participation": 3},
+    "faults": {"participation": 4, "faults": ud.Faults(dropout=0.4, stragglers=0.3, nan=0.2)},
+    "a rule on norms": {"participation": 4, "max_norm_ratio": 1.2},
+}
+
+
+@ON_BOTH
+@pytest.mark.parametrize("mean", ["samples", "uniform"])
+@pytest.mark.parametrize("absence", ABSENCES)
+def test_scaffolds_variate_is_the_mean_of_all_clients_with_the_weights_of_the_mean(absence, mean, engine):
+    """`c = Σ pᵢcᵢ` with pᵢ over all clients that have data, whoever answers."""
+    run = prepared(ud.Scaffold() + ud.FedAvg(weighting=mean), **ABSENCES[absence], **engine)
+    assert min(run.data.sizes) == 0, "one client has no data"
+    assert run.total_weight == (sum(run.data.sizes) if mean == "samples" else sum(run.data.sizes > 0))
+    states, done = played(run, 6, skip=absence == "faults")
+    if absence in ("faults", "a rule on norms"):
+        assert any(int(one.answers.outcome.size) < len(one.answers.clients) for one in done), "some did not count"
+    own = states[-1].clients.parts[0]
+    weights = {i: int(run.data.sizes[i]) if mean == "samples" else 1 for i in own}
+    wanted = {n: sum(weights[i] / run.total_weight * own[i][n] for i in own) for n in start()}
+    assert distance(states[-1].parts[0], wanted) < 1e-12
+
+
 METHODS_WITH_HEADS = {"FedProx": ud.FedProx(0.5), "Scaffold": ud.Scaffold(), "FedDyn": ud.FedDyn(0.5)}
 
 
