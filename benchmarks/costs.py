@@ -55,7 +55,7 @@ def traffic(expression: str, held: ud.FederatedDataset) -> dict[str, float]:
         state = run.start()
         received = method.broadcast(state.params, state.parts, run.server(0, state))
         plan, _ = method.plan(run.plan(0), state.parts, run.server(0, state))
-        inputs = run.inputs(run.checked(plan, 0), state, received)
+        inputs = run.inputs(run.checked(plan, 0), state, received, state.clients)
         outcome = run.engine.run(inputs)
     weights = tree_bytes(run.model.start)
     kept = sum(tree_bytes(next(iter(states.values()))) for states in outcome.kept.values())
