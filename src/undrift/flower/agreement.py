@@ -171,18 +171,19 @@ def _coded(names: list[str] | None) -> str:
     return "numbers" if names is None else f"numbers of the classes {listed(names, 5)}"
 
 
-def agreed_scale(reports: dict[str, Report]) -> Report | None:
-    """Return the scale of all nodes' data taken together, if they are to be normalized.
+def agreed_scale(reports: dict[str, Report], columns: list[str] | None) -> Report | None:
+    """Return the scale of all nodes' data taken together, column by column, if they are to be normalized.
 
     Nodes that share the experiment's data have all of them, and so know this scale already.
     """
-    given = {node: report["scale"] for node, report in reports.items()}
+    given = {node: _in_order(report, columns) for node, report in reports.items()}
     first = next(iter(given))
     for node, scale in given.items():
         if (scale is None) != (given[first] is None):
             which = first if scale is None else node
             raise UndriftError(f"Only {which} normalizes its data; give all nodes the same experiment.")
-    if given[first] is None:
+    known = [scale for scale in given.values() if scale is not None]
+    if not known:
         return None
     if any(report.get("ids") is not None for report in reports.values()):
         for node, scale in given.items():
@@ -191,8 +192,17 @@ def agreed_scale(reports: dict[str, Report]) -> Report | None:
                 f"The nodes {first} and {node} share the experiment's data, but theirs have different means or "
                 "standard deviations; give them the same data.",
             )
-        return dict(given[first])
-    return pooled(_as_scales(scale) for scale in given.values()).lists()
+        return known[0]
+    return pooled(map(_as_scales, known)).lists()
+
+
+def _in_order(report: Report, columns: list[str] | None) -> Report | None:
+    """Return a node's scale with its columns in this order."""
+    scale: Report | None = report["scale"]
+    if scale is None or columns is None:
+        return scale
+    order = [report["columns"].index(column) for column in columns]
+    return scale | {name: [scale[name][i] for i in order] for name in ("mean", "std")}
 
 
 def _as_scales(scale: Report) -> Scales:

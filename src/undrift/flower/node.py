@@ -47,7 +47,7 @@ class Node:
         with threads(self.experiment.threads):
             name = str(self.config.get("name", ""))
             if kind == "hello":
-                with about(f"the node {quoted(name)}"):
+                with about(f"node {quoted(name)}"):
                     return encode((), {"report": holding(self.experiment, self.config).report(), "name": name})
             held = holding(self.experiment, self.config)
             run = node_run(self.experiment, held, notes)

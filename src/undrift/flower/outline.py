@@ -113,7 +113,7 @@ def agreed(reports: dict[str, Report]) -> Report:
         "names": names,
         "columns": columns,
         "codes": first["codes"],
-        "scale": agreed_scale(reports),
+        "scale": agreed_scale(reports, columns),
     }
 
 
