@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 
 import undrift as ud
@@ -238,6 +239,37 @@ def test_reports_that_do_not_fit_together_are_refused(changed, why):
     assert founded(reports_of()).common["names"] == ["a", "b"]
     with pytest.raises(UndriftError, match=why):
         _ = founded(reports_of(**changed)).common
+
+
+def test_columns_that_only_some_nodes_have_can_be_left_out(tmp_path):
+    changes, own = hospitals(tmp_path)
+    features = ["smoker", "age", "ratio"]
+    changes["data"] |= {"columns": features}
+    local = here(changes)
+    edited(own[1], lambda t: t.assign(patient=np.arange(len(t))).drop(columns="income"))
+    link = Near(tmp_path, changes, 2, own=own)
+    assert distance(near(tmp_path, changes, link).params, local.params) < 1e-12
+    assert read(tmp_path / "out").common["columns"] == features
+
+
+def test_numbers_of_classes_are_not_compared_by_number(tmp_path):
+    """Features that a table declares as classes, with names: their numbers mean nothing without these."""
+    own = []
+    for i, names in enumerate((["f", "m"], ["f", "m"], ["m", "f"])):
+        kinds = Features({"sex": ClassLabel(names=names), "age": Value("int32"), "label": Value("int64")})
+        rows = {"sex": [0, 1, 1, 0], "age": [30, 40, 50, 60], "label": [0, 1, 0, 1]}
+        Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"{i}.parquet")
+        own.append({"data": str(tmp_path / f"{i}.parquet")})
+    changes = {"data": {"name": "nodes have their own"}}
+    nodes = held(changes, own)
+    with pytest.raises(UndriftError, match=r"'sex' holds numbers of the classes m, f at the node n2, .* f, m at n0"):
+        _ = federation(nodes).common
+    other = nodes.pop("n2")
+    assert federation(nodes).common["codes"] == {"sex": ["f", "m"]}
+    with pytest.raises(
+        UndriftError, match="Its column 'sex' holds numbers of the classes m, f, and that of the others"
+    ):
+        other.among([0], 1, federation(nodes).common)
 
 
 def test_the_odd_one_out_is_named_wherever_it_is():

@@ -90,15 +90,15 @@ def agreed_names(reports: dict[str, Report]) -> list[str] | None:
                 f"{targets(reports[first])}, those of {node} {targets(reports[node])}. Write them in the same way at "
                 "all nodes (in a CSV file, labels of digits alone are read as numbers)."
             )
-    if all(names == given[first] for names in given.values()):
+    other = next((node for node, names in given.items() if names != given[first]), None)
+    if other is None:
         return given[first]
+    if not all(_by_name(report) for report in reports.values()):
+        raise UndriftError(
+            f"The classes of the nodes {first} and {other} cannot be matched by name: {listed(given[first])} and "
+            f"{listed(given[other])}. Give all nodes the same classes in the same order."
+        )
     every = sorted(set().union(*given.values()))
-    for node, names in given.items():
-        if reports[node]["counts"] is None or not reports[node]["classes"] <= len(names) == len(set(names)):
-            raise UndriftError(
-                f"The classes of the nodes {first} and {node} cannot be matched by name: {listed(given[first])} and "
-                f"{listed(names)}. Give all nodes the same classes in the same order."
-            )
     _refuse_spellings(every, given)
     return every
 
@@ -111,6 +111,12 @@ def targets(report: Report) -> str:
     if shape:
         return f"{dtype} of shape {tuple(shape)}"
     return "numbers to predict" if "float" in dtype else "whole numbers"
+
+
+def _by_name(report: Report) -> bool:
+    """Return whether each of a node's classes has a name, which no other class has."""
+    names = report["names"]
+    return report["counts"] is not None and report["classes"] <= len(names) == len(set(names))
 
 
 def _refuse_spellings(every: list[str], given: dict[str, list[str]]) -> None:

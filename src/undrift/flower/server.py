@@ -118,12 +118,12 @@ def serve(
     )
     import_plugins(experiment.imports)
     out.mkdir(parents=True, exist_ok=True)
-    federation, keys = read(out), found()
-    if federation is None:
-        federation = met(link, keys)
+    known, keys = read(out), found()
+    federation = met(link, keys) if known is None else known
     with threads(experiment.threads):
         given = settings(experiment, federation, out / "run")
-        federation.save(out)  # only now, so that nodes which do not fit together can be corrected and asked once more
+        if known is None:
+            federation.save(out)  # only now, so that nodes which do not fit together can be corrected and asked again
         return train_with(replace(given, on_round=on_round), lambda run: served(run, federation, link, replies))
 
 
