@@ -93,6 +93,20 @@ def test_classes_and_columns_are_matched_by_name(tmp_path):
         assert node.names == CLASSES and node.outputs == 3
 
 
+def test_clients_own_test_data_are_matched_by_name(tmp_path):
+    changes, own = hospitals(tmp_path)
+    nodes = held(changes, [config | {"client-test-fraction": 0.3} for config in own])
+    before, after = nodes["n1"].data.client_test, among(nodes)["n1"].client_test
+    assert before.names == CLASSES[1:] and after.names == CLASSES
+    assert len(after.index) == len(before.index) > 0
+    for one, client in enumerate((1, 2)):
+        (x, y), (old_x, old_y) = after[client], before[one]
+        assert torch.equal(y, old_y + 1)
+        x, old_x = (z * d.store["std"] + d.store["mean"] for z, d in ((x, after), (old_x, before)))
+        order = [nodes["n1"].data.scales.columns.index(column) for column in COLUMNS]
+        assert torch.allclose(x, old_x[:, order], rtol=1e-4, atol=1e-4)
+
+
 def test_the_servers_counts_are_by_name(tmp_path):
     changes, own = hospitals(tmp_path)
     whole = ud.load(**changes["data"])

@@ -166,8 +166,9 @@ def agreed_columns(reports: dict[str, Report]) -> list[str] | None:
 
 def _difference(columns: list[str], others: list[str]) -> str:
     """Return in words how one set of columns differs from another; nothing if it does not."""
-    missing = [quoted(name) for name in others if name not in set(columns)]
-    more = [quoted(name) for name in columns if name not in set(others)]
+    own, wanted = set(columns), set(others)
+    missing = [quoted(name) for name in others if name not in own]
+    more = [quoted(name) for name in columns if name not in wanted]
     parts = [f"{listed(missing, 5)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
     parts += [f"{listed(more, 5)} {'is' if len(more) == 1 else 'are'} there in addition"] if more else []
     return ", and ".join(parts)
@@ -207,7 +208,7 @@ def _in_order(report: Report, columns: list[str] | None) -> Report | None:
     scale: Report | None = report["scale"]
     if scale is None or columns is None:
         return scale
-    order = [report["columns"].index(column) for column in columns]
+    order = _order(report["columns"], columns)
     return scale | {name: [scale[name][i] for i in order] for name in ("mean", "std")}
 
 
@@ -217,7 +218,13 @@ def _as_scales(scale: Report) -> Scales:
 
 def places(names: list[str] | None, agreed: list[str] | None, classes: int) -> list[int]:
     """Return the place of each of a node's classes among all."""
-    return list(range(classes)) if names == agreed else [(agreed or []).index(name) for name in names or []]
+    return list(range(classes)) if names == agreed else _order(agreed or [], names or [])
+
+
+def _order(names: list[str], wanted: list[str]) -> list[int]:
+    """Return the place of each wanted name among the names."""
+    place = {name: i for i, name in enumerate(names)}
+    return [place[name] for name in wanted]
 
 
 # ---- what a node makes of that -------------------------------------------------------------------------------
@@ -278,7 +285,7 @@ def _places_of(data: FederatedDataset, names: list[str] | None, classes: int) ->
         )
         return None
     assert data.names is not None
-    if strange := [name for name in data.names if name not in set(names or ())]:
+    if strange := sorted(set(data.names) - set(names or ())):
         raise UndriftError(
             f"Its class {quoted(strange[0])} is none of those that the federation agreed on, {listed(names or ())}. "
             "Correct the labels, or start a new run."
@@ -304,4 +311,4 @@ def _order_of(data: FederatedDataset, columns: list[str] | None, codes: dict[str
                 f"Its column {quoted(column)} holds {_coded(known)}, and that of the others {_coded(wanted)}; write it "
                 "alike."
             )
-    return None if own == columns else [own.index(column) for column in columns]
+    return None if own == columns else _order(own, columns)
