@@ -402,6 +402,26 @@ def test_a_node_that_comes_back_with_other_data_does_not_train(tmp_path, how, re
     assert all(re.search(why, row["nodes"]["n1"]) for row in found.history[1:])
 
 
+def test_a_node_compares_what_the_server_says_with_its_data(tmp_path):
+    """Also what the server would not have agreed to with the data as they are."""
+    changes, own = hospitals(tmp_path)
+    node, common = held(changes, own)["n0"], federation(held(changes, own)).common
+    assert node.among([0], 3, common).names == CLASSES
+    for changed, why in (
+        ({"scale": None}, "Its data are normalized, unlike those of the federation"),
+        ({"x": {"x": [[4], "float64"]}}, "Its samples differ from those of the federation in x"),
+        ({"names": None}, "Its classes have names, and those of the federation no names"),
+        ({"columns": None}, "Its data have named columns, unlike those of the others"),
+        ({"classes": 2}, "Its labels go up to 2, and those of the federation to 1"),
+    ):
+        with pytest.raises(UndriftError, match=why):
+            node.among([0], 3, common | changed)
+    several = ud.load((np.zeros((4, 2), "float32"), np.eye(4, dtype="float32")[:, :2]), ud.IID(), 1)
+    several.names = ["a", "b"]
+    with pytest.raises(UndriftError, match="Its classes are in another order"):
+        fitted(several, common | {"names": ["b", "a"], "columns": None, "scale": None})
+
+
 def test_a_node_that_changes_the_order_of_its_columns_goes_on(tmp_path):
     """Nothing depends on the order, since columns and classes go by name."""
     changes, own = hospitals(tmp_path)
