@@ -19,7 +19,7 @@ test: .venv/ready
 
 # Real SuperLinks and SuperNodes on this machine, those of several files side by side, since they mostly wait. Here the tests
 # of federations fail where they would be skipped.
-FEDERATIONS := $(addprefix tests/test_flower,.py _lost.py _up.py _secagg.py)
+FEDERATIONS := $(addprefix tests/test_flower,.py _labels.py _lost.py _up.py _secagg.py)
 flower: .venv/flower/ready
 	UNDRIFT_FLOWER=required OMP_NUM_THREADS=1 .venv/flower/bin/python -m pytest -n 3 --dist loadfile $(FEDERATIONS)
 

@@ -43,6 +43,17 @@ def norm64(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, classes)).double()
 
 
+class Widened(nn.Module):
+    """Tables have 32 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
+def wide64(classes: int, shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(Widened(), nn.Linear(shape[0], 8).double(), nn.Tanh(), nn.Linear(8, classes).double())
+
+
 def blobs64() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(3)
     y = torch.randint(0, 4, (160,), generator=draw)
@@ -67,6 +78,7 @@ def spoiled(reply: bytes) -> bytes:
 def register():
     ud.register_model("net64", net64)
     ud.register_model("norm64", norm64)
+    ud.register_model("wide64", wide64)
     ud.register_data("blobs64", blobs64)
 
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from undrift.data import cache, notices, scales
-from undrift.data.table import Table
 from undrift.tools import sweep
 from undrift.tools.cli import app
 from undrift.tools.config import checked
@@ -119,22 +118,6 @@ def test_the_identity_of_data_that_are_not_normalized_stays_as_it_was():
     assert len(list(cache.folder().iterdir())) == 1  # the same file, as the statistics are not in the values
     again = ud.load(table, ud.ByKey(), client="site", normalize=True)
     assert again.digests == other.digests and again.origin is None and other.origin["normalize"] is True
-
-
-def test_files_of_the_cache_from_before_have_no_scales(monkeypatch, caplog):
-    frame().to_csv("t.csv", index=False)
-    decode = Table.decode
-
-    def before(self, places, write):
-        decode(self, places, write)
-        del write.notes["scales"]
-
-    monkeypatch.setattr(Table, "decode", before)
-    older = ud.load("t.csv", ud.ByKey(), client="site", normalize=True)
-    ud.load("t.csv", ud.ByKey(), client="site")
-    assert not caplog.records
-    monkeypatch.undo()
-    assert older.digests == ud.load(frame(), ud.ByKey(), client="site", normalize=True).digests
 
 
 def test_a_warning_names_the_extreme_columns_once(caplog):

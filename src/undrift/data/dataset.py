@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from undrift.data.shares import in_order
 from undrift.errors import UndriftError
 from undrift.losses import IGNORED
 from undrift.random import Key
+
+if TYPE_CHECKING:
+    from undrift.data.source import Scales
 
 log = logging.getLogger("undrift")
 
@@ -114,6 +117,8 @@ class FederatedDataset:
     """The names of the clients, if they have any."""
     origin: dict[str, Any] | None = None
     """The arguments of `ud.load`, if an experiment file can hold them."""
+    scales: Scales | None = None
+    """The columns and scales of the features, of a table and of what is normalized by columns."""
 
     def __post_init__(self) -> None:
         self._refuse_not_finite()

@@ -19,7 +19,7 @@ from undrift.data.dataset import Rows
 from undrift.data.labels import Labels, encoded
 from undrift.data.paths import read_bytes
 from undrift.data.samples import Store, finish, gather, in_halves
-from undrift.data.source import Source
+from undrift.data.source import Scales, Source
 from undrift.data.tables import BATCH, Place
 from undrift.errors import UndriftError, quoted
 
@@ -122,7 +122,7 @@ class Images:
             count, wanted = (write.shapes[name][1][0] for name in ("train_key", "train_x"))
             if count != wanted:
                 raise UndriftError(f"{other.name} has {count} rows, but {place.name} has {wanted}; get both again.")
-        for name, values in statistics(found).items():
+        for name, values in statistics(channel_scales(found)).items():
             write.append(name, values)
         write.notes |= {"classes": names, "clients": list(map(str, codes))}
 
@@ -241,12 +241,17 @@ def moments(x: np.ndarray) -> Any:
     return np.stack([scaled.sum(1), np.square(scaled).sum(1), np.full(len(scaled), float(scaled.shape[1]))])
 
 
-def statistics(found: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the mean and the standard deviation per channel, from the sum of all moments."""
+def channel_scales(found: np.ndarray) -> Scales:
+    """Return the scales of the channels, from the sum of all moments."""
     total, squares, pixels = found
     mean = total / pixels
-    std = np.sqrt(np.maximum(squares / pixels - mean**2, 1e-8))
-    return {name: values.astype(np.float32)[:, None, None] for name, values in (("mean", mean), ("std", std))}
+    return Scales(mean, np.sqrt(np.maximum(squares / pixels - mean**2, 0)), int(pixels[0]))
+
+
+def statistics(scales: Scales) -> dict[str, np.ndarray]:
+    """Return the mean and the standard deviation per channel, as a store has them."""
+    found = {"mean": scales.mean, "std": np.maximum(scales.std, 1e-4)}
+    return {name: values.astype(np.float32)[:, None, None] for name, values in found.items()}
 
 
 def _bytes(cell: Any, place: Place | None, where: str) -> bytes:

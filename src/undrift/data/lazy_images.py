@@ -12,7 +12,7 @@ import torch
 
 from undrift.data.cache import Writer, cached
 from undrift.data.dataset import Rows
-from undrift.data.images import ImageFolder, moments, one_size, statistics
+from undrift.data.images import ImageFolder, channel_scales, moments, one_size, statistics
 from undrift.data.lazy import Lazy, Reader, digest_of
 from undrift.data.samples import Store
 from undrift.data.source import Source
@@ -98,7 +98,7 @@ def with_statistics(source: Source) -> Source:
 
     def decode(write: Writer) -> None:
         found = sum(moments(reader.load(rows)["x"].numpy()) for rows in reader.chunks())
-        for name, values in statistics(found).items():
+        for name, values in statistics(channel_scales(np.asarray(found))).items():
             write.append(name, values)
 
     arrays, _ = cached("statistics", ["statistics", reader.identity], decode)

@@ -139,7 +139,7 @@ def load(
         raise UndriftError(f"Nothing is left to train on of {len(source.labels)} samples; use smaller fractions.")
     owner, count = _owners(source, left, partition, clients, seed)
     common: dict[str, Any] = {"take": source.take, "task": source.task, "names": source.names}
-    common["client_names"] = source.clients if natural else None
+    common |= {"client_names": source.clients if natural else None, "scales": source.scales}
     personal = _own_tests(source, count, **common) if natural else None
     if personal and client_test_fraction:
         raise UndriftError("The clients have test data of their own; leave client_test_fraction out.")

@@ -6,7 +6,7 @@ validation or for the server.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data.images import standardised
+from undrift.data.images import standardised, statistics
 from undrift.data.lazy_images import with_statistics
 from undrift.data.samples import Store, take
 from undrift.data.source import Scales, Source
@@ -42,23 +42,30 @@ class Moments:
         if not len(x):
             return
         x = x.astype(np.float64)
-        mean, both = x.mean(0), self.count + len(x)
-        shift = mean - self.mean
-        # Sums of squares are merged through the deviations, as they cancel if the mean is far from 0.
-        self.squares = self.squares + np.square(x - mean).sum(0) + shift**2 * (self.count * len(x) / both)
-        self.mean = self.mean + shift * (len(x) / both)
+        mean = x.mean(0)
+        self.merge(len(x), mean, np.square(x - mean).sum(0))
         self.low, self.high = np.minimum(self.low, x.min(0)), np.maximum(self.high, x.max(0))
+
+    def merge(self, count: int, mean: np.ndarray, squares: np.ndarray) -> None:
+        """Add the sums over other rows."""
+        both, shift = self.count + count, mean - self.mean
+        # Sums of squares are merged through the deviations, as they cancel if the mean is far from 0.
+        self.squares = self.squares + squares + shift**2 * (self.count * count / both)
+        self.mean = self.mean + shift * (count / both)
         self.count = both
 
     def scales(self) -> Scales:
         constant = self.low == self.high  # rounding may have moved the mean away from its value
         mean = np.where(constant, self.low, self.mean)
-        return Scales(mean, np.where(constant, 0.0, np.sqrt(self.squares / self.count)))
+        return Scales(mean, np.where(constant, 0.0, np.sqrt(self.squares / self.count)), self.count)
 
-    def lists(self) -> dict[str, list[float]]:
-        """Return the mean and the standard deviation of each column, for a file in JSON."""
-        found = self.scales()
-        return {"mean": found.mean.tolist(), "std": found.std.tolist()}
+
+def pooled(each: Iterable[Scales]) -> Scales:
+    """Return the scales of several data sets taken together: those that `normalize=True` gives for all their rows."""
+    moments = Moments()
+    for one in each:
+        moments.merge(one.count, one.mean, np.square(one.std) * one.count)
+    return Scales(moments.mean, np.sqrt(moments.squares / moments.count), moments.count)
 
 
 def warning(scales: Scales | None) -> str | None:
@@ -84,15 +91,24 @@ def normalised(source: Source) -> Source:
     """Return the source with its images or features minus their mean, divided by their standard deviation."""
     source = with_statistics(source)
     if source.take is not take or "mean" not in source.store:
-        statistics = _of_features(source)
-        test = replace(source.test, store=source.test.store | statistics) if source.test else None
-        source = replace(source, store=source.store | statistics, test=test)
+        source = _of_features(source)
     test = replace(source.test, take=standardised) if source.test else None
     return replace(source, take=standardised, test=test)
 
 
-def _of_features(source: Source) -> Store:
-    """Return the mean and the standard deviation of each column; 1 for a column with none, which is only centred."""
+def entries(scales: Scales, x: Tensor) -> Store:
+    """Return the entries of a store by which `standardised` normalizes x: rows of features, or images.
+
+    The standard deviation of a column with none is 1, so that it is only centred.
+    """
+    if x.dim() != 2:
+        return {name: torch.from_numpy(values) for name, values in statistics(scales).items()}
+    mean, std = (torch.from_numpy(values).to(x.dtype) for values in (scales.mean, scales.std))
+    return {"mean": mean, "std": torch.where(std > 0, std, torch.ones_like(std))}
+
+
+def _of_features(source: Source) -> Source:
+    """Return the source with the mean and the standard deviation of each column."""
     x: Any = source.store.get("x")
     if source.take is not take or not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
         raise UndriftError(
@@ -105,8 +121,9 @@ def _of_features(source: Source) -> Store:
         for chunk in _chunks(x, source.indices):
             moments.add(chunk)
         found = moments.scales()
-    mean, std = (torch.from_numpy(values).to(x.dtype) for values in (found.mean, found.std))
-    return {"mean": mean, "std": torch.where(std > 0, std, torch.ones_like(std))}
+    added = entries(found, x)
+    test = replace(source.test, store=source.test.store | added) if source.test else None
+    return replace(source, store=source.store | added, test=test, scales=found)
 
 
 def _chunks(x: Tensor, indices: np.ndarray | None) -> Iterator[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +18,18 @@ class Scales:
 
     mean: np.ndarray
     std: np.ndarray
+    count: int
+    """How many values of each feature these are of."""
     columns: list[str] | None = None
     """The names of the features, if they have any."""
+    codes: dict[str, list[str]] = field(default_factory=dict)
+    """The names of the classes of those features that are numbers of classes."""
     table: str = ""
     """What to call the data in messages."""
+
+    def lists(self) -> dict[str, Any]:
+        """Return the numbers in a form that JSON can hold."""
+        return {"mean": self.mean.tolist(), "std": self.std.tolist(), "count": self.count}
 
 
 @dataclass(frozen=True)

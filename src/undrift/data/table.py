@@ -36,6 +36,8 @@ class Table:
     columns: tuple[str, ...] | None = field(default=None, metadata=ADDED)
     drop: tuple[str, ...] | None = field(default=None, metadata=ADDED)
     missing: str | None = field(default=None, metadata=ADDED)
+    version: int = 2
+    """Which notes a file in the cache has. Files of earlier versions, which lack some, are not read."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
         place = places[0]
@@ -67,7 +69,8 @@ class Table:
             labels.check()
         names = labels.names if labels else None
         write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
-        write.notes["scales"] = {"columns": list(features)} | moments.lists()
+        codes_of = {name: feature.names for name, feature in features.items() if getattr(feature, "names", None)}
+        write.notes["scales"] = {"columns": list(features), "codes": codes_of} | moments.scales().lists()
         if changed:
             write.notes["incomplete"] = f"{place.name}: {self._changed(changed)} (missing={self.missing!r})."
 
@@ -181,6 +184,7 @@ class Table:
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
         train = {"x": arrays["train_x"], "y": arrays["train_y"]}
+        values = {name: np.array(notes["scales"][name]) for name in ("mean", "std")}
         test = None
         if "test_x" in arrays:
             test = Rows({"x": arrays["test_x"], "y": arrays["test_y"]}, torch.arange(len(arrays["test_y"])))
@@ -192,14 +196,8 @@ class Table:
             task=Task("mse") if notes["fractions"] else Task(),
             names=notes["classes"],
             clients=notes["clients"] or None,
-            scales=self._scales(notes.get("scales")),
+            scales=Scales(**(notes["scales"] | values), table=self.hub),
         )
-
-    def _scales(self, noted: Notes | None) -> Scales | None:
-        """Return the features' scales, which files in the cache that an earlier version wrote do not have."""
-        if noted is None:
-            return None
-        return Scales(np.array(noted["mean"]), np.array(noted["std"]), noted["columns"], self.hub)
 
 
 def numbers(column: Any, name: str, place: Place, split: str) -> np.ndarray:

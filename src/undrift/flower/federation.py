@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import numpy as np
 from undrift.data.dataset import FederatedDataset
 from undrift.errors import UndriftError
 from undrift.files import seal, unseal
-from undrift.flower.outline import Report, agreed, outline
+from undrift.flower.agreement import Report, places
+from undrift.flower.messages import RefusedError
+from undrift.flower.outline import agreed, check_report, outline
 
 FILE = "federation.json"
 
@@ -46,8 +50,9 @@ class Federation:
     total: int
     """How many clients there are, those without data included."""
 
-    @property
+    @cached_property
     def common(self) -> Report:
+        """What the nodes have agreed on."""
         return agreed({member.name: member.report for member in self.members.values()})
 
     def data(self, **rest: Any) -> FederatedDataset:
@@ -59,7 +64,8 @@ class Federation:
             sizes[member.ids] = member.report["sizes"]
             if counts is not None:
                 own = np.array(member.report["counts"])
-                counts[member.ids, : own.shape[1]] = own
+                mine = places(member.report["names"], common["names"], own.shape[1])[: own.shape[1]]
+                counts[np.ix_(member.ids, mine)] = own
         return outline(sizes, counts, common, **rest)
 
     def owners(self, clients: np.ndarray) -> dict[str, np.ndarray]:
@@ -79,6 +85,14 @@ def read(folder: Path) -> Federation | None:
         return None
     body = unseal(folder / FILE)
     members = [Member(**member) for member in body["members"]]
+    try:
+        for member in members:
+            check_report(member.report)
+    except RefusedError as error:
+        raise UndriftError(
+            f"{folder / FILE} is of another version of undrift ({member.name}: {error}); start a new run, with another "
+            "out."
+        ) from error
     return Federation(body["run"], {member.key: member for member in members}, body["total"])
 
 
@@ -100,7 +114,9 @@ def founded(reports: dict[str, tuple[str, Report]]) -> Federation:
         ends = np.cumsum([len(reports[key][1]["sizes"]) for key in order]).tolist()
         ids = {key: list(range(end - len(reports[key][1]["sizes"]), end)) for key, end in zip(order, ends, strict=True)}
         total = ends[-1]
+    called = Counter(name for name, _ in reports.values())
     names = {key: reports[key][0] or f"node {key[:8]}" for key in order}
+    names |= {key: f"{name} ({key[:8]})" for key, name in names.items() if called[name] > 1}
     members = [Member(key, names[key], ids[key], reports[key][1]) for key in order]
     members.sort(key=lambda member: member.ids[0])
     return Federation(secrets.token_hex(16), {member.key: member for member in members}, total)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from undrift.data.dataset import FederatedDataset
-from undrift.errors import UndriftError, quoted
-from undrift.flower.outline import Report, placed, report, share
+from undrift.errors import UndriftError, quoted, require
+from undrift.flower.agreement import Report, fitted
+from undrift.flower.outline import forms, placed, report, share
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import loaded
 
@@ -37,13 +38,20 @@ class Holding:
         return report(own) | {"ids": self.clients if self.shared else None, "total": len(self.data)}
 
     def among(self, ids: list[int], total: int, common: Report) -> FederatedDataset:
-        """Return the data under the ids that the server has given the node's clients."""
+        """Return the data in the form that the nodes agreed on, under the ids that the server has given the clients."""
         if len(ids) != len(self.clients) or (self.shared and ids != self.clients):
             raise UndriftError(
                 f"The server takes this node for one of {len(ids)} clients, but it has {len(self.clients)}. Its data "
                 "may not change while a run is under way."
             )
-        return placed(self.data, self.clients, ids, total, common)
+        data = fitted(self.data, common)
+        for what, form in forms(data).items():
+            require(
+                form == common[what],
+                f"Its samples differ from those of the federation in {what}: {form} and {common[what]}. Its data may "
+                "not change while a run is under way.",
+            )
+        return placed(data, self.clients, ids, total, common)
 
 
 def holding(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
@@ -75,6 +83,11 @@ def _own(experiment: Experiment, config: Mapping[str, Any]) -> Holding:
     path = Path(str(config["data"])).expanduser()
     if not path.exists():
         raise UndriftError(f"The node's data {path} do not exist.")
+    require(
+        experiment.data.missing != "mean",
+        'missing = "mean" under [data] would fill gaps with each node\'s own means; fill them in the files, or write '
+        'missing = "drop".',
+    )
     other = {key: config[name] for name, key in OWN.items() if name in config}
     natural = {"partition": "ByKey()", "clients": None} if "client" in config else {"partition": "IID()", "clients": 1}
     data = loaded(experiment, name=str(path), server_fraction=0.0, **natural, **other)

@@ -14,7 +14,7 @@ from undrift.data.dataset import FederatedDataset
 from undrift.engine.base import RoundInputs
 from undrift.engine.client_states import ClientStates
 from undrift.engine.table import Table
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 from undrift.flower.evaluation import evaluated
 from undrift.flower.holding import Holding, holding, state_folder
 from undrift.flower.messages import Notes, decode, encode
@@ -22,7 +22,7 @@ from undrift.flower.node_state import NodeStates
 from undrift.functional.model import Params
 from undrift.method.context import Plan
 from undrift.tools.config import Experiment
-from undrift.tools.experiment import arguments
+from undrift.tools.experiment import about, arguments
 from undrift.tools.plugins import import_plugins
 from undrift.training.arithmetic import arithmetic, threads
 from undrift.training.build import prepare, selected
@@ -45,9 +45,11 @@ class Node:
         sent, notes = decode(request)
         import_plugins(self.experiment.imports)
         with threads(self.experiment.threads):
-            held = holding(self.experiment, self.config)
+            name = str(self.config.get("name", ""))
             if kind == "hello":
-                return encode((), {"report": held.report(), "name": str(self.config.get("name", ""))})
+                with about(f"node {quoted(name)}"):
+                    return encode((), {"report": holding(self.experiment, self.config).report(), "name": name})
+            held = holding(self.experiment, self.config)
             run = node_run(self.experiment, held, notes)
             exact = arithmetic(self.experiment.precision, self.experiment.deterministic, run.device)
             with selected(run.device), exact:

@@ -1,8 +1,9 @@
 """The data of a federation without a sample: what nodes report about theirs, and what the server makes of it.
 
-A node reports for each of its clients how many samples it has, of each class where targets are classes, and the shapes
-and types of a sample. The server makes a data set of that many made-up samples, so that plans, weights, checks and
-trial passes work as they do where the data are. Nothing is ever trained on it.
+A node reports for each of its clients how many samples it has, of each class where targets are classes, the shapes and
+types of a sample, and what classes and columns mean (`agreement.py`). The server makes a data set of that many made-up
+samples, so that plans, weights, checks and trial passes work as they do where the data are. Nothing is ever trained on
+it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from torch import Tensor
 from undrift.data.dataset import FederatedDataset, Rows, Task
 from undrift.data.samples import stored
 from undrift.errors import UndriftError
+from undrift.flower.agreement import (
+    Report,
+    agreed_columns,
+    agreed_names,
+    agreed_scale,
+    check_meaning,
+    meaning,
+    places,
+)
 from undrift.flower.messages import RefusedError
 from undrift.losses import IGNORED
 
-Report = dict[str, Any]
 DTYPES = {str(t).removeprefix("torch."): t for t in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -31,20 +40,25 @@ MOST = 1 << 40
 
 def report(data: FederatedDataset) -> Report:
     """Return a node's report on its data for the server."""
-    x, y = data.take(data.store, data.index[:1])
     counted = data.labels is not None and data.classes > 0
     return {
         "sizes": data.sizes.tolist(),
         "counts": data.label_counts().tolist() if counted else None,
-        "x": {name: _form(t) for name, t in stored(x).items()},
-        "y": _form(y),
+        **forms(data),
         "classes": data.classes,
         "outputs": data.outputs,
         "vocabulary": data.task.vocabulary,
         "loss": data.task.loss if isinstance(data.task.loss, str) else None,
         "metrics": data.task.metrics if _names(data.task.metrics) else None,
         "tested": data.client_test.sizes.tolist() if data.client_test is not None else None,
+        **meaning(data),
     }
+
+
+def forms(data: FederatedDataset) -> Report:
+    """Return the shapes and types of a sample and of its target."""
+    x, y = data.take(data.store, data.index[:1])
+    return {"x": {name: _form(t) for name, t in stored(x).items()}, "y": _form(y)}
 
 
 def _form(t: Tensor) -> list[Any]:
@@ -70,7 +84,8 @@ def check_report(found: Report) -> None:
         for shape, dtype in [*found["x"].values(), found["y"]]:
             fine &= dtype in DTYPES and all(type(n) is int and 0 <= n < MOST for n in shape)
         fine &= all(name in found for name in ("vocabulary", "loss", "metrics"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        fine &= check_meaning(found)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise RefusedError(f"its report about its data is incomplete ({type(error).__name__}: {error})") from error
     if not fine:
         raise RefusedError("its report about its data does not fit together")
@@ -78,17 +93,28 @@ def check_report(found: Report) -> None:
 
 def agreed(reports: dict[str, Report]) -> Report:
     """Return what all nodes' samples have in common. Raises `UndriftError` where they differ; names by node."""
+    names, columns = agreed_names(reports), agreed_columns(reports)
     first_name, first = next(iter(reports.items()))
+    same = {what: first[what] for what in ("x", "y", "loss", "metrics")}
     for name, other in reports.items():
-        for what in ("x", "y", "loss", "metrics"):
-            if other[what] != first[what]:
+        for what, form in same.items():
+            if other[what] != form:
                 raise UndriftError(
-                    f"The samples of the nodes {first_name} and {name} differ in {what}: {first[what]} and "
-                    f"{other[what]}. Give all nodes data of one form."
+                    f"The samples of the nodes {first_name} and {name} differ in {what}: {form} and {other[what]}. "
+                    "Give all nodes data of one form."
                 )
-    most = {name: max(r[name] for r in reports.values()) for name in ("classes", "outputs")}
+    own = [places(r["names"], names, r["classes"])[: r["classes"]] for r in reports.values()]
+    classes = max((place + 1 for each in own for place in each), default=0)
     vocabularies = [r["vocabulary"] for r in reports.values() if r["vocabulary"] is not None]
-    return first | most | {"vocabulary": max(vocabularies, default=None)}
+    return same | {
+        "classes": classes,
+        "outputs": max(classes, *(r["outputs"] for r in reports.values())),
+        "vocabulary": max(vocabularies, default=None),
+        "names": names,
+        "columns": columns,
+        "codes": first["codes"],
+        "scale": agreed_scale(reports, columns),
+    }
 
 
 def outline(sizes: np.ndarray, counts: np.ndarray | None, common: Report, **rest: Any) -> FederatedDataset:
@@ -108,6 +134,7 @@ def outline(sizes: np.ndarray, counts: np.ndarray | None, common: Report, **rest
         torch.from_numpy(np.concatenate(rows)),
         np.concatenate([[0], np.cumsum(sizes)]),
         task=Task(common["loss"], common["metrics"], common["outputs"], common["vocabulary"]),
+        names=common["names"],
         **rest,
     )
 

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from undrift.engine.client_states import ClientStates
-from undrift.errors import UndriftError, listed, require
+from undrift.errors import UndriftError, listed, quoted, require
+from undrift.flower.agreement import Report, fitted
 from undrift.flower.engine import FlowerEngine, Link, Versions
 from undrift.flower.evaluation import Sums, added, check_sums, columns
 from undrift.flower.federation import Federation, founded, read
 from undrift.flower.messages import RefusedError, decode, encode
-from undrift.flower.outline import Report, check_report
+from undrift.flower.outline import check_report
 from undrift.metrics.base import Metric
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import arguments, loaded
@@ -81,11 +82,14 @@ def met(link: Link, keys: list[str]) -> Federation:
         if not isinstance(reply, bytes):
             raise UndriftError(f"A node cannot take part: {reply.why}")
         _, notes = decode(reply, REPORT)
-        found = notes.get("report")
+        found, name = notes.get("report"), str(notes.get("name", ""))[:80]
         if not isinstance(found, dict):
-            raise RefusedError("a node's first answer has no report about its data")
-        check_report(found)
-        reports[key] = (str(notes.get("name", ""))[:80], found)
+            raise RefusedError(f"The first answer of the node {quoted(name)} has no report about its data.")
+        try:
+            check_report(found)
+        except RefusedError as error:
+            raise UndriftError(f"The node {quoted(name)} cannot take part: {error}.") from error
+        reports[key] = (name, found)
     require(bool(reports), "No node answered.")
     return founded(reports)
 
@@ -114,12 +118,12 @@ def serve(
     )
     import_plugins(experiment.imports)
     out.mkdir(parents=True, exist_ok=True)
-    federation, keys = read(out), found()
-    if federation is None:
-        federation = met(link, keys)
-        federation.save(out)
+    known, keys = read(out), found()
+    federation = met(link, keys) if known is None else known
     with threads(experiment.threads):
         given = settings(experiment, federation, out / "run")
+        if known is None:
+            federation.save(out)  # only now, so that nodes which do not fit together can be corrected and asked again
         return train_with(replace(given, on_round=on_round), lambda run: served(run, federation, link, replies))
 
 
@@ -128,7 +132,12 @@ def settings(experiment: Experiment, federation: Federation, folder: Path) -> Se
 
     Figures of client drift are left out: nodes would have to send more than the method needs.
     """
-    rows = loaded(experiment).server_rows if experiment.data.server_fraction else None
+    rows = None
+    if experiment.data.server_fraction:
+        try:
+            rows = fitted(loaded(experiment), federation.common).server_rows
+        except UndriftError as error:
+            raise UndriftError(f"The server's own data do not suit those of the nodes: {error}") from error
     data = federation.data(origin=experiment.data.model_dump(), server_rows=rows)
     own = {"engine": "plain", "drift": False, "lanes": None, "compile": None, "checkpoint_every": 1, "out": folder}
     return Settings(**(arguments(experiment, data) | own | {"resume": (folder / RUN).exists()}))
