@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from undrift import files
 from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
-from undrift.losses import DIRECTIONS, lower_is_better
+from undrift.losses import Directions, lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
@@ -40,6 +40,8 @@ class Run:
     rows: list[dict[str, Any]]
     stopped: str | None = None
     """Why it stopped before its last round, if something in it was not finite."""
+    directions: Directions = field(default_factory=dict)
+    """What its metrics say themselves about whether lower values are better."""
 
     @classmethod
     def read(cls, folder: Path, unfinished: bool = False) -> Run:
@@ -67,14 +69,17 @@ class Run:
                 _check_row(row, t)
             if ended and not rows:
                 raise ValueError("the run is finished, but there are no rounds in it")
-        DIRECTIONS.update(_directions(folder))
-        return cls(folder, settings, rows, why)
+        return cls(folder, settings, rows, why, _directions(folder))
 
     @property
     def metrics(self) -> list[str]:
         """The metrics that its settings name."""
         listed = self.settings.get("metrics", [])
         return [listed] if isinstance(listed, str) else list(listed)
+
+    def lower(self, metric: str) -> bool:
+        """Whether lower values of this metric, or column of the history, are better in this run."""
+        return lower_is_better(metric, self.directions)
 
     @property
     def diverged(self) -> int | None:
@@ -106,13 +111,13 @@ class Run:
 
     def best(self, metric: str) -> float:
         values = [row[metric] for row in self.rows if number(row.get(metric)) and np.isfinite(row[metric])]
-        return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
+        return float(min(values) if self.lower(metric) else max(values)) if values else float("nan")
 
     def until(self, metric: str, target: float) -> dict[str, Any] | None:
         """The first row that meets the target."""
         for row in self.rows:
             found = row.get(metric)
-            if number(found) and (found <= target if lower_is_better(metric) else found >= target):
+            if number(found) and (found <= target if self.lower(metric) else found >= target):
                 return row
         return None
 
@@ -213,6 +218,17 @@ def leading_metric(runs: Sequence[Run]) -> str:
     if any(run.stopped for run in runs):
         raise UndriftError(f"No run was evaluated before it stopped. {next(r.stopped for r in runs if r.stopped)}")
     raise UndriftError(f"The run in {runs[0].folder} was never evaluated, because its data have no test set.")
+
+
+def agreed(runs: Sequence[Run], metric: str) -> bool:
+    """Whether lower values of a metric are better in these runs. Raises if they disagree, so that none can be best."""
+    ways = {run.lower(metric): run for run in runs if any(number(row.get(metric)) for row in run.rows)}
+    if len(ways) > 1:
+        raise UndriftError(
+            f"These runs cannot be compared by {quoted(metric)}: lower values are better in {ways[True].folder}, and "
+            f"higher ones in {ways[False].folder}. Compare them by another metric, or give one of the two another name."
+        )
+    return next(iter(ways), lower_is_better(metric))
 
 
 def counted(runs: Sequence[Run]) -> str:

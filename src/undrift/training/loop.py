@@ -16,6 +16,7 @@ from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
 from undrift.engine.ranks import Ranks, launched
 from undrift.errors import machine_trouble
+from undrift.losses import directions
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
@@ -202,7 +203,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     run = put(prepare(given, ranks))
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
-    rule = as_rule(given.stop_when, run.metrics)
+    rule = as_rule(given.stop_when, directions(run.metrics))
     check_possible(rule, run)
     nonfinite.check_start(run.model.start)
     return run, rule

@@ -16,7 +16,6 @@ import numpy as np
 
 from undrift import __version__
 from undrift.errors import UndriftError
-from undrift.losses import lower_is_better
 from undrift.tools.compare import Run, damage, groups, read_runs
 from undrift.tools.display import number
 from undrift.tools.report import summary
@@ -78,7 +77,6 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
         "title": summary.title(runs, grouped),
         "subtitle": summary.subtitle(runs),
         "metrics": metrics,
-        "lower": [name for name in metrics if lower_is_better(name)],
         "drift": any(run.settings.get("drift") for run in runs),
         "groups": [],
         "runs": [],

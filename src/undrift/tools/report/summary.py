@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from undrift.losses import lower_is_better
 from undrift.tools.compare import IGNORED_KEYS, Run, brief, spread
 from undrift.tools.display import left_out, marks, number
 from undrift.tools.report.curves import SOURCES
@@ -47,9 +46,7 @@ def columns(runs: list[Run], key: str, label: str, metric: str, best: bool = Tru
     """The last value of a column of the history, and the best of all rounds."""
     found = {f"last {label}": spread([last(run, key) for run in runs])}
     if best and metric != "loss":
-        values = [[row[key] for row in run.rows if number(row.get(key)) and math.isfinite(row[key])] for run in runs]
-        pick = min if lower_is_better(metric) else max
-        found[f"best {label}"] = spread([float(pick(own)) if own else math.nan for own in values])
+        found[f"best {label}"] = spread([run.best(key) for run in runs])
     return found
 
 

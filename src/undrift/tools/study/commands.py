@@ -130,7 +130,8 @@ def compare(
     groups = given_paths.grouped(runs, labels)
     for sentence in given_paths.mismatches(groups):
         typer.echo(f"warning: {sentence}", err=True)
-    asked = Asked(compared.chosen_metric(runs, metric), last, target, baseline)
+    by = compared.chosen_metric(runs, metric)
+    asked = Asked(by, last, target, baseline, compared.agreed(runs, by))
     blocks = {"": measure(groups, asked)}
     _print(blocks, asked)
     _write(blocks, asked, csv, latex, markdown)

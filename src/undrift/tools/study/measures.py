@@ -27,6 +27,8 @@ class Asked:
     """Also report what it costs to reach this value."""
     baseline: str | None = None
     """The group that the others are compared with, seed by seed."""
+    lower: bool = False
+    """Whether lower values of the metric are better."""
 
 
 def measure(groups: Mapping[str, Sequence[Run]], asked: Asked) -> list[Figures]:

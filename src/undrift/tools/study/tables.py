@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from undrift.losses import lower_is_better
 from undrift.tools.study.measures import Asked, Figures
 from undrift.tools.study.statistics import paired
 
@@ -107,12 +106,12 @@ def described(setting: Mapping[str, Any]) -> str:
     )
 
 
-def leaders(rows: Sequence[Figures], metric: str) -> list[Figures]:
+def leaders(rows: Sequence[Figures], lower: bool) -> list[Figures]:
     """The row with the best mean, and those that its runs do not show to be worse, of those without a lost run.
 
     A row is among them if the 95% interval of its difference to the best, paired by seed, contains 0.
     """
-    leader = best(rows, metric)
+    leader = best(rows, lower)
     if leader is None:
         return []
     ahead = _by_seed(leader)
@@ -132,10 +131,10 @@ def _by_seed(row: Figures) -> dict[int, float]:
     return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
 
 
-def best(rows: Sequence[Figures], metric: str) -> Figures | None:
+def best(rows: Sequence[Figures], lower: bool) -> Figures | None:
     """The row with the best mean, of those without a lost run; None if there is only one row."""
     sound = [row for row in rows if row["mean"] is not None and not row["lost"]]
-    sign = 1 if lower_is_better(metric) else -1
+    sign = 1 if lower else -1
     return min(sound, key=lambda row: sign * row["mean"]) if len(rows) > 1 and sound else None
 
 
@@ -165,7 +164,7 @@ def markdown(blocks: Blocks, asked: Asked) -> str:
     lines = [_line([*(["partition"] if named else []), "method" if named else "", *(c.header for c in found)])]
     lines.append("|" + "---|" * (1 + named) + "---:|" * len(found))
     for name, rows in blocks.items():
-        leading = leaders(rows, asked.metric)
+        leading = leaders(rows, asked.lower)
         for row in rows:
             cells = [column.cell(row) for column in found]
             cells[1] = f"**{cells[1]}**" if row in leading else cells[1]
@@ -192,7 +191,7 @@ def latex(blocks: Blocks, asked: Asked) -> str:
         lines.append(r"\midrule")
         if name:
             lines.append(rf"\multicolumn{{{1 + len(found)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
-        leading = leaders(rows, asked.metric)
+        leading = leaders(rows, asked.lower)
         for row in rows:
             cells = [escaped(column.cell(row)) for column in found]
             cells[main] = rf"\textbf{{{cells[main]}}}" if row in leading else cells[main]
