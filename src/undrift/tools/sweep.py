@@ -23,7 +23,7 @@ import torch
 from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, regular, write_text
-from undrift.tools.compare import Run, agreed, counted, groups, leading_metric
+from undrift.tools.compare import Run, agreed, counted, groups, leading_metric, remark
 from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
 from undrift.tools.experiment import about, run, understood
@@ -31,6 +31,7 @@ from undrift.tools.stopping import stopping
 from undrift.tools.workers import GRACE, each
 from undrift.training import arithmetic, beside
 from undrift.training.checks import find_device
+from undrift.training.divergence import CHANCE, DIVERGED
 from undrift.training.nonfinite import mute
 from undrift.training.record import flat
 from undrift.training.result import finished, stopped
@@ -307,7 +308,9 @@ def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None)
     for name, own in groups(runs).items():
         row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own], "counted": counted(own)}
         row["stopped"] = [run.folder.name for run in own if run.stopped]
-        row["diverged"] = [run.folder.name for run in own if run.diverged]
+        row["diverged"] = [run.folder.name for run in own if run.mark == DIVERGED]
+        row["at_chance"] = [run.folder.name for run in own if run.mark == CHANCE]
+        row["remark"] = remark(own)
         for key in dict.fromkeys(key for key in (chosen_by, metric) if key):
             row[key] = _figures([run.final(key) for run in own])
         rows.append(row)

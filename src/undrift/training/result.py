@@ -62,6 +62,9 @@ class Result:
     """Why the run stopped at a NaN or infinite value, or None. Weights and history are those before that round."""
     stopped_early: str | None = None
     """Why `stop_when` ended the run early, or None."""
+    diverged: str | None = None
+    """What is wrong, and what to try, if the run stayed finite but its loss ended far above where it began, or its
+    accuracy is still at chance; or None."""
     find_own: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
     """Finds a client's own weights. None if clients have none, so that a result does not keep its run alive."""
 
@@ -95,6 +98,7 @@ class Result:
         lines = [f"Result: {len(self.history):,} rounds, {weights:,} trained weights, {how}"]
         lines += [f"  round {last['round']:,}: {', '.join(figures)}"] if figures else []
         lines += [f"  stopped early: {self.stopped_early}"] if self.stopped_early else []
+        lines += [f"  warning: {self.diverged}"] if self.diverged else []
         return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
 
     def frame(self) -> pd.DataFrame:
@@ -315,8 +319,8 @@ class Folder:
         if self.path:
             write_text(self.path / STOPPED, json.dumps({"why": why}))
 
-    def model(self, model: nn.Module) -> None:
-        """Write the trained model, which marks the run as finished."""
+    def model(self, model: nn.Module, diverged: dict[str, str] | None) -> None:
+        """Write the trained model, which marks the run as finished, and what is wrong with it, if something is."""
         if self.path:
             from safetensors.torch import save_model
 
@@ -327,7 +331,7 @@ class Folder:
             with replacing(self.path / "model.safetensors") as partial:
                 save_model(model, str(partial))
                 sums = {"model.safetensors": digest(partial), "metrics.jsonl": digest(self.path / "metrics.jsonl")}
-                seal(self.path / RUN, {**self.record, "results": sums})
+                seal(self.path / RUN, {**self.record, "results": sums, "diverged": diverged})
 
     def load(self, model: nn.Module) -> None:
         """Load the finished run's weights into `model`."""

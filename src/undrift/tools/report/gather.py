@@ -121,7 +121,9 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         "finished": finished(run.folder),
         "rounds": len(run.rows),
         "planned": run.settings.get("rounds"),
-        "diverged": run.diverged,
+        "mark": run.mark,
+        "nonfinite": run.nonfinite,
+        "diverged": run.diverged.what if run.diverged else None,
         "stopped": run.stopped,
         "config": (run.folder / "config.toml").read_text(encoding="utf-8"),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,14 @@ def last(run: Run, key: str) -> float:
 def state(runs: list[Run]) -> str:
     """How the runs ended, or how far they have come."""
     said_of = marks(0, sum(left_out(run.rows) for run in runs))
-    ended = {"stopped": [run for run in runs if run.stopped], "diverged": [run for run in runs if run.diverged]}
     open_ = [run for run in runs if not finished(run.folder)]
     if open_:
         done, planned = sum(len(run.rows) for run in runs), sum(run.settings.get("rounds", 0) for run in runs)
         said = f"{done:,} of {planned:,} rounds"
     else:
         said = "finished"
-    for how, lost in ended.items():
-        if lost:
-            said_of.append(how if len(runs) == 1 else f"{len(lost)} of {len(runs)} {how}")
+    for how, count in Counter(filter(None, (run.mark for run in runs))).items():
+        said_of.append(how if len(runs) == 1 else f"{count} of {len(runs)} {how}")
     return ", ".join([said, *said_of])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.errors import UndriftError, nearest, quoted
-from undrift.tools.compare import Run, counted
+from undrift.tools.compare import Run, counted, remark
 from undrift.tools.display import number
 from undrift.tools.study.statistics import deviation, mean, paired
 
@@ -60,6 +60,7 @@ def _group(name: str, runs: Sequence[Run], by_seed: Mapping[str, dict[int, float
         "runs": len(runs),
         "lost": sum(run.lost for run in runs),
         "counted": counted(runs),
+        "remark": remark(runs),
         "metric": asked.metric,
         "last_rounds": asked.last,
         "seeds": [run.seed for run in runs],

@@ -75,8 +75,7 @@ def write(outcomes: list[Outcome], study: Study, out: Path) -> tuple[dict[str, l
     write_text(out / "study.json", json.dumps(head | {"cells": cells}, indent=1) + "\n")
     write_text(out / "study.csv", tables.csv_text(blocks))
     write_text(out / "study.tex", tables.latex(blocks, asked))
-    notes = "".join(f"\n- {note}" for note in tables.notes(blocks))
-    write_text(out / "study.md", tables.markdown(blocks, asked) + (f"{notes}\n" if notes else ""))
+    write_text(out / "study.md", tables.markdown(blocks, asked))
     return blocks, asked
 
 

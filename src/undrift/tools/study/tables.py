@@ -31,7 +31,7 @@ def columns(blocks: Blocks, asked: Asked) -> list[Column]:
     told = [row for rows in blocks.values() for row in rows]
     kept = "" if asked.metric.startswith("validation_") else " (on test data)"  # its round is chosen by what it reports
     main = f"last {word}" if asked.last == 1 else f"{word}, mean of last {asked.last} rounds"
-    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] for row in told)
+    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] or row["remark"] for row in told)
     found = [
         Column("runs", lambda row: row["counted"], printed=uneven),
         Column(main, lambda row: spread(row, row["runs"] - row["lost"], row["runs"])),
@@ -56,13 +56,15 @@ def columns(blocks: Blocks, asked: Asked) -> list[Column]:
 
 
 def notes(blocks: Blocks) -> list[str]:
-    """A line for each group whose setting has a value at the edge of those that were tried."""
+    """A line for each group with a run that did not learn, or whose setting has a value at the edge of those tried."""
     found = []
     for partition, rows in blocks.items():
         for row in rows:
+            where = ", ".join(filter(None, (partition, row["name"])))
+            if row.get("remark"):
+                found.append(f"{where}: {row['remark']}")
             if keys := row.get("at_edge"):
                 which = described({key: row["setting"][key] for key in keys})
-                where = ", ".join(filter(None, (partition, row["name"])))
                 several = (
                     "its range; consider widening it" if len(keys) == 1 else "their ranges; consider widening them"
                 )
@@ -169,7 +171,8 @@ def markdown(blocks: Blocks, asked: Asked) -> str:
             cells = [column.cell(row) for column in found]
             cells[1] = f"**{cells[1]}**" if row in leading else cells[1]
             lines.append(_line([*([name] if named else []), row["name"], *cells]))
-    return "\n".join(lines) + "\n"
+    below = "".join(f"\n- {note}" for note in notes(blocks))
+    return "\n".join(lines) + "\n" + (f"{below}\n" if below else "")
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -182,6 +185,7 @@ def latex(blocks: Blocks, asked: Asked) -> str:
     lines = [
         r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds. Bold: the best mean, and every mean",
         "% whose difference to it, paired by seed, has a 95% confidence interval that contains 0.",
+        *(f"% {note}" for note in notes(blocks)),
         rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
         r"\toprule",
         " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
@@ -236,7 +240,7 @@ def csv_text(blocks: Blocks) -> str:
 def _flat(row: Figures) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in row.items():
-        if key in ("counted", "tried"):
+        if key in ("counted", "tried", "remark"):
             continue
         if key == "setting":
             found[key] = described(value)
