@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -212,6 +212,8 @@ class Folder:
         self.resume = resume
         self.metrics: TextIO | None = None
         self.held = ExitStack()
+        self.made: list[Path] = []
+        """The folders that did not exist before, the run's own first."""
         self.record: dict[str, Any] = {}
         """The contents of `run.json`."""
         if resume and not self.path:
@@ -223,6 +225,7 @@ class Folder:
         if self.path:
             if self.path.exists() and not self.path.is_dir():
                 raise UndriftError(f"{self.path} is not a folder; choose another path for this run.")
+            self.made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -240,6 +243,10 @@ class Folder:
     def __exit__(self, *error: object) -> None:
         if self.metrics:
             self.metrics.close()
+        if not self.record:  # nothing has been written
+            with suppress(OSError):  # somebody else has
+                for path in self.made:
+                    path.rmdir()
         self.held.close()
 
     def refuse_others(self) -> None:
