@@ -22,7 +22,7 @@ from undrift import models
 from undrift.data import sources
 from undrift.errors import UndriftError
 from undrift.files import lock
-from undrift.losses import lower_is_better
+from undrift.losses import directions, lower_is_better
 from undrift.metrics import METRICS
 from undrift.tools import listing, plugins
 from undrift.tools.cli import app
@@ -433,18 +433,17 @@ def test_the_first_metric_of_a_run_leads(row, found):
 
 def test_one_rule_says_which_way_is_better():
     assert {name for name in METRICS if lower_is_better(name)} == {"mae", "perplexity"}
-    for name, metric in METRICS.items():
-        assert lower_is_better(name) == lower_is_better(name, metric), name
+    assert all(lower_is_better(name) == lower for name, lower in directions(METRICS).items())
 
 
 def test_early_stopping_asks_the_metric_which_way_is_better():
     rows = [{"round": i + 1, "validation_regret": value} for i, value in enumerate([0.9, 0.5, 0.6, 0.7])]
     rule = ud.EarlyStopping("validation_regret", patience=2)
     assert as_rule(rule)(rows) == "validation_regret has not improved for 2 rounds; it was 0.9 in round 1"
-    regret = SimpleNamespace(higher_is_better=False)
-    assert as_rule(rule, {"regret": regret})(rows).endswith("it was 0.5 in round 2")
-    assert as_rule("EarlyStopping('validation_regret', patience=2, better='higher')", {"regret": regret})(rows)
-    assert "0.9" in as_rule("EarlyStopping('validation_regret', 2, better='higher')", {"regret": regret})(rows)
+    said = {"regret": True}
+    assert as_rule(rule, said)(rows).endswith("it was 0.5 in round 2")
+    assert as_rule("EarlyStopping('validation_regret', patience=2, better='higher')", said)(rows)
+    assert "0.9" in as_rule("EarlyStopping('validation_regret', 2, better='higher')", said)(rows)
 
 
 def test_a_sweep_chooses_by_the_metric_that_its_runs_list_first(here):

@@ -238,7 +238,7 @@ def test_trackers_show_the_row_of_the_longer_run(tmp_path, monkeypatch):
     shown: dict[int, float] = {}
 
     class Fake:
-        hint = ""
+        hint, files = "", ()
 
         def __init__(self, folder):
             pass

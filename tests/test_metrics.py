@@ -15,7 +15,7 @@ from torch import nn
 
 import undrift as ud
 from undrift.errors import UndriftError
-from undrift.losses import cross_entropy, lower_is_better
+from undrift.losses import cross_entropy, directions, lower_is_better
 from undrift.metrics import METRICS, get_metrics, measure, summed
 from undrift.metrics.base import Tally, fresh
 from undrift.tools.compare import Run
@@ -228,7 +228,10 @@ def test_which_way_is_better():
     lower = ["loss", "validation_loss", "mae", "client_mae_worst", "tuned_perplexity", "client_accuracy_std", "my_mse"]
     assert all(map(lower_is_better, [*lower, "train_loss_first"]))
     assert not any(map(lower_is_better, ["accuracy", "f1", "validation_r2", "client_auroc_worst", "recall_at_5"]))
-    assert lower_is_better("surprise", METRICS["perplexity"]) and not lower_is_better("error", METRICS["f1"])
+    said = directions({"surprise": METRICS["perplexity"], "error": METRICS["f1"], "accuracy": METRICS["accuracy"]})
+    assert said == {"surprise": True, "error": False}
+    assert lower_is_better("client_surprise_worst", said) and not lower_is_better("validation_error", said)
+    assert lower_is_better("error_worst", {"error": False, "error_worst": True})
     rows = [{"round": t, "validation_mae": value} for t, value in enumerate((3.0, 2.0, 1.0), 1)]
     assert ud.EarlyStopping("validation_mae", patience=1)(rows) is None
     assert ud.EarlyStopping("validation_r2", patience=1)([{**r, "validation_r2": r["validation_mae"]} for r in rows])

@@ -167,36 +167,18 @@ def test_a_partition_is_recorded_as_it_was_written(folder, text):
     assert ud.load("digits", module.Halves(), clients=4).origin["partition"] == "Halves(classes=10)"
 
 
-def test_a_metric_that_is_better_lower_is_chosen_by_and_compared_so(folder, monkeypatch):
-    monkeypatch.setattr(losses, "DIRECTIONS", {})
-    for module in (metrics, compare):
-        monkeypatch.setattr(module, "DIRECTIONS", losses.DIRECTIONS)
+def test_a_metric_that_is_better_lower_is_chosen_by_and_compared_so(folder):
     settings = ["--set", 'metrics=["brier"]', "--set", "data.validation_fraction=0.2", "--set", "rounds=4"]
     said = command(
         "sweep", "experiment.toml", "--import", "own_names", *settings, "--grid", "local.lr=[0.0001, 0.5]", "--out", "s"
     )
     assert "best by validation brier: local.lr=0.5" in said.replace("_", " ")
-    losses.DIRECTIONS.clear()  # as in a process that does not know the module
-    metrics.METRICS.pop("brier")
+    metrics.METRICS.pop("brier")  # as in a process that does not know the module
     runs, _ = compare.read_runs([path.parent for path in (folder / "s").glob("*/metrics.jsonl")])
     (best,) = (run for run in runs if run.settings["local.lr"] == 0.5)
     assert compare.leading_metric([best]) == "brier"
     assert best.best("brier") == min(row["brier"] for row in best.rows) < max(row["brier"] for row in best.rows)
-    assert losses.lower_is_better("client_brier_worst") and not losses.lower_is_better("accuracy")
-
-
-def test_another_metric_of_the_same_name_has_its_own_direction(monkeypatch):
-    monkeypatch.setattr(losses, "DIRECTIONS", {})
-    monkeypatch.setattr(metrics, "DIRECTIONS", losses.DIRECTIONS)
-
-    def good(output, target):
-        return target
-
-    good.higher_is_better = False
-    metrics.get_metrics({"good": good}, losses.cross_entropy)
-    assert losses.lower_is_better("validation_good")
-    metrics.get_metrics({"good": lambda output, target: target}, losses.cross_entropy)
-    assert not losses.lower_is_better("validation_good")
+    assert best.lower("client_brier_worst") and not best.lower("accuracy")
 
 
 @pytest.mark.parametrize(

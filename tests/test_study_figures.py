@@ -111,7 +111,7 @@ def test_a_run_that_was_lost_has_no_figure_and_no_pair():
     blocks = {"": [prox, avg]}
     said = tables.markdown(blocks, Asked("accuracy", baseline="FedProx"))
     assert "| 3 (1 diverged, 1 stopped) | 0.7000 (1 of 3) | -0.1000 (one common seed) |" in said
-    assert tables.best([prox, avg], "accuracy") is prox
+    assert tables.best([prox, avg], lower=False) is prox
 
 
 def test_differences_say_when_there_is_no_common_seed():
@@ -132,7 +132,7 @@ def test_where_lower_is_better():
     runs = [run("A()", 0, 0.5), run("B()", 0, 0.6)]
     low, high = measure({"A": [runs[0]], "B": [runs[1]]}, Asked("loss"))
     low["mean"], high["mean"] = 0.1, 0.9
-    assert tables.best([low, high], "loss") is low and tables.best([low, high], "accuracy") is high
+    assert tables.best([low, high], lower=True) is low and tables.best([low, high], lower=False) is high
 
 
 # ---- warnings ----------------------------------------------------------------------------------------------------
@@ -195,18 +195,18 @@ def test_bold_is_every_mean_that_the_runs_do_not_show_to_be_worse():
     steady = [run("Steady()", seed, x) for seed, x in enumerate((0.69, 0.39, 0.79))]  # less than AVG by 0.01 each time
     asked = Asked("accuracy", baseline="FedAvg")
     rows = measure({"FedAvg": AVG, "FedProx": PROX, "Far": far, "Steady": steady}, asked)
-    assert [row["name"] for row in tables.leaders(rows, "accuracy")] == ["FedAvg", "FedProx", "Steady"]
-    assert [row["name"] for row in tables.leaders([rows[0], rows[3]], "accuracy")] == ["FedAvg"]
+    assert [row["name"] for row in tables.leaders(rows, lower=False)] == ["FedAvg", "FedProx", "Steady"]
+    assert [row["name"] for row in tables.leaders([rows[0], rows[3]], lower=False)] == ["FedAvg"]
     for text, bold in ((tables.latex({"": rows}, asked), "textbf{"), (tables.markdown({"": rows}, asked), "| **")):
         lines = [line for line in text.splitlines() if bold in line]
         assert [name for name in ("FedAvg", "FedProx", "Far", "Steady") if any(name in line for line in lines)] == [
             "FedAvg", "FedProx", "Steady",
         ]  # fmt: skip
     one = measure({"FedAvg": AVG[:1], "FedProx": PROX[:1]}, asked)  # of one seed there is no interval
-    assert [row["name"] for row in tables.leaders(one, "accuracy")] == ["FedProx"]
+    assert [row["name"] for row in tables.leaders(one, lower=False)] == ["FedProx"]
     lost = measure({"FedAvg": [*AVG[:2], run("FedAvg()", 2, 0.9, stopped="Round 2: …")], "FedProx": PROX}, asked)
-    assert [row["name"] for row in tables.leaders(lost, "accuracy")] == ["FedProx"]
-    assert tables.leaders(rows[:1], "accuracy") == []
+    assert [row["name"] for row in tables.leaders(lost, lower=False)] == ["FedProx"]
+    assert tables.leaders(rows[:1], lower=False) == []
 
 
 def test_csv_has_every_number():

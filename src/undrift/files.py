@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,56 @@ def unseal(file: Path) -> Any:
 
 def _checksum(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def untouched(paths: Sequence[Path]) -> Iterator[None]:
+    """A context that leaves files and folders as they were if it raises: new ones are removed, changed ones restored.
+
+    Of files larger than `KEPT` bytes, changes stay: the contents of the others are in memory meanwhile.
+    """
+    before = {inner: _content(inner) for path in paths for inner in _with_all_in(path)}
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the error itself says more than a folder that cannot be written to
+            _restore(paths, before)
+        raise
+
+
+KEPT = 2**20
+
+
+def _with_all_in(path: Path) -> list[Path]:
+    """A path, if it exists, and everything below it. Links are not followed."""
+    if path.is_symlink() or not path.is_dir():
+        return [path] if os.path.lexists(path) else []
+    return [path, *(inner for child in path.iterdir() for inner in _with_all_in(child))]
+
+
+def _content(path: Path) -> bytes | str | None:
+    """The bytes of a file, or where a link leads; None for folders, and for large and unreadable files."""
+    try:
+        if path.is_symlink():
+            return os.readlink(path)
+        return path.read_bytes() if regular(path) and path.stat().st_size <= KEPT else None
+    except OSError:
+        return None
+
+
+def _restore(paths: Sequence[Path], before: dict[Path, bytes | str | None]) -> None:
+    for path in reversed([inner for outer in paths for inner in _with_all_in(outer)]):
+        if path.is_dir() and not path.is_symlink():
+            if path not in before:
+                path.rmdir()
+        elif path not in before or (path.is_symlink() and _content(path) != before[path]):
+            path.unlink()
+    for path, content in before.items():
+        if isinstance(content, str) and not path.is_symlink():
+            path.symlink_to(content)
+        elif isinstance(content, bytes) and not (regular(path) and path.read_bytes() == content):
+            with replacing(path) as partial:
+                partial.write_bytes(content)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -160,29 +161,28 @@ LOWER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "std")
 """The last words of columns of which less is better; the last is a deviation over clients."""
 
 
-DIRECTIONS: dict[str, bool] = {}
-"""Whether lower values are better, of metrics that say so themselves: those used here, and those recorded with runs."""
-AFFIXES = re.compile(r"^(validation_|client_|tuned_)|(_worst|_first)$")
+PREFIX, SUFFIX = re.compile(r"^(validation_|client_|tuned_)"), re.compile(r"(_worst|_first)$")
 """What a column's name has beside that of its metric."""
+Directions = Mapping[str, bool]
+"""Whether lower values are better, of those metrics of a run that say so themselves, by name."""
 
 
-def direction(metric: Any) -> bool | None:
-    """Whether lower values of a metric are better, by its own `higher_is_better`; None if it has none."""
-    own = getattr(metric, "higher_is_better", None)
-    return not own if isinstance(own, bool) else None
+def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether lower values are better, of those metrics that have an attribute `higher_is_better`."""
+    found = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
+    return {name: not higher for name, higher in found.items() if isinstance(higher, bool)}
 
 
-def lower_is_better(name: str, metric: Any = None) -> bool:
-    """Whether a lower value of a column of the history is the better one.
+def lower_is_better(name: str, said: Directions = MappingProxyType({})) -> bool:
+    """Whether a lower value of a column of a run's history is the better one.
 
     Args:
         name: The column, such as `validation_mae` or `client_accuracy_worst`.
-        metric: The metric that the column is of, if it is at hand; its own `higher_is_better` decides, if it has one.
+        said: What the run's metrics say themselves. The name decides for all others.
     """
-    base = AFFIXES.sub("", name)
-    own = direction(metric)
-    own = DIRECTIONS.get(base) if own is None else own
-    return base.endswith(LOWER) if own is None else own
+    whole = PREFIX.sub("", name)
+    base = SUFFIX.sub("", whole)
+    return said.get(whole, said.get(base, base.endswith(LOWER)))
 
 
 def register_loss(name: str, loss: Loss) -> None:

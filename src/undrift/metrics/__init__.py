@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from undrift.errors import UndriftError, unknown
-from undrift.losses import CLASSES, DIRECTIONS, Loss, accuracy, direction, recall_at_5, reserved
+from undrift.losses import CLASSES, Loss, accuracy, recall_at_5, reserved
 from undrift.metrics.base import Metric, Ratio, fresh, streams
 from undrift.metrics.classes import BalancedAccuracy, ConfusionMatrix, MacroF1, WeightedF1
 from undrift.metrics.numbers import MAE, R2, Perplexity
@@ -66,17 +66,7 @@ def get_metrics(metrics: Any, loss: Loss) -> dict[str, Any]:
         metrics = {_name(metric): metric for metric in metrics}
     if not isinstance(metrics, dict):
         raise UndriftError(f"metrics must be names, or a dict of names and functions, not {metrics!r}.")
-    found = {name: _found(name, metric) for name, metric in metrics.items()}
-    for name in found:  # an earlier run may have had another metric of this name
-        DIRECTIONS.pop(name, None)
-    DIRECTIONS.update(directions(found))
-    return found
-
-
-def directions(metrics: dict[str, Any]) -> dict[str, bool]:
-    """Return whether lower values are better, of those metrics that say so themselves."""
-    found = {name: direction(metric) for name, metric in metrics.items() if not isinstance(metric, Metric)}
-    return {name: lower for name, lower in found.items() if lower is not None}
+    return {name: _found(name, metric) for name, metric in metrics.items()}
 
 
 def _name(metric: Any) -> str:
@@ -102,7 +92,9 @@ def _found(name: Any, metric: Any) -> Any:
 
 def measure(metric: Any, prepared: Callable[[Any], Any] = lambda function: function) -> Any:
     """Return what evaluation adds up: a `Metric`, or an object that sees every batch. Functions are `prepared`."""
-    return metric if isinstance(metric, Metric) or streams(metric) else Ratio(prepared(metric))
+    if isinstance(metric, Metric) or streams(metric):
+        return metric
+    return Ratio(prepared(metric), getattr(metric, "higher_is_better", None))
 
 
 def summed(measures: dict[str, Any]) -> bool:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from undrift.errors import UndriftError
 from undrift.loss_modules import PerSample
-from undrift.losses import lower_is_better
+from undrift.losses import directions, lower_is_better
 
 
 class Metric(ABC):
     """A figure that is a function of sums over samples."""
 
-    higher_is_better: ClassVar[bool | None] = True
+    higher_is_better: bool | None = True
     scalar: ClassVar[bool] = True
     """Whether the figure is one number, which has a mean over clients."""
 
@@ -52,7 +52,8 @@ class Ratio(Metric):
     """A function of `(output, target)`, as a metric: the sum of its numerators, divided by that of its denominators."""
 
     function: Callable[[Any, Tensor], Any]
-    higher_is_better = None  # a name has to say it
+    higher_is_better: bool | None = None
+    """What the function says itself. If that is nothing, its name has to."""
 
     def sums(self, output: Any, target: Tensor, owner: Tensor | None = None, owners: int = 1) -> Tensor:
         return added(parts_of(self.function, output, target), owner, owners)
@@ -190,6 +191,6 @@ def valued(metric: Metric, sums: Tensor) -> Any:
 
 def valued_by_client(name: str, metric: Metric, sums: Tensor) -> Tensor:
     """Return the values by client. A figure of sums with NaN, from a loss that diverged, counts as the worst."""
-    worst = math.inf if lower_is_better(name, metric) else -math.inf
+    worst = math.inf if lower_is_better(name, directions({name: metric})) else -math.inf
     values = metric.value(sums)
     return torch.where(sums.isnan().any(0) & values.isnan(), worst, values)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 
 from undrift import files
 from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
-from undrift.losses import DIRECTIONS, lower_is_better
+from undrift.losses import Directions, lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
+from undrift.training.divergence import CHANCE, DIVERGED, Divergence, divergence
 from undrift.training.record import flat, repeats
 from undrift.training.result import RUN, finished, history, stopped
 from undrift.training.settings import KEYS
@@ -40,6 +41,10 @@ class Run:
     rows: list[dict[str, Any]]
     stopped: str | None = None
     """Why it stopped before its last round, if something in it was not finite."""
+    directions: Directions = field(default_factory=dict)
+    """What its metrics say themselves about whether lower values are better."""
+    diverged: Divergence | None = None
+    """What is wrong with its end, although all its figures are finite."""
 
     @classmethod
     def read(cls, folder: Path, unfinished: bool = False) -> Run:
@@ -67,8 +72,10 @@ class Run:
                 _check_row(row, t)
             if ended and not rows:
                 raise ValueError("the run is finished, but there are no rounds in it")
-        DIRECTIONS.update(_directions(folder))
-        return cls(folder, settings, rows, why)
+        with damage(folder, RUN):
+            known = _recorded(folder)
+            run = cls(folder, settings, rows, why, _directions(known))
+            return replace(run, diverged=_diverged(known, run)) if ended and not why else run
 
     @property
     def metrics(self) -> list[str]:
@@ -76,8 +83,12 @@ class Run:
         listed = self.settings.get("metrics", [])
         return [listed] if isinstance(listed, str) else list(listed)
 
+    def lower(self, metric: str) -> bool:
+        """Whether lower values of this metric, or column of the history, are better in this run."""
+        return lower_is_better(metric, self.directions)
+
     @property
-    def diverged(self) -> int | None:
+    def nonfinite(self) -> int | None:
         """The first round whose loss is not a finite number."""
         for t, row in enumerate(self.rows):
             for key in ("loss", "validation_loss"):
@@ -87,10 +98,19 @@ class Run:
 
     @property
     def lost(self) -> bool:
-        """Whether its last weights are worth nothing: NaN stopped it, it diverged, or no client was left at the end."""
+        """Whether it has no last figures: NaN stopped it or is in its losses, or no client was left at the end."""
         last = self.rows[-1] if self.rows else {}
         nobody = bool(last.get("skipped")) and set(last["skipped"]) >= set(last.get("clients", ()))
-        return bool(self.stopped) or self.diverged is not None or nobody
+        return bool(self.stopped) or self.nonfinite is not None or nobody
+
+    @property
+    def mark(self) -> str | None:
+        """A word on a run that did not end as it should."""
+        if self.stopped:
+            return "stopped"
+        if self.nonfinite is not None:
+            return DIVERGED
+        return self.diverged.kind if self.diverged else None
 
     def final(self, metric: str) -> float:
         """The last round's figure; NaN if there is none, or if the run is `lost`."""
@@ -106,13 +126,13 @@ class Run:
 
     def best(self, metric: str) -> float:
         values = [row[metric] for row in self.rows if number(row.get(metric)) and np.isfinite(row[metric])]
-        return float(min(values) if lower_is_better(metric) else max(values)) if values else float("nan")
+        return float(min(values) if self.lower(metric) else max(values)) if values else float("nan")
 
     def until(self, metric: str, target: float) -> dict[str, Any] | None:
         """The first row that meets the target."""
         for row in self.rows:
             found = row.get(metric)
-            if number(found) and (found <= target if lower_is_better(metric) else found >= target):
+            if number(found) and (found <= target if self.lower(metric) else found >= target):
                 return row
         return None
 
@@ -138,13 +158,28 @@ def damage(folder: Path, file: str) -> Iterator[None]:
         raise DamagedError(f"{folder}: {file} cannot be read ({error.strerror}).") from error
 
 
-def _directions(folder: Path) -> dict[str, bool]:
-    """Whether lower values are better, by those metrics of a run that said so themselves."""
+def _recorded(folder: Path) -> dict[str, Any]:
+    """The contents of `run.json`, which runs of the first versions do not have."""
     try:
-        found = files.unseal(folder / RUN)["choices"]["lower_is_better"]
-    except (files.DamagedError, KeyError, TypeError):  # a run of an earlier version, or without such metrics
+        found = files.unseal(folder / RUN)
+    except files.DamagedError:
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _directions(known: dict[str, Any]) -> dict[str, bool]:
+    """Whether lower values are better, by those metrics of a run that said so themselves."""
+    choices = known.get("choices")
+    found = choices.get("lower_is_better") if isinstance(choices, dict) else None
     return {str(name): lower is True for name, lower in found.items()} if isinstance(found, dict) else {}
+
+
+def _diverged(known: dict[str, Any], run: Run) -> Divergence | None:
+    """What is wrong with the end of a run, as its folder says; of runs of earlier versions, as its history says."""
+    if "diverged" not in known:
+        return divergence(run.rows, run.metrics, run.directions)
+    found = known["diverged"]
+    return Divergence(**{key: str(found[key]) for key in ("kind", "what")}) if found else None
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
@@ -215,12 +250,31 @@ def leading_metric(runs: Sequence[Run]) -> str:
     raise UndriftError(f"The run in {runs[0].folder} was never evaluated, because its data have no test set.")
 
 
+def agreed(runs: Sequence[Run], metric: str) -> bool:
+    """Whether lower values of a metric are better in these runs. Raises if they disagree, so that none can be best."""
+    ways = {run.lower(metric): run for run in runs if any(number(row.get(metric)) for row in run.rows)}
+    if len(ways) > 1:
+        raise UndriftError(
+            f"These runs cannot be compared by {quoted(metric)}: lower values are better in {ways[True].folder}, and "
+            f"higher ones in {ways[False].folder}. Compare them by another metric, or give one of the two another name."
+        )
+    return next(iter(ways), lower_is_better(metric))
+
+
 def counted(runs: Sequence[Run]) -> str:
-    """How many runs there are, and how many of them were not finite."""
-    diverged = sum(run.diverged is not None and not run.stopped for run in runs)
-    said = [f"{diverged} diverged"] if diverged else []
+    """How many runs there are, and how many of them did not end as they should."""
+    said = [f"{count} {word}" for word in (DIVERGED, CHANCE) if (count := sum(run.mark == word for run in runs))]
     said += marks(sum(bool(run.stopped) for run in runs), sum(left_out(run.rows) for run in runs))
     return f"{len(runs)} ({', '.join(said)})" if said else str(len(runs))
+
+
+def remark(runs: Sequence[Run]) -> str | None:
+    """What is wrong with the ends of some of these runs, if they are finite."""
+    found = [run for run in runs if run.diverged]
+    if not found or not found[0].diverged:
+        return None
+    several = f" (seed {found[0].seed}; {len(found)} of {len(runs)} runs)" if len(runs) > 1 else ""
+    return f"{found[0].diverged.what}{several}"
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:

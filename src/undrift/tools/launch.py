@@ -215,6 +215,8 @@ def run_experiment(
     say(f"{said}{len(result.history)} rounds{skipped}, in {folder}")
     if result.stopped_early:
         say(f"stopped early: {result.stopped_early}")
+    if result.diverged:
+        say(f"warning: {result.diverged}", err=True)
 
 
 def seeds_from(settings: dict[str, Any], count: int | None) -> list[int]:

@@ -23,8 +23,7 @@ import torch
 from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, regular, write_text
-from undrift.losses import lower_is_better
-from undrift.tools.compare import Run, counted, groups, leading_metric
+from undrift.tools.compare import Run, agreed, counted, groups, leading_metric, remark
 from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
 from undrift.tools.experiment import about, run, understood
@@ -32,6 +31,7 @@ from undrift.tools.stopping import stopping
 from undrift.tools.workers import GRACE, each
 from undrift.training import arithmetic, beside
 from undrift.training.checks import find_device
+from undrift.training.divergence import CHANCE, DIVERGED
 from undrift.training.nonfinite import mute
 from undrift.training.record import flat
 from undrift.training.result import finished, stopped
@@ -308,11 +308,13 @@ def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None)
     for name, own in groups(runs).items():
         row: dict[str, Any] = {"name": name, "runs": [str(run.folder.name) for run in own], "counted": counted(own)}
         row["stopped"] = [run.folder.name for run in own if run.stopped]
-        row["diverged"] = [run.folder.name for run in own if run.diverged]
+        row["diverged"] = [run.folder.name for run in own if run.mark == DIVERGED]
+        row["at_chance"] = [run.folder.name for run in own if run.mark == CHANCE]
+        row["remark"] = remark(own)
         for key in dict.fromkeys(key for key in (chosen_by, metric) if key):
             row[key] = _figures([run.final(key) for run in own])
         rows.append(row)
-    best = _best(rows, chosen_by) if chosen_by else []
+    best = _best(rows, chosen_by, agreed(runs, chosen_by)) if chosen_by else []
     found: dict[str, Any] = {"metric": metric, "chosen_by": chosen_by}
     found |= {"best": best[0] if best else None, "tied": best[1:]}
     found |= {"settings": rows, "failed": dict(failed or {})}
@@ -320,12 +322,12 @@ def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None)
     return found
 
 
-def _best(rows: list[dict[str, Any]], key: str) -> list[str]:
+def _best(rows: list[dict[str, Any]], key: str, lower: bool) -> list[str]:
     """The setting with the best mean of a metric, and those whose mean is the same to the digits shown."""
     known = {row["name"]: row[key]["mean"] for row in rows if row[key]["mean"] is not None}
     if not known:
         return []
-    best = (min if lower_is_better(key) else max)(known, key=lambda name: known[name])
+    best = (min if lower else max)(known, key=lambda name: known[name])
     shown = {name: f"{mean:.{DIGITS}f}" for name, mean in known.items()}
     return [best, *(name for name in known if name != best and shown[name] == shown[best])]
 

@@ -27,14 +27,14 @@ from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
 from undrift.functional.model import Model
-from undrift.losses import Loss, for_labels, get_loss, model_loss
+from undrift.losses import Loss, directions, for_labels, get_loss, model_loss
 from undrift.method.calls import call, ours
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
 from undrift.method.parse import as_method
 from undrift.method.part import Method
 from undrift.method.work import with_local_work
-from undrift.metrics import directions, get_metrics
+from undrift.metrics import get_metrics
 from undrift.models import parse_model
 from undrift.random import derive
 from undrift.training import drift

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from undrift.errors import UndriftError, listed, quoted, require, whole
 from undrift.expressions import parse
-from undrift.losses import AFFIXES, COLUMNS, lower_is_better, reserved
+from undrift.losses import COLUMNS, Directions, directions, lower_is_better, reserved
+from undrift.metrics import METRICS
 from undrift.training.run import Run
 
 History = Sequence[dict[str, Any]]
@@ -38,7 +40,9 @@ class EarlyStopping:
         patience: Stop once this many rounds have passed since the best one.
         min_delta: The smallest change that counts as an improvement.
         better: `"lower"` or `"higher"`. By default, what the metric's own `higher_is_better` says, if it has one;
-            otherwise lower for losses and errors, and higher for everything else.
+            otherwise lower for losses and errors, and higher for everything else. A function of your own that calls
+            this rule must set it where that differs for a metric that `ud.register_metric` does not know, since the
+            history alone does not tell.
 
     Raises:
         UndriftError: If an argument is invalid.
@@ -62,7 +66,7 @@ class EarlyStopping:
 
     def __call__(self, history: History) -> str | None:
         """Return why to stop now, or None. Depends on the history alone, so a resumed run stops in the same round."""
-        lower = self.better == "lower" if self.better else lower_is_better(self.column)
+        lower = self.better == "lower" if self.better else lower_is_better(self.column, directions(METRICS))
         sign = -1 if lower else 1
         best, since = None, 0
         for row in history:
@@ -76,17 +80,16 @@ class EarlyStopping:
         return f"{self.column} has not improved for {rounds}; it was {sign * best:.4g} in round {since}"
 
 
-def as_rule(stop_when: Any, metrics: Mapping[str, Any] | None = None) -> Rule | None:
+def as_rule(stop_when: Any, said: Directions = MappingProxyType({})) -> Rule | None:
     """Return the rule that `ud.train` was given: a function, or an expression in a string.
 
-    `metrics` are those of the run by name, which may know whether higher or lower values are better.
+    `said` is what the run's metrics say themselves about whether lower values are better.
     """
     if isinstance(stop_when, str):
         example = "EarlyStopping('validation_loss', patience=10)"
         stop_when = parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
     if isinstance(stop_when, EarlyStopping) and stop_when.better is None:
-        metric = (metrics or {}).get(AFFIXES.sub("", stop_when.column))
-        return replace(stop_when, better="lower" if lower_is_better(stop_when.column, metric) else "higher")
+        return replace(stop_when, better="lower" if lower_is_better(stop_when.column, said) else "higher")
     require(
         stop_when is None or callable(stop_when),
         f"stop_when must be a function of the history, such as ud.EarlyStopping(…), not {stop_when!r}.",

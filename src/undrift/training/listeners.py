@@ -30,13 +30,13 @@ class Listeners:
     """Shows the progress of the run, from rows when they are final; only in the first process."""
 
     def begin(self, config: str, rows: list[dict[str, Any]], resume: bool) -> None:
-        """Start, or continue after these rounds."""
+        """Start, or continue after these rounds. Trackers start first: if one cannot, the run has written nothing."""
         folder, text = self.folder, self.checkpoints.record.get("config", config)
+        sent = rows[:-1] if folder.finished else rows  # in a longer run, the last row is different
+        self.trackers.begin(config, sent)
         if resume:  # before `run.json`, so that after a kill in between only the number of rounds in the file matters
             folder.config(text)
         folder.note(self.checkpoints.record)
-        sent = rows[:-1] if folder.finished else rows  # in a longer run, the last row is different
-        self.trackers.begin(config, sent)
         for row in rows[len(sent) :]:
             self.trackers.row(row)
         folder.config(text)

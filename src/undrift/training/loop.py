@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
 from undrift.engine.ranks import Ranks, launched
 from undrift.errors import machine_trouble
+from undrift.losses import directions
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.training import arithmetic, nonfinite
+from undrift.training import arithmetic, divergence, nonfinite
 from undrift.training.beside import check_interrupted, join
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
@@ -202,7 +203,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     run = put(prepare(given, ranks))
     check_listening(given)
     nonfinite.check(given.on_nonfinite)
-    rule = as_rule(given.stop_when, run.metrics)
+    rule = as_rule(given.stop_when, directions(run.metrics))
     check_possible(rule, run)
     nonfinite.check_start(run.model.start)
     return run, rule
@@ -295,12 +296,21 @@ class Loop:
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
         ranks, folder = self.run.ranks, self.listeners.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
+        diverged = None if self.stopped else divergence.warned_of(self.run, self.state.history)
         if self.stopped:
             self.listeners.stopped(self.state, self.stopped)
         else:
-            ranks.first(lambda: folder.model(trained))
-        own = partial(own_model, self.run, self.state) if has_own_models(self.run) else None
-        return Result(self.state.params, trained, self.state.history, self.run.choices, self.stopped, self.early, own)
+            ranks.first(lambda: folder.model(trained, asdict(diverged) if diverged else None))
+        return Result(
+            params=self.state.params,
+            model=trained,
+            history=self.state.history,
+            choices=self.run.choices,
+            stopped=self.stopped,
+            stopped_early=self.early,
+            diverged=str(diverged) if diverged else None,
+            find_own=partial(own_model, self.run, self.state) if has_own_models(self.run) else None,
+        )
 
     def round(self) -> None:
         """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""

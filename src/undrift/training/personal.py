@@ -20,7 +20,7 @@ from undrift.engine.base import RoundInputs
 from undrift.engine.ranks import ALONE
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
-from undrift.losses import lower_is_better
+from undrift.losses import directions, lower_is_better
 from undrift.method.part import Method
 from undrift.metrics import summed
 from undrift.metrics.base import Tally, streams, valued_by_client
@@ -219,8 +219,9 @@ def summary(
 ) -> dict[str, float]:
     """Return mean, standard deviation and mean of the worst 10% over the clients with a value."""
     row: dict[str, float] = {}
+    said = directions(measures)
     for name, by_client in found.items():
-        values = by_client[~by_client.isnan()].sort(descending=lower_is_better(name, measures.get(name))).values
+        values = by_client[~by_client.isnan()].sort(descending=lower_is_better(name, said)).values
         if not len(values) and streams(measures.get(name)):  # such as a matrix, which has no mean over clients
             continue
         worst = values[: math.ceil(len(values) / 10)]

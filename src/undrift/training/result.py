@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -62,6 +62,9 @@ class Result:
     """Why the run stopped at a NaN or infinite value, or None. Weights and history are those before that round."""
     stopped_early: str | None = None
     """Why `stop_when` ended the run early, or None."""
+    diverged: str | None = None
+    """What is wrong, and what to try, if the run stayed finite but its loss ended far above where it began, or its
+    accuracy is still at chance; or None."""
     find_own: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
     """Finds a client's own weights. None if clients have none, so that a result does not keep its run alive."""
 
@@ -95,6 +98,7 @@ class Result:
         lines = [f"Result: {len(self.history):,} rounds, {weights:,} trained weights, {how}"]
         lines += [f"  round {last['round']:,}: {', '.join(figures)}"] if figures else []
         lines += [f"  stopped early: {self.stopped_early}"] if self.stopped_early else []
+        lines += [f"  warning: {self.diverged}"] if self.diverged else []
         return "\n".join([*lines, f"  stopped: {self.stopped}"] if self.stopped else lines)
 
     def frame(self) -> pd.DataFrame:
@@ -208,6 +212,8 @@ class Folder:
         self.resume = resume
         self.metrics: TextIO | None = None
         self.held = ExitStack()
+        self.made: list[Path] = []
+        """The folders that did not exist before, the run's own first."""
         self.record: dict[str, Any] = {}
         """The contents of `run.json`."""
         if resume and not self.path:
@@ -219,6 +225,7 @@ class Folder:
         if self.path:
             if self.path.exists() and not self.path.is_dir():
                 raise UndriftError(f"{self.path} is not a folder; choose another path for this run.")
+            self.made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -236,6 +243,10 @@ class Folder:
     def __exit__(self, *error: object) -> None:
         if self.metrics:
             self.metrics.close()
+        if not self.record:  # nothing has been written
+            with suppress(OSError):  # somebody else has
+                for path in self.made:
+                    path.rmdir()
         self.held.close()
 
     def refuse_others(self) -> None:
@@ -315,8 +326,8 @@ class Folder:
         if self.path:
             write_text(self.path / STOPPED, json.dumps({"why": why}))
 
-    def model(self, model: nn.Module) -> None:
-        """Write the trained model, which marks the run as finished."""
+    def model(self, model: nn.Module, diverged: dict[str, str] | None) -> None:
+        """Write the trained model, which marks the run as finished, and what is wrong with it, if something is."""
         if self.path:
             from safetensors.torch import save_model
 
@@ -327,7 +338,7 @@ class Folder:
             with replacing(self.path / "model.safetensors") as partial:
                 save_model(model, str(partial))
                 sums = {"model.safetensors": digest(partial), "metrics.jsonl": digest(self.path / "metrics.jsonl")}
-                seal(self.path / RUN, {**self.record, "results": sums})
+                seal(self.path / RUN, {**self.record, "results": sums, "diverged": diverged})
 
     def load(self, model: nn.Module) -> None:
         """Load the finished run's weights into `model`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from undrift.engine.fallback import Fallback
 from undrift.errors import UndriftError, first_line
 from undrift.training.checkpoint import Checkpoints
+from undrift.training.divergence import of_run
 from undrift.training.early import COLUMN, Rule, check_column, reason
 from undrift.training.identity import changed_defaults, compare, differences, identity, relative
 from undrift.training.personal import has_own_models
@@ -184,8 +185,16 @@ def finished(run: Run, folder: Folder) -> Result:
     weights = dict(run.model.module.named_parameters())
     params = {name: weights[name].detach().clone() for name in run.model.start}
     rows = folder.rows()
-    own = unknown_own_model if has_own_models(run) else None
-    return Result(params, run.model.released(), rows, run.choices, stopped_early=rows[-1].get(COLUMN), find_own=own)
+    diverged = of_run(run, rows)
+    return Result(
+        params=params,
+        model=run.model.released(),
+        history=rows,
+        choices=run.choices,
+        stopped_early=rows[-1].get(COLUMN),
+        diverged=str(diverged) if diverged else None,
+        find_own=unknown_own_model if has_own_models(run) else None,
+    )
 
 
 def unknown_own_model(client: int) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from undrift import __version__
 from undrift.errors import UndriftError
-from undrift.losses import lower_is_better
 from undrift.tools.compare import Run, damage, groups, read_runs
 from undrift.tools.display import number
 from undrift.tools.report import summary
@@ -78,7 +77,6 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
         "title": summary.title(runs, grouped),
         "subtitle": summary.subtitle(runs),
         "metrics": metrics,
-        "lower": [name for name in metrics if lower_is_better(name)],
         "drift": any(run.settings.get("drift") for run in runs),
         "groups": [],
         "runs": [],
@@ -123,7 +121,9 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         "finished": finished(run.folder),
         "rounds": len(run.rows),
         "planned": run.settings.get("rounds"),
-        "diverged": run.diverged,
+        "mark": run.mark,
+        "nonfinite": run.nonfinite,
+        "diverged": run.diverged.what if run.diverged else None,
         "stopped": run.stopped,
         "config": (run.folder / "config.toml").read_text(encoding="utf-8"),
     }

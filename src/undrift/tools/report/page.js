@@ -290,12 +290,13 @@ function held(run) {
 function header() {
   byId("title").textContent = payload.title;
   byId("subtitle").textContent = payload.subtitle;
-  const runs = payload.runs, open = runs.filter((run) => !run.finished), lost = runs.filter((run) => run.diverged || run.stopped);
+  const runs = payload.runs, open = runs.filter((run) => !run.finished), lost = runs.filter((run) => run.mark);
   const done = runs.reduce((sum, run) => sum + run.rounds, 0), planned = runs.reduce((sum, run) => sum + (run.planned || run.rounds), 0);
   const first = runs[0].state, count = runs.length.toLocaleString("en");
   let said = runs.length === 1 ? (runs[0].finished ? `Finished after ${done.toLocaleString("en")} rounds` : done ? `Not finished: ${first}` : "No round finished yet")
     : open.length ? `${runs.length - open.length} of ${count} runs finished; ${done.toLocaleString("en")} of ${planned.toLocaleString("en")} rounds` : `All ${count} runs finished`;
-  if (lost.length) said += runs.length > 1 ? `; ${lost.length} diverged` : lost[0].stopped ? `. ${lost[0].stopped}` : `; the loss is not finite from round ${lost[0].diverged} on`;
+  if (lost.length && runs.length > 1) said += ["stopped", "diverged", "at chance"].map((mark) => [mark, lost.filter((run) => run.mark === mark).length]).map(([mark, count]) => (count ? `; ${count} ${mark}` : "")).join("");
+  else if (lost.length) said += lost[0].stopped ? `. ${lost[0].stopped}` : lost[0].nonfinite ? `; the loss is not finite from round ${lost[0].nonfinite} on` : `; ${lost[0].diverged}`;
   byId("state").textContent = said;
   byId("state").className = lost.length ? "bad" : open.length ? "wait" : "good";
   byId("progress").hidden = !open.length;

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from undrift.losses import lower_is_better
 from undrift.tools.compare import Run
 from undrift.tools.display import number
 from undrift.tools.report.curves import AXES, SOURCES
@@ -25,12 +24,18 @@ def records(run: Run, metrics: list[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for source, form in SOURCES.items():
         for name in metrics if not source.endswith("_std") else ():
-            better = _improvements([row.get(form.format(name)) for row in run.rows], lower_is_better(name))
+            lower = run.lower(name)
+            better = _improvements([row.get(form.format(name)) for row in run.rows], lower)
             if better:
                 rows = [run.rows[i] for i in better]
                 spent = {axis: rounded(row[key] for row in rows) for axis, key in AXES.items() if axis != "seconds"}
                 values = rounded(row[form.format(name)] for row in rows)
-                found[f"{source}.{name}"] = {"value": values, **spent, "seconds": rounded(seconds[better])}
+                found[f"{source}.{name}"] = {
+                    "value": values,
+                    **spent,
+                    "seconds": rounded(seconds[better]),
+                    "lower": lower,
+                }
     return found
 
 

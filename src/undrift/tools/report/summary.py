@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from undrift.losses import lower_is_better
 from undrift.tools.compare import IGNORED_KEYS, Run, brief, spread
 from undrift.tools.display import left_out, marks, number
 from undrift.tools.report.curves import SOURCES
@@ -47,9 +47,7 @@ def columns(runs: list[Run], key: str, label: str, metric: str, best: bool = Tru
     """The last value of a column of the history, and the best of all rounds."""
     found = {f"last {label}": spread([last(run, key) for run in runs])}
     if best and metric != "loss":
-        values = [[row[key] for row in run.rows if number(row.get(key)) and math.isfinite(row[key])] for run in runs]
-        pick = min if lower_is_better(metric) else max
-        found[f"best {label}"] = spread([float(pick(own)) if own else math.nan for own in values])
+        found[f"best {label}"] = spread([run.best(key) for run in runs])
     return found
 
 
@@ -64,16 +62,14 @@ def last(run: Run, key: str) -> float:
 def state(runs: list[Run]) -> str:
     """How the runs ended, or how far they have come."""
     said_of = marks(0, sum(left_out(run.rows) for run in runs))
-    ended = {"stopped": [run for run in runs if run.stopped], "diverged": [run for run in runs if run.diverged]}
     open_ = [run for run in runs if not finished(run.folder)]
     if open_:
         done, planned = sum(len(run.rows) for run in runs), sum(run.settings.get("rounds", 0) for run in runs)
         said = f"{done:,} of {planned:,} rounds"
     else:
         said = "finished"
-    for how, lost in ended.items():
-        if lost:
-            said_of.append(how if len(runs) == 1 else f"{len(lost)} of {len(runs)} {how}")
+    for how, count in Counter(filter(None, (run.mark for run in runs))).items():
+        said_of.append(how if len(runs) == 1 else f"{count} of {len(runs)} {how}")
     return ", ".join([said, *said_of])
 
 

@@ -4,24 +4,23 @@
 const COSTS = { round: ["rounds", (x) => x.toLocaleString("en", { maximumFractionDigits: 1 })], steps: ["SGD steps", (x) => Math.round(x).toLocaleString("en")],
   bytes: ["bytes", (x) => `${+x.toPrecision(3)}`.length > 6 || x >= 1000 ? sized(x) : `${x} B`], seconds: ["seconds", (x) => `${+x.toPrecision(3)}`] };
 const sized = (x) => { const k = Math.min(4, Math.floor(Math.log10(Math.max(x, 1)) / 3)); return `${+(x / 1000 ** k).toPrecision(3)} ${["B", "kB", "MB", "GB", "TB"][k]}`; };
-const lower = (metric) => payload.lower.includes(metric);
 const targetKey = () => `${chosen.source}.${payload.metrics[0]}`;
 
-// A round number that at least half of the runs reach.
+// A round number that at least half of the runs reach; none if lower values are better in some runs, and higher ones in others.
 function easy(key) {
-  const metric = payload.metrics[0], ends = payload.runs.flatMap((run) => (run.records[key] ? [run.records[key].value.at(-1)] : []));
-  if (!ends.length) return null;
-  ends.sort((a, b) => (lower(metric) ? a - b : b - a));
+  const own = payload.runs.flatMap((run) => run.records[key] ?? []), { lower } = own[0] ?? {};
+  if (!own.length || own.some((one) => one.lower !== lower)) return null;
+  const ends = own.map((one) => one.value.at(-1)).sort((a, b) => (lower ? a - b : b - a));
   const middle = ends[Math.ceil(ends.length / 2) - 1];
   if (!middle) return null;
   const unit = 10 ** (Math.floor(Math.log10(Math.abs(middle))) - 1) * 5;
-  return +((lower(metric) ? Math.ceil(middle / unit) : Math.floor(middle / unit)) * unit).toPrecision(6);
+  return +((lower ? Math.ceil(middle / unit) : Math.floor(middle / unit)) * unit).toPrecision(6);
 }
 // Mean ± standard deviation, over the group’s runs that reach the target, of what it took.
 function reached(group, key, target) {
-  const metric = payload.metrics[0], [, format] = COSTS[chosen.axis];
+  const [, format] = COSTS[chosen.axis];
   const found = group.runs.flatMap((r) => {
-    const own = payload.runs[r].records[key], at = own ? own.value.findIndex((v) => (lower(metric) ? v <= target : v >= target)) : -1;
+    const own = payload.runs[r].records[key], at = own ? own.value.findIndex((v) => (own.lower ? v <= target : v >= target)) : -1;
     return at < 0 ? [] : [own[chosen.axis][at]];
   });
   if (!found.length) return "–";

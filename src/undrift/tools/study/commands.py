@@ -107,6 +107,7 @@ def compare(
     from undrift.errors import UndriftError
     from undrift.tools import compare as compared
     from undrift.tools.study import paths as given_paths
+    from undrift.tools.study import tables
     from undrift.tools.study.measures import Asked, measure
 
     given = given_paths.understand(paths)
@@ -130,9 +131,12 @@ def compare(
     groups = given_paths.grouped(runs, labels)
     for sentence in given_paths.mismatches(groups):
         typer.echo(f"warning: {sentence}", err=True)
-    asked = Asked(compared.chosen_metric(runs, metric), last, target, baseline)
+    by = compared.chosen_metric(runs, metric)
+    asked = Asked(by, last, target, baseline, compared.agreed(runs, by))
     blocks = {"": measure(groups, asked)}
     _print(blocks, asked)
+    for note in tables.notes(blocks):
+        typer.echo(note)
     _write(blocks, asked, csv, latex, markdown)
     if figures:
         from undrift.tools.report.figures import DOUBLE, SINGLE, draw
@@ -207,6 +211,9 @@ def sweep(
     found = swept.summary(runs, folder, failed)
     if runs:
         console.print(launch.sweep_table(found))
+        for row in found["settings"]:
+            if row["remark"]:
+                typer.echo(f"{row['name']}: {row['remark']}")
     if found["best"] is not None and len(found["settings"]) > 1:
         tied = f" (tied with {listed(found['tied'], 3)})" if found["tied"] else ""
         by = found["chosen_by"].replace("_", " ")

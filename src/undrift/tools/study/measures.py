@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.errors import UndriftError, nearest, quoted
-from undrift.tools.compare import Run, counted
+from undrift.tools.compare import Run, counted, remark
 from undrift.tools.display import number
 from undrift.tools.study.statistics import deviation, mean, paired
 
@@ -27,6 +27,8 @@ class Asked:
     """Also report what it costs to reach this value."""
     baseline: str | None = None
     """The group that the others are compared with, seed by seed."""
+    lower: bool = False
+    """Whether lower values of the metric are better."""
 
 
 def measure(groups: Mapping[str, Sequence[Run]], asked: Asked) -> list[Figures]:
@@ -58,6 +60,7 @@ def _group(name: str, runs: Sequence[Run], by_seed: Mapping[str, dict[int, float
         "runs": len(runs),
         "lost": sum(run.lost for run in runs),
         "counted": counted(runs),
+        "remark": remark(runs),
         "metric": asked.metric,
         "last_rounds": asked.last,
         "seeds": [run.seed for run in runs],

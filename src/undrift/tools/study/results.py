@@ -10,7 +10,7 @@ from typing import Any
 from undrift import __version__
 from undrift.errors import UndriftError
 from undrift.files import write_text
-from undrift.tools.compare import chosen_metric
+from undrift.tools.compare import agreed, chosen_metric
 from undrift.tools.display import score
 from undrift.tools.study import tables
 from undrift.tools.study.file import Study
@@ -30,7 +30,8 @@ def figures(outcomes: list[Outcome], study: Study) -> tuple[dict[str, list[Figur
         why = next((outcome.why for outcome in outcomes if outcome.why), "its data have no test set")
         raise UndriftError(f"The study has nothing to report: {why}.")
     target = None if plan.target is None else float(plan.target)
-    asked = Asked(chosen_metric(runs, plan.metric), plan.last, target, plan.baseline)
+    metric = chosen_metric(runs, plan.metric)
+    asked = Asked(metric, plan.last, target, plan.baseline, agreed(runs, metric))
     blocks = {}
     for partition in study.partitions:
         own = {outcome.cell.method: outcome for outcome in outcomes if outcome.cell.partition == partition}
@@ -74,8 +75,7 @@ def write(outcomes: list[Outcome], study: Study, out: Path) -> tuple[dict[str, l
     write_text(out / "study.json", json.dumps(head | {"cells": cells}, indent=1) + "\n")
     write_text(out / "study.csv", tables.csv_text(blocks))
     write_text(out / "study.tex", tables.latex(blocks, asked))
-    notes = "".join(f"\n- {note}" for note in tables.notes(blocks))
-    write_text(out / "study.md", tables.markdown(blocks, asked) + (f"{notes}\n" if notes else ""))
+    write_text(out / "study.md", tables.markdown(blocks, asked))
     return blocks, asked
 
 

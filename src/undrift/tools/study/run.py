@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from undrift.errors import UndriftError
-from undrift.losses import lower_is_better
-from undrift.tools.compare import Run, chosen_metric
+from undrift.tools.compare import Run, agreed, chosen_metric
 from undrift.tools.config import checked
 from undrift.tools.display import score
 from undrift.tools.experiment import about, understood
@@ -127,6 +126,7 @@ def tune(outcomes: list[Outcome], study: Study, out: Path, where: str, run: Runn
     """
     plan = study.plan
     searches: dict[Outcome, Search] = {outcome: new_search(outcome.cell, plan) for outcome in outcomes}
+    ended: dict[Outcome, list[Run]] = {outcome: [] for outcome in outcomes}
     while asked := {o: values for o, search in searches.items() if o.why is None and (values := search.ask())}:
         points = {
             o: [new_point(o.cell, values, seed, where) for values in own for seed in plan.tuning_seeds]
@@ -137,12 +137,15 @@ def tune(outcomes: list[Outcome], study: Study, out: Path, where: str, run: Runn
             if any(point not in runs for point in points[o]):
                 o.why = "a tuning run failed, so no setting was chosen"
                 continue
+            ended[o] += [runs[point] for point in points[o]]
             figures = iter([validation(runs[point], plan.metric, plan.last) for point in points[o]])
             tried = [(values, [next(figures) for _ in plan.tuning_seeds]) for values in own]
             o.tried += tried
-            searches[o].tell([quality(found) for _, found in tried])
+            lower = lower_of(o, ended[o])
+            searches[o].tell([quality(found, lower) for _, found in tried])
     for o in outcomes:
-        qualities = [quality(found) for _, found in o.tried]
+        lower = lower_of(o, ended[o])
+        qualities = [quality(found, lower) for _, found in o.tried]
         if o.why is None and not any(map(math.isfinite, qualities)):
             o.why = "no setting was chosen: each diverged on a tuning seed"
         if o.why is None:
@@ -160,11 +163,16 @@ def validation(run: Run, metric: str | None, last: int) -> Figure:
     return held, run.last(held, last)
 
 
-def quality(figures: list[Figure]) -> float:
+def lower_of(outcome: Outcome, runs: list[Run]) -> bool:
+    """Whether lower values of the figure that a cell is tuned by are better. Raises if its runs disagree."""
+    return agreed(runs, next((name for _, figures in outcome.tried for name, _ in figures if name), ""))
+
+
+def quality(figures: list[Figure], lower: bool) -> float:
     """The mean over seeds, negated where lower is better; minus infinity if a run was lost."""
     if not all(math.isfinite(value) for _, value in figures):
         return -math.inf
-    return (-1 if lower_is_better(figures[0][0]) else 1) * mean([value for _, value in figures])
+    return (-1 if lower else 1) * mean([value for _, value in figures])
 
 
 def _run(points: dict[Outcome, list[Point]], out: Path, run: Runner) -> dict[Point, Run]:

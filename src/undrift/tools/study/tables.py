@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from undrift.losses import lower_is_better
 from undrift.tools.study.measures import Asked, Figures
 from undrift.tools.study.statistics import paired
 
@@ -32,7 +31,7 @@ def columns(blocks: Blocks, asked: Asked) -> list[Column]:
     told = [row for rows in blocks.values() for row in rows]
     kept = "" if asked.metric.startswith("validation_") else " (on test data)"  # its round is chosen by what it reports
     main = f"last {word}" if asked.last == 1 else f"{word}, mean of last {asked.last} rounds"
-    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] for row in told)
+    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] or row["remark"] for row in told)
     found = [
         Column("runs", lambda row: row["counted"], printed=uneven),
         Column(main, lambda row: spread(row, row["runs"] - row["lost"], row["runs"])),
@@ -57,13 +56,15 @@ def columns(blocks: Blocks, asked: Asked) -> list[Column]:
 
 
 def notes(blocks: Blocks) -> list[str]:
-    """A line for each group whose setting has a value at the edge of those that were tried."""
+    """A line for each group with a run that did not learn, or whose setting has a value at the edge of those tried."""
     found = []
     for partition, rows in blocks.items():
         for row in rows:
+            where = ", ".join(filter(None, (partition, row["name"])))
+            if row.get("remark"):
+                found.append(f"{where}: {row['remark']}")
             if keys := row.get("at_edge"):
                 which = described({key: row["setting"][key] for key in keys})
-                where = ", ".join(filter(None, (partition, row["name"])))
                 several = (
                     "its range; consider widening it" if len(keys) == 1 else "their ranges; consider widening them"
                 )
@@ -107,12 +108,12 @@ def described(setting: Mapping[str, Any]) -> str:
     )
 
 
-def leaders(rows: Sequence[Figures], metric: str) -> list[Figures]:
+def leaders(rows: Sequence[Figures], lower: bool) -> list[Figures]:
     """The row with the best mean, and those that its runs do not show to be worse, of those without a lost run.
 
     A row is among them if the 95% interval of its difference to the best, paired by seed, contains 0.
     """
-    leader = best(rows, metric)
+    leader = best(rows, lower)
     if leader is None:
         return []
     ahead = _by_seed(leader)
@@ -132,10 +133,10 @@ def _by_seed(row: Figures) -> dict[int, float]:
     return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
 
 
-def best(rows: Sequence[Figures], metric: str) -> Figures | None:
+def best(rows: Sequence[Figures], lower: bool) -> Figures | None:
     """The row with the best mean, of those without a lost run; None if there is only one row."""
     sound = [row for row in rows if row["mean"] is not None and not row["lost"]]
-    sign = 1 if lower_is_better(metric) else -1
+    sign = 1 if lower else -1
     return min(sound, key=lambda row: sign * row["mean"]) if len(rows) > 1 and sound else None
 
 
@@ -165,12 +166,13 @@ def markdown(blocks: Blocks, asked: Asked) -> str:
     lines = [_line([*(["partition"] if named else []), "method" if named else "", *(c.header for c in found)])]
     lines.append("|" + "---|" * (1 + named) + "---:|" * len(found))
     for name, rows in blocks.items():
-        leading = leaders(rows, asked.metric)
+        leading = leaders(rows, asked.lower)
         for row in rows:
             cells = [column.cell(row) for column in found]
             cells[1] = f"**{cells[1]}**" if row in leading else cells[1]
             lines.append(_line([*([name] if named else []), row["name"], *cells]))
-    return "\n".join(lines) + "\n"
+    below = "".join(f"\n- {note}" for note in notes(blocks))
+    return "\n".join(lines) + "\n" + (f"{below}\n" if below else "")
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -183,6 +185,7 @@ def latex(blocks: Blocks, asked: Asked) -> str:
     lines = [
         r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds. Bold: the best mean, and every mean",
         "% whose difference to it, paired by seed, has a 95% confidence interval that contains 0.",
+        *(f"% {note}" for note in notes(blocks)),
         rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
         r"\toprule",
         " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
@@ -192,7 +195,7 @@ def latex(blocks: Blocks, asked: Asked) -> str:
         lines.append(r"\midrule")
         if name:
             lines.append(rf"\multicolumn{{{1 + len(found)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
-        leading = leaders(rows, asked.metric)
+        leading = leaders(rows, asked.lower)
         for row in rows:
             cells = [escaped(column.cell(row)) for column in found]
             cells[main] = rf"\textbf{{{cells[main]}}}" if row in leading else cells[main]
@@ -237,7 +240,7 @@ def csv_text(blocks: Blocks) -> str:
 def _flat(row: Figures) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in row.items():
-        if key in ("counted", "tried"):
+        if key in ("counted", "tried", "remark"):
             continue
         if key == "setting":
             found[key] = described(value)

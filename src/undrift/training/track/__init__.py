@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from undrift.errors import UndriftError, quoted, unknown
+from undrift.files import untouched
 
 log = logging.getLogger("undrift")
 
@@ -32,6 +33,8 @@ class Tracker(Protocol):
 
     hint: str
     """What to check if `begin` fails."""
+    files: tuple[str, ...]
+    """The files and folders that it writes into the run's folder. If a tracker cannot start, they are as before."""
 
     def __init__(self, folder: Path | None) -> None: ...
 
@@ -87,6 +90,7 @@ class Trackers:
     """All trackers of a run, as a context manager that reports to them how the run ended."""
 
     def __init__(self, track: str | Sequence[str] | None, folder: Path | None) -> None:
+        self.folder = folder
         self.trackers = [BackgroundTracker(name, kind(folder)) for name, kind in find(track).items()]
         self.failed = False
         """Whether the run failed without raising an exception."""
@@ -96,15 +100,22 @@ class Trackers:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         stopped = kind is not None and not issubclass(kind, Exception)
-        for tracker in self.trackers:
-            tracker.end("KILLED" if stopped else "FAILED" if kind or self.failed else "FINISHED")
+        while self.trackers:
+            self.trackers.pop().end("KILLED" if stopped else "FAILED" if kind or self.failed else "FINISHED")
 
     def __bool__(self) -> bool:
         return bool(self.trackers)
 
     def begin(self, config: str, rows: list[dict[str, Any]]) -> None:
-        for tracker in self.trackers:
-            tracker.begin(config, [scalars(row) for row in rows])
+        """Start all of them. If one cannot start, the others are ended, and the run's folder is left as it was."""
+        names = dict.fromkeys(name for own in self.trackers for name in own.tracker.files)
+        with untouched([self.folder / name for name in names] if self.folder else []):
+            try:
+                for tracker in self.trackers:
+                    tracker.begin(config, [scalars(row) for row in rows])
+            except BaseException as error:
+                self.__exit__(type(error))
+                raise
 
     def row(self, row: dict[str, Any]) -> None:
         for tracker in self.trackers:
@@ -123,8 +134,7 @@ class BackgroundTracker:
     def begin(self, config: str, rounds: list[Scalars]) -> None:
         """Wait for the tracker, so that a wrong address raises an error, or a warning if the run is resumed."""
         try:
-            self.thread.submit(self.tracker.begin, config, rounds).result()
-            self.works = True
+            self.thread.submit(self._begin, config, rounds).result()
         except Exception as error:
             if not rounds:
                 raise UndriftError(
@@ -137,9 +147,12 @@ class BackgroundTracker:
         self.thread.submit(self._send)
 
     def end(self, status: str) -> None:
-        if self.works:
-            self.thread.submit(self._try, self.tracker.end, status)
+        self.thread.submit(self._try, self.tracker.end, status)
         self.thread.shutdown()
+
+    def _begin(self, config: str, rounds: list[Scalars]) -> None:
+        self.tracker.begin(config, rounds)
+        self.works = True  # also if nobody waits for it any more, so that it is ended
 
     def _send(self) -> None:
         rounds = [self.waiting.popleft() for _ in range(len(self.waiting))]

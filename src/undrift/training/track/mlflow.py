@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock  # a dependency of torch
@@ -39,6 +40,7 @@ def creation_lock() -> FileLock:
 
 class Tracker:
     hint = "check MLFLOW_TRACKING_URI"
+    files = (ID,)
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -86,9 +88,14 @@ class Tracker:
         name = self.folder.resolve().name if self.folder else None
         run = str(self.client.create_run(self._experiment(), run_name=name).info.run_id)
         settings = flat(tomllib.loads(config))
-        self.client.log_batch(run, params=[Param(key, str(value)) for key, value in settings.items()])
-        if self.folder:
-            write_text(self.folder / ID, run + "\n")
+        try:
+            self.client.log_batch(run, params=[Param(key, str(value)) for key, value in settings.items()])
+            if self.folder:
+                write_text(self.folder / ID, run + "\n")
+        except Exception:
+            with suppress(Exception):
+                self.client.set_terminated(run, "FAILED")
+            raise
         return run
 
     def _experiment(self) -> str:

@@ -12,6 +12,7 @@ from undrift.training.track import Scalars
 
 class Tracker:
     hint = "check that the run's folder is writable"
+    files = ("tensorboard",)
 
     def __init__(self, folder: Path | None) -> None:
         if folder is None:

@@ -24,6 +24,7 @@ EXIT = {"FINISHED": 0, "FAILED": 1, "KILLED": 130}
 
 class Tracker:
     hint = "log in with `wandb login`, or set WANDB_MODE=offline"
+    files = ("wandb", STATE)
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder

@@ -1,0 +1,160 @@
+"""Runs that stay finite and have still not learned: the loss ends far above where it began, or the model is at chance.
+
+The verdict is a function of the history. Where it is in doubt, nothing is said: a loss may rise while the accuracy
+does, and a model that is bad for all clients may be good for each of them after training on the client's own data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from undrift.losses import Directions, accuracy, directions, lower_is_better
+from undrift.training.nonfinite import LOSSES, log
+from undrift.training.rows import number
+from undrift.training.run import Run
+
+Row = Mapping[str, Any]
+
+DIVERGED, CHANCE = "diverged", "at chance"
+ADVICE = {
+    DIVERGED: "Training has diverged: try a smaller learning rate in Local or at the server, or Local(clip_norm=1.0), "
+    "and check the scale of the inputs.",
+    CHANCE: "The learning rate may be much too large or too small, or the rounds too few. Otherwise check the labels, "
+    "the scale of the inputs, and for layers whose output never changes, such as dead ReLUs.",
+}
+
+FAR = 100
+"""How many times its reference a loss must be to be far above it: the loss at chance, or the first one."""
+EARLY, VERY_FAR = 3, 10_000
+"""The same after so few rounds, in which a loss may be high and come down again."""
+ROUNDS, EVALUATIONS = 10, 5
+"""The fewest rounds and evaluations after which a model at chance is worth a warning."""
+NEAR = 0.95
+"""The fraction of the loss at chance above which a loss is no better."""
+GOOD = 0.75
+"""An accuracy on clients' own data that is good, whatever share of these is of one class."""
+MARGIN = 0.05
+"""By how much a metric of which higher values are better must have fallen to be worse than at the first evaluation."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What is wrong with the end of a run."""
+
+    kind: str
+    """`DIVERGED` or `CHANCE`."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what[:1].upper()}{self.what[1:]}. {ADVICE[self.kind]}"
+
+
+def of_run(run: Run, history: Sequence[Row]) -> Divergence | None:
+    """Return what is wrong with a run that ends with this history, or None."""
+    classes = run.data.classes if run.metrics.get("accuracy") is accuracy else 0
+    return divergence(history, run.metrics, directions(run.metrics), classes)
+
+
+def warned_of(run: Run, history: Sequence[Row]) -> Divergence | None:
+    """Return the same, after a warning."""
+    found = of_run(run, history)
+    if found and run.ranks.leads:
+        log.warning("%s", found)
+    return found
+
+
+def divergence(history: Sequence[Row], metrics: Iterable[str], said: Directions, classes: int = 0) -> Divergence | None:
+    """Return what is wrong with a run that ends with this history, or None.
+
+    Args:
+        history: The rows of all rounds.
+        metrics: The names of the run's metrics.
+        said: What they say themselves about whether lower values are better.
+        classes: The number of classes, if that is known otherwise than from the column `class_accuracy`.
+    """
+    last = history[-1] if history else {}
+    column = next((name for name in LOSSES if finite(last.get(name))), None)
+    if column is None:
+        return None
+    prefix = column.removesuffix("loss")
+    by_class = [own for own in last.get("class_accuracy") or () if finite(own)]
+    if finite(last.get(f"{prefix}accuracy")) and (count := len(by_class) or classes) > 1:
+        return of_classes(history, column, count, by_class)
+    held = [name for name in metrics if worse(history, f"{prefix}{name}", said) is False]
+    return None if held else of_losses(history, column)
+
+
+def of_classes(history: Sequence[Row], column: str, classes: int, by_class: list[float]) -> Divergence | None:
+    """Return what is wrong with a run that has an accuracy.
+
+    The mean accuracy over classes is 1/C for any model that ignores its input, however many samples are of one class.
+    """
+    last, prefix = history[-1], column.removesuffix("loss")
+    chance, name = math.log(classes), f"{prefix}accuracy"
+    loss, found = last[column], last[name]
+    mean = sum(by_class) / len(by_class) if by_class and not prefix else found
+    at_chance = mean <= least(classes)
+    best = max((row for row in history if finite(row.get(name))), key=lambda row: row[name])
+    if good_for_clients(last, classes) or not (at_chance or found < best[name] / 2):
+        return None
+    about = f"with an accuracy of {found:.4g}"
+    if found < best[name] / 2:
+        about += f" after {best[name]:.4g} in round {best['round']}"
+    if loss > far(history) * chance:
+        what = f"the {LOSSES[column]} ended at {loss:.4g}, far above the {chance:.4g} of chance, {about}"
+        return Divergence(DIVERGED, what)
+    if not at_chance or not enough(history, column) or loss < NEAR * chance:
+        return None
+    what = f"after {len(history)} rounds, the model is no better than chance on {classes} classes, {about}"
+    return Divergence(DIVERGED if loss > 2 * chance else CHANCE, f"{what} and a {LOSSES[column]} of {loss:.4g}")
+
+
+def least(classes: int) -> float:
+    """Return the accuracy that a model has to exceed to be better than chance."""
+    return 1 / classes + min(1 / classes, 0.1)
+
+
+def good_for_clients(last: Row, classes: int) -> bool:
+    """Return whether clients' own models are good, or the shared one after training on the client's own data."""
+    own, tuned, loss = (last.get(name) for name in ("client_accuracy", "tuned_accuracy", "client_loss"))
+    if finite(own) and finite(loss) and own > least(classes) and loss < NEAR * math.log(classes):
+        return True
+    return any(finite(found) and found >= GOOD for found in (own, tuned))
+
+
+def of_losses(history: Sequence[Row], column: str) -> Divergence | None:
+    """Return what is wrong with a run of which only the loss tells."""
+    last, evaluated = history[-1], [row for row in history if finite(row.get(column))]
+    first = evaluated[0]
+    scale = max(abs(first[column]), abs(min(row[column] for row in evaluated)))  # a loss may be negative
+    if last[column] <= far(history) * scale:
+        return None
+    for name in ("client_loss", "tuned_loss"):
+        if finite(last.get(name)) and last[name] <= far(history) * scale:
+            return None
+    what = f"the {LOSSES[column]} ended at {last[column]:.4g}, and was {first[column]:.4g} in round {first['round']}"
+    return Divergence(DIVERGED, what)
+
+
+def worse(history: Sequence[Row], name: str, said: Directions) -> bool | None:
+    """Return whether a metric ended worse than at the first evaluation; None if it has no such figures."""
+    values = [row[name] for row in history if finite(row.get(name))]
+    if not values or not finite(history[-1].get(name)):
+        return None
+    return values[-1] > values[0] if lower_is_better(name, said) else values[-1] < values[0] - MARGIN
+
+
+def finite(value: Any) -> TypeGuard[float]:
+    return number(value) and math.isfinite(value)
+
+
+def far(history: Sequence[Row]) -> int:
+    return FAR if len(history) > EARLY else VERY_FAR
+
+
+def enough(history: Sequence[Row], column: str) -> bool:
+    """Return whether a run has gone on for long enough to have learned something."""
+    return len(history) >= ROUNDS and sum(finite(row.get(column)) for row in history) >= EVALUATIONS
