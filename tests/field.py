@@ -74,15 +74,22 @@ class FedRep(ud.Part):
 
     Collins, Hassani, Mokhtari and Shakkottai, *Exploiting Shared Representations for Personalized Federated
     Learning* (2021). The head takes the first of the local steps, `k < share·K`, and the body the others. A rate of 0
-    stands still whatever the local optimizer does, which a gradient of 0 would not with momentum.
+    stands still whatever the local optimizer does, which a gradient of 0 would not with momentum; and a gradient of 0
+    keeps what is not trained yet out of the momentum.
     """
 
     personal: tuple[str, ...]
     share: ud.Number = 0.5
 
-    def rate(self, k, client):
+    def _trained(self, k, client):
         head = torch.where(k < self.share * client.steps, 1.0, 0.0)
         return {name: head if name in client.personal else 1 - head for name in client.start}
+
+    def rate(self, k, client):
+        return self._trained(k, client)
+
+    def gradient(self, g, params, client):
+        return ud.tree_map(torch.mul, g, self._trained(client.step, client))
 
 
 @dataclass(frozen=True)

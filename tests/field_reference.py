@@ -173,11 +173,12 @@ def personal_head(case: Case, share: float | None = None) -> Found:
         v, velocity = torch.cat([w[:BODY], heads.get(i, w[BODY:])]), torch.zeros_like(w)
         batches, local = case.batches(t, i), case.local
         for k, (x, y) in enumerate(batches):
-            velocity = local.momentum * velocity + gradient(v, x, y) + local.weight_decay * v
             moves = torch.ones_like(w)
             if share is not None:
                 moves[BODY:] = k < share * len(batches)
                 moves[:BODY] = 1 - moves[BODY]
+            now = local.momentum * velocity + gradient(v, x, y) + local.weight_decay * v
+            velocity = torch.where(moves > 0, now, velocity)  # as an optimizer that skips what is not trained
             v = v - local.lr * moves * velocity
         heads[i] = v[BODY:]
         return torch.cat([v[:BODY], w[BODY:]])

@@ -474,7 +474,7 @@ class Others(ud.Part):
 @pytest.mark.parametrize("clients", [(6, 0), (5, 3, 0, 1, 4), (4,)], ids=str)
 def test_a_plan_may_name_fewer_more_and_other_clients(clients, engine):
     data, local = make_clients(SIZES), ud.Local(steps=2, batch_size=8, lr=0.1)
-    run = ud.train(net(), data, Others(clients), rounds=1, local=local, participation=3, **engine)
+    run = ud.train(net(), data, Others(clients), rounds=1, local=local, **engine)
     w, total = start(), sum(len(data[c][0]) for c in clients)
     mean = {n: torch.zeros_like(t) for n, t in w.items()}
     for c in clients:
@@ -608,6 +608,8 @@ class Same(ud.Part):
     """Asks for the step's own gradient, in this many copies of the weights."""
 
     copies: int = 0
+
+    replaces_gradient: ClassVar[bool] = True
 
     def gradient(self, g, params, client):
         first = client.gradient(params)
@@ -1092,7 +1094,7 @@ class Sees(ud.Part):
 def test_what_each_hook_of_the_server_sees(engine):
     data = make_clients(SIZES)
     SEEN.clear()
-    run = ud.train(net(), data, Sees(), rounds=2, local=LOCAL, participation=3, **engine)
+    run = ud.train(net(), data, Sees(), rounds=2, local=LOCAL, participation=3, rehearse=False, **engine)
     order = ["plan", "broadcast", "aggregate", "transform", "refine", "observe"]
     assert [hook for hook, _, _ in SEEN] == [*order, *order, "finish"]
     sent = [start(), None, None]

@@ -92,7 +92,7 @@ def resumed(*words):
     command("run", "experiment.toml", "--out", "runs/first", "--import", "fedcm", "--set", "method=FedCM()")
     sys.modules.pop("fedcm")
     file = Path("fedcm.py")
-    file.write_text(file.read_text(encoding="utf-8").replace("return g", "return params"), encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8").replace("return g", "return {**g}"), encoding="utf-8")
     return command("resume", "runs/first", "--rounds", "2", *words)
 
 

@@ -26,9 +26,10 @@ from undrift.functional.draws import Row
 from undrift.functional.loss_draws import in_step, repeating
 from undrift.functional.model import Model, Params
 from undrift.losses import Loss
-from undrift.method.calls import aligned, call, pair, unchanged_form
+from undrift.method.calls import HookError, aligned, call, pair, unchanged_form
 from undrift.method.context import Batch, Client
 from undrift.method.part import Method, Part, by_stage, part_stream
+from undrift.method.rules import overrides
 from undrift.method.work import PersonalState, momentum_of
 from undrift.random import Key
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
@@ -38,6 +39,9 @@ PREPARE, CONCLUDE, BEGIN, OWN, KEEP = (2**31 + i for i in range(5))
 PASSES = ("before", "after", "finish", "cohort", "sent")
 """When parts may measure in a pass of its own over the client's data."""
 MEASURE = {when: 2**31 + (i << 28) for i, when in enumerate(PASSES, start=1)}
+
+MAKERS = {"received": "broadcast", "prepared": "prepare"}
+"""Fields of a client that are None for parts without this hook."""
 
 Clients = list[tuple[Part, Client]]
 """Every part, with this round's numbers, paired with the client as the part sees it."""
@@ -131,6 +135,9 @@ class Program:
         views = []
         for i, part in enumerate(self.method.bind(given["numbers"]).parts):
             mine: dict[str, Any] = {name: trees[i] for name, trees in own.items()}
+            mine |= {name: None for name, maker in MAKERS.items() if name in mine and not overrides(part, maker)}
+            if isinstance(mine.get("measured"), tuple) and not mine["measured"]:  # it has not been measured yet
+                mine["measured"] = None
             views.append((part, replace(base, key=base.key.stream_at(part_stream(part)), **mine)))
         return views
 
@@ -429,7 +436,7 @@ class Program:
         for part, client in (clients[i] for i in self.using["own"]):
             found = call(part, "own", params, replace(client, buffers=buffers))
             if buffers and isinstance(found, dict) and not buffers.keys() <= found.keys():
-                raise UndriftError(
+                raise HookError(
                     f"{type(part).__name__}.own returns weights without the running statistics that they are used with "
                     f"({listed(list(buffers))}); return {{**weights, **client.buffers}}, or those that these weights "
                     "were trained with (client.gradient_and_buffers)."

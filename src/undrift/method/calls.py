@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from numbers import Number
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -45,11 +47,15 @@ GROWN = ("start", "keep")
 WATCHED_CALLS = 64
 """How many calls of a hook are watched for draws from the host's generators: those of other threads would be blamed on
 the hook, and a hook that draws does so from the first call on."""
-_calls: Counter[tuple[type, str]] = Counter()
+_calls: WeakKeyDictionary[type, Counter[str]] = WeakKeyDictionary()
 
 
 class HookError(UndriftError):
     """A hook of a user's fails, or does what no hook may do."""
+
+
+class HookFailureError(HookError):
+    """A hook of a user's raises an error."""
 
 
 def call(part: Any, hook: str, *args: Any) -> Any:
@@ -59,26 +65,31 @@ def call(part: Any, hook: str, *args: Any) -> Any:
         args = args[: arity(getattr(type(part), hook)) - 1]
     if ours(part):
         return function(*args)
+    own = f"{name(part)}.{hook}"
     given, draws = Given(args), HostDraws(part, hook)
     try:
-        with HookMode():
+        with HookMode(given):
             found = function(*args)
+    except ChangedError:
+        raise HookError(CHANGED.format(own)) from None
     except GlobalDrawError as error:
-        raise HookError(f"{name(part)}.{hook} draws{place(error)} {error}") from error
+        raise HookError(f"{own} draws{place(error)} {error} {ADVICE.get(hook, KEYS)}") from error
     except UndriftError:
         raise
     except Exception as error:  # a user's code may raise anything
         if machine_trouble(error):
             raise
-        raise HookError(f"{name(part)}.{hook} failed{place(error)}: {reason(error)}") from error
-    given.check(f"{name(part)}.{hook}")
-    draws.check(f"{name(part)}.{hook}")
+        raise HookFailureError(f"{own} failed{place(error)}: {reason(error)}") from error
+    if given.changed():
+        raise HookError(CHANGED.format(own))
+    if draws.found(lambda: function(*args)):
+        raise HookError(f"{own} draws from a global generator of numpy or Python's random, {LOST} {KEYS}")
     if found is None and hook not in CHECKS:
-        raise HookError(f"{name(part)}.{hook} returned nothing; it ends without a `return`.")
+        raise HookError(f"{own} returned nothing; it ends without a `return`.")
     strange = [leaf for leaf in tree_leaves(found) if not isinstance(leaf, NUMBERS)] if hook not in OTHERS else []
     if strange:
         kind = type(strange[0]).__name__
-        raise HookError(f"{name(part)}.{hook} must return trees of tensors and numbers, but has {kind} in them.")
+        raise HookError(f"{own} must return trees of tensors and numbers, but has {kind} in them.")
     return found
 
 
@@ -135,17 +146,33 @@ class Given:
             for value in vars(thing).values():
                 self._add(value)
 
-    def check(self, hook: str) -> None:
-        """Raise `UndriftError` if any of it has changed."""
-        changed = any(t._version != before for t, before in self.tensors)
+    def changed(self) -> bool:
+        """Return whether any of it has changed. Under vmap, tensors do not count changes; see `refuse_write`."""
+        if any(t._version != before for t, before in self.tensors):
+            return True
         for thing, before in self.containers:
             after = _children(thing)
-            changed |= len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True))
-        if changed:
-            raise HookError(
-                f"{hook} changes in place what it was given (a tensor, as `add_` and `mul_` do, or a dict); return new "
-                "ones: ud.tree_map(lambda d: 0.5 * d, g), or {**params, name: tensor}."
-            )
+            if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
+                return True
+        return False
+
+    def refuse_write(self, function: str, args: Any) -> None:
+        """Raise if a function of torch, of this name and with these arguments, writes to one of the tensors."""
+        in_place = function in WRITES or (function.endswith("_") and not function.startswith("_"))
+        if in_place and args and function != "requires_grad_" and any(args[0] is t for t, _ in self.tensors):
+            raise ChangedError
+
+
+class ChangedError(Exception):
+    """A hook writes to a tensor that it was given."""
+
+
+WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Functions of torch that write to their first argument, beside those whose names end in an underscore."""
+CHANGED = (
+    "{} changes in place what it was given (a tensor, as `add_` and `mul_` do, or a dict); return new ones: "
+    "ud.tree_map(lambda d: 0.5 * d, g), or {{**params, name: tensor}}."
+)
 
 
 def _children(thing: Any) -> list[Any]:
@@ -156,13 +183,20 @@ class HostDraws:
     """The global generators of numpy and Python, in which a hook that draws from them leaves a trace."""
 
     def __init__(self, part: Any, hook: str) -> None:
-        which = (type(part), hook)
-        _calls[which] += 1
-        self.before = host_positions() if _calls[which] <= WATCHED_CALLS else None
+        calls = _calls.setdefault(type(part), Counter())
+        calls[hook] += 1
+        self.before = host_positions() if calls[hook] <= WATCHED_CALLS else None
 
-    def check(self, hook: str) -> None:
-        if self.before is not None and host_positions() != self.before:
-            raise HookError(f"{hook} draws from a global generator of numpy or Python's random, {UNREPEATABLE}")
+    def found(self, again: Callable[[], Any]) -> bool:
+        """Return whether the hook draws: whether `again`, which calls it once more, leaves a trace like the first call.
+
+        One trace may be another thread's.
+        """
+        if self.before is None or (middle := host_positions()) == self.before:
+            return False
+        with contextlib.suppress(Exception):
+            again()
+        return host_positions() != middle
 
 
 def name(part: Any) -> str:
@@ -196,10 +230,15 @@ def of_vmap(error: BaseException) -> bool:
     return any(word in said for word in known) or type(error).__name__ in kinds
 
 
-UNREPEATABLE = (
-    "so runs would not repeat and clients would not have draws of their own. Draw from the key: "
-    "ud.random.normal(client.key, shape), ud.random.uniform(client.key, shape), or with server.key."
+LOST = "so runs would not repeat and clients would not have draws of their own."
+KEYS = (
+    "Draw from the key: ud.random.normal(client.key, shape), ud.random.uniform(client.key, shape), or with server.key."
 )
+ADVICE = {
+    "start": "Draw from the key: def start(self, params, server), and ud.random.normal(server.key, shape).",
+    "keep": "Draw from the key: def keep(self, params, client), and ud.random.normal(client.key, shape).",
+}
+"""By hook: what to do instead, where that is not `KEYS`."""
 
 
 class GlobalDrawError(UndriftError):
@@ -207,19 +246,22 @@ class GlobalDrawError(UndriftError):
 
 
 class HookMode(TorchFunctionMode):
-    """How torch behaves inside a hook: draws from its generators raise, since runs would not repeat.
+    """How torch behaves inside a hook: draws from its generators raise, and so do writes to what the hook is given.
 
     `one_hot` is computed by comparing, because its own check of the labels reads values, which vmap does not allow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Given) -> None:
         super().__init__()
-        self.depth = seeded_depth()
+        self.depth, self.given = seeded_depth(), given
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.given.refuse_write(getattr(func, "__name__", ""), args)
         draws = func in DRAWS or (func in DROPOUTS and _drops(*args, **(kwargs or {})))
         if draws and seeded_depth() == self.depth:  # deeper, it is the model that draws
-            raise GlobalDrawError(f"with {func.__name__}, from a generator of torch, {UNREPEATABLE}")
+            own = (kwargs or {}).get("generator") is not None
+            why = "whose state is not part of a run and its checkpoints." if own else LOST
+            raise GlobalDrawError(f"with {func.__name__}, from a generator of torch, {why}")
         if func is F.one_hot:
             return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -42,7 +42,7 @@ def refuse_contradictions(parts: tuple[Any, ...]) -> None:
                 raise UndriftError(f"{first} and {second} contradict each other; keep one of them.")
             if later.replaces_gradient and (overrides(earlier, "gradient") or overrides(earlier, "step")):
                 raise UndriftError(
-                    f"{second} replaces the gradient, so what {first} does to it would be lost; write "
+                    f"{second} replaces the gradient, so what {first} does to it would be lost, if anything; write "
                     f"{second} before {first}, if the two can stand together."
                 )
             if later.replaces_losses and overrides(earlier, "objective"):
@@ -156,21 +156,20 @@ def _check_signature(part: str, hook: str, found: Any, wanted: Any) -> None:
     given, new = (list(inspect.signature(f).parameters.values()) for f in (found, wanted))
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
         return
+    needed = [p for p in given if p.default is p.empty]
+    old = (
+        hook in ("transform", "finish") and len(given) == 4 and (given[2].name == "totals" or given[3].name == "state")
+    )
+    least = len(new) - 1 if hook in GROWN else len(new)
+    if len(given) < least or len(needed) > len(new) or old:
+        raise UndriftError(_changed(part, hook, hook, wanted))
     names = [p.name for p in new]
-    moved = [p.name for i, p in enumerate(given) if p.name in names and names.index(p.name) != i]
+    moved = [p.name for i, p in enumerate(given[: len(new)]) if p.name in names and names.index(p.name) != i]
     if moved:
         raise UndriftError(
             f"{part}.{hook} has its argument {moved[0]!r} in another place than undrift passes it; write "
             f"def {hook}({', '.join(names)})."
         )
-    if hook in GROWN and len(given) == len(new) - 1:
-        return
-    needed = [p for p in given if p.default is p.empty]
-    old = (
-        hook in ("transform", "finish") and len(given) == 4 and (given[2].name == "totals" or given[3].name == "state")
-    )
-    if len(given) < len(new) or len(needed) > len(new) or old:
-        raise UndriftError(_changed(part, hook, hook, wanted))
 
 
 def _changed(part: str, hook: str, new: str, wanted: Any) -> str:

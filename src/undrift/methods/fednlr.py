@@ -27,9 +27,9 @@ class FedNLR(Part):
     """Neuron-wise learning rates, from each neuron's mean activation on the client's data. `ratio=1` is FedAvg.
 
     Wang, Zheng, Han, Xu, Li and Zhang, *FedNLR: Federated Learning with Neuron-wise Learning Rates* (2024). Before its
-    first step, a client runs the global model over all its data and averages the activation of each neuron, h̄. A
-    softmax turns the averages of a layer into factors s of mean 1, with a given ratio of the largest to the smallest.
-    For layer l of L, with M_l neurons:
+    first step, a client runs the global model over all its data and averages the activation of each neuron, h̄, that
+    is, its output after the non-linearity. A softmax turns the averages of a layer into factors s of mean 1, with a
+    given ratio of the largest to the smallest. For layer l = 1, …, L, with M_l neurons:
 
     - the ratio `μ_l = base + depth·l/L + width·log₁₀ M_l`,
     - the temperature `T_l = (max h̄ − min h̄) / ln μ_l`,

@@ -122,8 +122,9 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     )
     find_sums(run, program)
     if given.rehearse and not all(ours(part) for part in method.parts):
-        padded = choice.engine == "lanes" and may_pad(local, data, method)
-        rehearse(run, program_of(function, method, local, data, chosen_loss), padded)
+        alone = replace(program_of(function, method, local, data, chosen_loss), sums=program.sums)
+        lanes = choice.engine == "lanes"
+        run = replace(run, rehearsal=rehearse(run, alone, lanes, lanes and may_pad(local, data, method)))
     return with_files(run, given.out)
 
 

@@ -328,6 +328,8 @@ class Loop:
         self.clock.stop()
         self.complete = last and not method.overriding("finish")
         figures, self.extra = self.figures(method, self.complete)
+        if run.rehearsal and run.rehearsal.due(last):
+            run.ranks.together(run.rehearsal.repeat)
         row = history_row(run, state, self.done)
         self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, figures))
         state.history.append(row)

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from undrift.engine.client_states import finite_in_files, in_memory
-from undrift.errors import UndriftError, quoted
+from undrift.errors import UndriftError, listed, quoted
 from undrift.functional.model import Params
+from undrift.method.calls import name, ours
+from undrift.method.rules import overrides
 from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
@@ -124,6 +126,8 @@ class Watch:
     def _reason(self, before: State) -> str:
         """Return which clients are responsible, found by running the round once more, and what to try."""
         inputs, _, _ = inputs_of(self.run, self.run.bound(before.round), before)
+        if not len(inputs.plan.clients):
+            return self._reason_without_clients()
         finite = self.run.engine.run(inputs, skip=True).finite
         assert finite is not None
         clients, fates, failed = inputs.plan.clients, inputs.plan.fates, ~finite.cpu().numpy()
@@ -138,6 +142,16 @@ class Watch:
             who = "of the cohort" if answered.all() else "that answered"
             return f"every client {who} sent non-finite values. {DIVERGES}"
         return f"{named(bad)} sent or kept non-finite values. {DIVERGES} {LEAVE_OUT}"
+
+    def _reason_without_clients(self) -> str:
+        hooks = ("transform", "refine", "observe")
+        parts = [part for part in self.run.method.parts if not ours(part)]
+        named = [f"{name(part)}.{hook}" for part in parts for hook in hooks if overrides(part, hook)]
+        return (
+            "the cohort is empty, and the server's step made the weights or the method's state NaN or infinite. "
+            f"server.totals.size and server.totals.weight are 0 then{'; look at ' if named else ''}{listed(named)}. "
+            "Divide by server.totals.size.clamp(min=1), for example."
+        )
 
 
 def bad_loss(row: Row) -> str | None:

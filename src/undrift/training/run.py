@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from undrift.training.state import State
 from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device, tree_clone, tree_to
 
+if TYPE_CHECKING:
+    from undrift.training.rehearsal import Rehearsal
+
 
 @dataclass(frozen=True)
 class Run:
@@ -68,6 +71,8 @@ class Run:
     """The processes that train it together."""
     files: SlotFiles | None = None
     """The files for what clients keep, if that may be too much for memory."""
+    rehearsal: Rehearsal | None = None
+    """What repeats the trial of users' hooks during the run, if there are any in lanes."""
 
     @property
     def measures(self) -> dict[str, Any]:
