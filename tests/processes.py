@@ -249,7 +249,8 @@ def refused(folder: Path) -> list[str]:
             work()
             said.append("nothing")
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            kind = ud.UndriftError if isinstance(error, ud.UndriftError) else type(error)
+            said.append(f"{kind.__name__}: {error}")
     return said
 
 

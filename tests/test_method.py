@@ -49,7 +49,7 @@ def test_plus_keeps_the_order_of_parts():
             lambda: ud.FedAvg(weighting="samples") + Uniform(),
             "FedAvg needs the samples mean and Uniform needs the uniform mean",
         ),
-        (lambda: as_method(Mistimed()), 'Mistimed.measures must be "before"'),
+        (lambda: as_method(Mistimed()), 'Mistimed.measures must be one of "cohort", "sent", "before"'),
         (lambda: as_method(Untimed()), "Untimed has a measure hook; say when"),
         (lambda: ud.FedAvg(weighting="equal"), 'must be "samples" or "uniform"'),
         (lambda: ud.FedAvg() + 3, "3 is not a part"),

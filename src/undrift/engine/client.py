@@ -32,7 +32,7 @@ from undrift.method.part import Method, Part, by_stage, part_stream
 from undrift.method.rules import overrides
 from undrift.method.work import PersonalState, momentum_of
 from undrift.random import Key
-from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_where, tree_zeros
+from undrift.tree import Tree, tree_leaves, tree_map, tree_structure, tree_sub, tree_where, tree_zeros
 
 # The step in the key of hooks outside a local step. Hooks with the same step have the same key.
 PREPARE, CONCLUDE, BEGIN, OWN, KEEP = (2**31 + i for i in range(5))
@@ -327,6 +327,12 @@ class Program:
         detached, given = tree_map(torch.Tensor.detach, params), {"id": clients[0][1].id}
         sums = [call(part, "measure", detached, seen, client) for part, client in (clients[i] for i in self.measuring)]
         found: list[Tree] = tree_map(lambda t: _summable(t, given).detach(), sums)
+        for i, own in zip(self.measuring, found, strict=True):
+            if i in self.sums and form_of(own) != form_of(self.sums[i]):
+                raise HookError(
+                    f"{type(clients[i][0]).__name__}.measure must return sums over the batch, but their shapes depend "
+                    "on how many samples it has; they are added up over local steps."
+                )
         return found
 
     def _losses(self, z: Tensor, y: Tensor, changed: list[str]) -> Tensor:
@@ -457,6 +463,11 @@ def as_tensor(leaf: Any, given: Tree) -> Tensor:
     """Return a tensor unchanged, and a Python number as a tensor on the device, in full precision."""
     exact = torch.float64 if isinstance(leaf, float) else None
     return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, dtype=exact, device=given["id"].device)
+
+
+def form_of(tree: Tree) -> Any:
+    """Return the structure of a tree and the shapes of its tensors."""
+    return tree_structure(tree), [t.shape for t in tree_leaves(tree)]
 
 
 def _summable(leaf: Any, given: Tree) -> Tensor:

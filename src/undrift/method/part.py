@@ -340,16 +340,16 @@ class Method:
         like = tree_map(lambda u: u[0], updates)
         return aligned(update, like, part, "aggregate"), [*states[:i], state, *states[i + 1 :]]
 
-    def transform(self, update: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
-        """Return the update as it is applied, given `server.totals.update`.
+    def transform(self, update: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree], Server]:
+        """Return the update as it is applied, given `server.totals.update`; the states; and the server.
 
-        What "privacy" returns takes that one's place: whatever reads it later must not see it without noise.
+        What "privacy" returns takes the place of `totals.update`, which nothing must read without its noise.
         """
         update, states = self._chain("transform", TRANSFORM, update, states, server, "privacy")
         server = replace(server, totals=replace(server.totals, update=update))
         for stage in ("compression", "method"):
             update, states = self._chain("transform", TRANSFORM, update, states, server, stage)
-        return update, states
+        return update, states, server
 
     def refine(self, params: Tree, states: list[Tree], server: Server) -> tuple[Tree, list[Tree]]:
         return self._chain("refine", REFINE, params, states, server)
@@ -419,14 +419,15 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def chosen_by(part: Part, given: Plan, plan: Plan, before: Part | None, server: Server) -> Part | None:
-    """Return the part that chose the plan's clients so far, if it was one. Raises if it overrode another choice.
+    """Return the part that changed the plan's clients last, if one did. Raises if it overrode another choice.
 
     A part may always leave out some of the clients that it is given. Which others it may take depends on who chose
     these: nobody, if they are all there are; a part, whose choice would be lost; or `participation`, of which it may at
     least take the number.
     """
-    if set(np.asarray(plan.clients).ravel().tolist()) <= set(given.clients.tolist()):
-        return before
+    new, old = (set(np.asarray(one.clients).ravel().tolist()) for one in (plan, given))
+    if new <= old:
+        return part if new < old else before
     own = type(part).__name__
     if before is not None:
         raise UndriftError(

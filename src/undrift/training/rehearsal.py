@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -258,9 +259,10 @@ class Trial(PlainEngine):
     """One client's round on a few samples: its first and its last local step."""
 
     def __init__(self, run: Run, program: Program, few: int | None) -> None:
-        """`few` is the number of samples of a batch; None takes whole ones."""
+        """`few` is the number of samples of a batch; None takes whole ones, of which none is short."""
         super().__init__(Rehearsed.of(program), run.device_data)
         self.method, self.few, self.padding = run.method, few, 0
+        self.whole = run.local.widest(run.data.size_counts[0])
         with torch.no_grad(), full_precision():
             self.inputs = self.prepared(run)
 
@@ -293,8 +295,11 @@ class Trial(PlainEngine):
         return after
 
     def batch(self, client: int, positions: np.ndarray) -> Batch:
+        everyone = np.arange(self.size(client))
+        if self.few is None and len(positions) < self.whole:  # as long as lanes pad it
+            positions = np.concatenate([positions, np.setdiff1d(everyone, positions)])[: self.whole]
         real = positions[: self.few]
-        others = np.setdiff1d(np.arange(self.size(client)), real)
+        others = np.setdiff1d(everyone, real)
         padding = np.resize(others if len(others) else real, self.padding)
         found = super().batch(client, np.concatenate([real, padding]))
         mask = torch.arange(len(found.mask), device=found.mask.device) < len(real)
@@ -373,10 +378,11 @@ def refuse_unmasked(trial: Trial, first: dict[str, Tree]) -> None:
     """Refuse hooks whose result depends on the samples that pad a batch."""
     nearby = trial.result(start=in_last_digits(trial.inputs.shared["start"]))
     for hook, far in differences(trial, first, trial.result(PADDING), nearby):
+        how = "has another shape" if far == math.inf else f"is off by {100 * far:.2g}%"
         raise RehearsalError(
-            f"{hook} depends on the samples that pad a short batch: with {PADDING} of them, the result is off by "
-            f"{100 * far:.2g}%. Multiply what you sum over a batch by batch.mask, and divide by batch.mask.sum() "
-            "instead of its length (docs/hooks.md#objective)."
+            f"{hook} depends on the samples that pad a short batch: with {PADDING} of them, the result {how}. Multiply "
+            "what you sum over a batch by batch.mask, and divide by batch.mask.sum() instead of its length "
+            "(docs/hooks.md#objective)."
         )
 
 
@@ -463,6 +469,8 @@ def differences(
         each = (groups(_at(tree, path), trial.program.model.start) for tree in (first, other, nearby))
         for group in zip(*each, strict=True):
             before, after, noise = ([t.double() for t in leaves] for leaves in group)
+            if [t.shape for t in before] != [t.shape for t in after]:
+                return math.inf
             sizes = [torch.maximum(x.norm(), y.norm()) for x, y in zip(before, after, strict=True)]
             floor = rounding * max(sizes, default=torch.zeros(()))
             for x, y, z, size in zip(before, after, noise, sizes, strict=True):

@@ -46,7 +46,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
 
     update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
     server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update, measured))
-    update, parts = method.transform(update, parts, server)
+    update, parts, server = method.transform(update, parts, server)
     server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
     params |= {name: state.params[name] for name in run.engine.program.personal & params.keys()}  # as they began
