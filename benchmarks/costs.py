@@ -1,6 +1,7 @@
 """What each method costs relative to FedAvg, measured; and the page of methods, which shows it.
 
     python -m benchmarks.costs [--repeats 5]              measure, into benchmarks/results/costs.json
+    python -m benchmarks.costs --only FedAdam             measure methods with this in their expression, and keep the rest
     python -m benchmarks.costs --write docs/methods.md    write the page, from that file and from the docstrings
 
 Times are those of whole rounds on the digits MLP (20 clients, batch size 10). A method and FedAvg take turns in one
@@ -70,6 +71,7 @@ def traffic(expression: str, held: ud.FederatedDataset) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     file = Path(__file__).parent / "results" / "costs.json"
@@ -77,9 +79,9 @@ def main() -> None:
         arguments.write.write_text(page(json.loads(file.read_text(encoding="utf-8"))), encoding="utf-8")
         return
     torch.set_num_threads(2)
-    held, rows = data(), {}
+    held, rows = data(), json.loads(file.read_text(encoding="utf-8"))["rows"] if arguments.only else {}
     base = problem("FedAvg()", held)
-    for expression in (e for group in METHODS.values() for e in group):
+    for expression in (e for group in METHODS.values() for e in group if arguments.only in e):
         given, ratios, apart = problem(expression, held), [], 0.0
         for _ in range(arguments.repeats):
             took, apart = seconds(expression, given)

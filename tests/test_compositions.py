@@ -71,7 +71,8 @@ def test_methods_stay_short(name, most):
 
     tree = ast.parse(getsource(import_module(f"undrift.methods.{name}")))
     part = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.lower() == name)
-    hooks = [n for n in part.body if not (isinstance(n, ast.FunctionDef) and n.name.startswith("check"))]
+    refusals = ("check", "__post_init__")
+    hooks = [n for n in part.body if not (isinstance(n, ast.FunctionDef) and n.name.startswith(refusals))]
     text = "\n".join(
         ast.unparse(n) for n in hooks if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
     )

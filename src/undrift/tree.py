@@ -167,6 +167,11 @@ def tree_sub(a: Tree, b: Tree) -> Tree:
     return tree_map(torch.sub, a, b)
 
 
+def tree_scaled(tree: Tree, factor: torch.Tensor) -> Tree:
+    """Return the tree times a factor, in at least float32: a half-precision tree times many samples would overflow."""
+    return tree_map(lambda t: t.to(torch.promote_types(t.dtype, torch.float32)) * factor, tree)
+
+
 def tree_zeros(tree: Tree) -> Tree:
     return tree_map(torch.zeros_like, tree)
 

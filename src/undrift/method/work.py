@@ -20,7 +20,7 @@ from undrift.method.local import Local
 from undrift.method.optimizers import Optimizer, clip_by_norm, is_sgd
 from undrift.method.part import Method, Part
 from undrift.schedule import Number
-from undrift.tree import Tree, tree_map, tree_zeros
+from undrift.tree import Tree, tree_map, tree_scaled, tree_zeros
 
 
 def with_local_work(
@@ -158,9 +158,7 @@ class OptimizeAveraged(Optimize):
         return client.received
 
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
-        # In at least float32: a half-precision state times a client's samples would overflow.
-        wide = tree_map(lambda t: t.to(torch.promote_types(t.dtype, torch.float32)), client.carry)
-        return tree_map(lambda t: t * client.weight, wide), client.kept
+        return tree_scaled(client.carry, client.weight), client.kept
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         weight = server.totals.weight

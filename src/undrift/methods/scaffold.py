@@ -13,7 +13,7 @@ from undrift.method.context import Client, Server
 from undrift.method.local import ADDED
 from undrift.method.part import Part
 from undrift.methods.account import refuse_unaccountable
-from undrift.tree import Tree, tree_map, tree_sub, tree_zeros
+from undrift.tree import Tree, tree_map, tree_scaled, tree_sub, tree_zeros
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,9 @@ class Scaffold(Part):
     variates: str = field(default="mean", metadata={"before": "uniform"})
 
     def __post_init__(self) -> None:
-        if self.correction not in ("gradient", "after"):
-            raise UndriftError(f'Scaffold(correction) must be "gradient" or "after", not {self.correction!r}.')
-        if self.variates not in ("mean", "uniform"):
-            raise UndriftError(f'Scaffold(variates) must be "mean" or "uniform", not {self.variates!r}.')
+        for name, (one, other) in {"correction": ("gradient", "after"), "variates": ("mean", "uniform")}.items():
+            if getattr(self, name) not in (one, other):
+                raise UndriftError(f'Scaffold({name}) must be "{one}" or "{other}", not {getattr(self, name)!r}.')
 
     def check(self, local: Any, data: Any) -> None:
         refuse_unaccountable("Scaffold", local)
@@ -95,10 +94,7 @@ class Scaffold(Part):
     def upload(self, delta: Tree, client: Client) -> tuple[Tree, Tree]:
         new = client.shared(tree_map(_variate, client.kept, client.received, delta, client.rate_sum))
         change = tree_sub(new, client.kept)
-        if self.variates == "mean":
-            # In at least float32: a half-precision change times a client's samples would overflow.
-            change = tree_map(lambda d: d.to(torch.promote_types(d.dtype, torch.float32)) * client.weight, change)
-        return change, new
+        return tree_scaled(change, client.weight) if self.variates == "mean" else change, new
 
     def transform(self, update: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         whole = server.total_weight if self.variates == "mean" else server.population
