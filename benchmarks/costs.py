@@ -1,7 +1,7 @@
 """What each method costs relative to FedAvg, measured; and the page of methods, which shows it.
 
     python -m benchmarks.costs [--repeats 5]              measure, into benchmarks/results/costs.json
-    python -m benchmarks.costs --only FedAdam             measure methods with this in their expression, and keep the rest
+    python -m benchmarks.costs --only FedAdam             measure those with this in their names, keep the rest
     python -m benchmarks.costs --write docs/methods.md    write the page, from that file and from the docstrings
 
 Times are those of whole rounds on the digits MLP (20 clients, batch size 10). A method and FedAvg take turns in one
