@@ -159,9 +159,7 @@ class Median(ud.Part):
 class Mime(ud.Part):
     """Local steps that mimic those of a server with all data: MimeSGDm of Karimireddy et al., *Mime* (2020).
 
-    With x the weights sent, c the cohort's mean of the gradients at x, by the weights of the mean, and
-    `m′ = β·m + (1 − β)·c`, a local step on a batch B is `y ← y − η·((1 − β)·(∇f(y; B) − ∇f(x; B)) + m′)`. After the
-    round, `m ← m′`.
+    A local step is `y ← y − η·((1 − β)·(∇f(y) − ∇f(x)) + m′)`, with x as sent and `m ← m′ = β·m + (1 − β)·∇F(x)`.
     """
 
     beta: ud.Number
@@ -171,19 +169,19 @@ class Mime(ud.Part):
         return ud.tree_map(torch.zeros_like, params)
 
     def measure(self, params, batch, client):
-        g = grad(lambda w: (client.loss(client.model(w, batch.x), batch.y) * batch.mask).sum())(params)
-        return ud.tree_map(lambda g: g * client.weight / client.n, g)
+        share = batch.mask * client.weight / client.n
+        return grad(lambda w: (client.loss(client.model(w, batch.x), batch.y) * share).sum())(params)
 
     def broadcast(self, params, state, server):
         return self._momentum(state, server)
 
     def _momentum(self, m, server):
-        share = (1 - self.beta) / max(1, int(server.client_weights.sum()))
-        return ud.tree_map(lambda m, gradients: self.beta * m + share * gradients, m, server.totals.measured)
+        whole = max(1, int(server.client_weights.sum()))
+        return ud.tree_map(lambda m, c: self.beta * m + (1 - self.beta) / whole * c, m, server.totals.measured)
 
     def gradient(self, g, params, client):
-        at_sent = client.gradient(client.start)
-        return ud.tree_map(lambda g, old, m: (1 - self.beta) * (g - old) + m, g, at_sent, client.received)
+        old = client.gradient(client.start)
+        return ud.tree_map(lambda g, old, m: (1 - self.beta) * (g - old) + m, g, old, client.received)
 
     def observe(self, params, state, server):
         return self._momentum(state, server) if len(server.cohort) else state
