@@ -47,7 +47,7 @@ def test_kept_state_moves_to_the_host_when_it_would_not_fit(monkeypatch):
     runs = []
     for share, home in ((0.0, "cpu"), (0.25, "cuda")):
         monkeypatch.setattr(client_states, "MEMORY_SHARE", share)
-        states = client_states.ClientStates({0: Table()}, torch.device("cuda"), population=10)
+        states = client_states.ClientStates({0: Table()}, torch.device("cuda"), population=10, count=1)
         assert states.updated({0: {3: torch.zeros(2, device="cuda")}}, 1).parts[0][3].device.type == home
         runs.append(ud.train(net(), make_clients(SIZES), ud.Scaffold(), rounds=4, local=local, participation=4))
     assert same_bits(runs[0].params, runs[1].params)
