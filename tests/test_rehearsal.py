@@ -303,7 +303,7 @@ def removes(tree):
 
 
 def row(tree):
-    tree["0.weight"][0] = 0
+    tree["0.weight"][0].zero_()  # a view of the tensor, not the tensor itself
     return tree
 
 
