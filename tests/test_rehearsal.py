@@ -169,10 +169,6 @@ def test_a_part_may_replace_the_losses_if_it_says_so_and_comes_first(engine):
         longer + smooth
 
 
-def sharpest(self, g, params, client):
-    return client.gradient(ud.tree_map(lambda w, d: w + 0.3 * d, params, g))
-
-
 @ON_BOTH
 def test_hooks_that_ignore_the_gradient_are_refused(engine):
     for hooks in (
@@ -204,9 +200,23 @@ def test_hooks_that_use_the_gradient_in_a_way_of_their_own_are_fine(what, withou
     assert train(part("Mine", gradient=gradient), **engine).history and not said()
 
 
-def test_a_gradient_elsewhere_that_starts_from_the_given_one_counts_as_using_it():
-    """It takes its direction from the gradient, so parts before it have their effect on that."""
-    assert train(part("Mine", gradient=sharpest), **LANES).history
+@ON_BOTH
+@pytest.mark.parametrize("scale", [1.0, 0.0], ids=["as long", "of length 1"])
+def test_a_gradient_elsewhere_loses_what_other_parts_have_added(scale, engine):
+    """Sharpness-aware minimization that takes its direction from the gradient, and returns another one."""
+
+    def there(client, params, g):
+        length = torch.sqrt(sum(d.square().sum() for d in g.values())) ** (1 - scale)
+        return client.gradient(ud.tree_map(lambda w, d: w + 0.3 * d / length, params, g))
+
+    naive = part("Naive", gradient=lambda self, g, params, client: there(client, params, g))
+    assert "Naive.gradient ignores the gradient that it is given" in refusal(ud.FedProx(1.0) + naive, **engine)
+
+    def difference(self, g, params, client):
+        here = client.gradient(params)
+        return ud.tree_map(lambda g, a, b: g + a - b, g, there(client, params, here), here)
+
+    assert train(ud.FedProx(1.0) + part("Right", gradient=difference), **engine).history
 
 
 # ---- chance ---------------------------------------------------------------------------------------------------------
@@ -293,7 +303,7 @@ def removes(tree):
 
 
 def row(tree):
-    tree["0.weight"][0] = 0
+    tree["0.weight"][0].zero_()  # a view of the tensor, not the tensor itself
     return tree
 
 
@@ -688,6 +698,18 @@ def test_correct_methods_are_not_refused_with_norms_in_low_precision_and_on_few_
     assert train(CORRECT[name], data=make_clients([1, 1]), **tiny, **engine).history, "one sample"
     assert train(CORRECT[name], data=make_clients([2, 3]), **tiny, **engine).history, "two"
     assert not said()
+
+
+def test_gradients_of_nothing_but_rounding_are_no_mistake(said):
+    """Of a bias before batch norm: 0, were it not for rounding, which padding changes altogether."""
+    same = part("Mine", gradient=lambda self, g, params, client: g)
+    for seed in (0, 3, 7, 51):
+        torch.manual_seed(seed)
+        layers = [torch.nn.Conv2d(1, 3, 3, padding=1), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten()]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(108, 4))
+        pairs = [(torch.randn(n, 1, 6, 6), torch.randint(0, 4, (n,))) for n in (7, 13, 5, 10)]
+        data = ud.FederatedDataset.from_clients(pairs)
+        assert train(same, model, data, rounds=1, **LANES).history and not said()
 
 
 @ON_BOTH

@@ -171,17 +171,17 @@ class Rehearsed(Program):
         return found
 
     def changed_gradient(self, part: Part, client: Client, g: Params, params: Params) -> Params:
-        def hook(g: Params) -> Params:
+        def hook(client: Client, g: Params) -> Params:
             return super(Rehearsed, self).changed_gradient(part, client, g, params)
 
-        self._refuse_ignoring(part, "gradient", g, hook)
+        self._refuse_ignoring(part, "gradient", client, g, hook)
         return super().changed_gradient(part, client, g, params)
 
     def taken_step(self, part: Part, client: Client, g: Params, carry: Tree, params: Params) -> tuple[Params, Tree]:
-        def hook(g: Params) -> Params:
+        def hook(client: Client, g: Params) -> Params:
             return super(Rehearsed, self).taken_step(part, client, g, carry, params)[0]
 
-        self._refuse_ignoring(part, "step", g, hook)
+        self._refuse_ignoring(part, "step", client, g, hook)
         found = super().taken_step(part, client, g, carry, params)
         rates = [rate.to(client.lr.dtype) for rate in client.rates.values()]
         if self.looks and not ours(part) and not all(bool((rate == client.lr).all()) for rate in rates):
@@ -193,17 +193,23 @@ class Rehearsed(Program):
                 )
         return found
 
-    def _refuse_ignoring(self, part: Part, hook: str, g: Params, call: Any) -> None:
-        """Refuse a hook whose result has nothing to do with the gradient it is given, unless it says so."""
+    def _refuse_ignoring(self, part: Part, hook: str, client: Client, g: Params, call: Any) -> None:
+        """Refuse a hook whose result has nothing to do with the gradient it is given, unless it says so.
+
+        To choose where `client.gradient` takes another is not enough: that does not have what other parts have added.
+        """
         if part.replaces_gradient or not self.looks_at(part, hook):
             return
+        taken = Taken(client.gradients_of)
+        client = replace(client, gradients_of=taken)
         with torch.enable_grad():
             leaves = {n: t.detach().clone().requires_grad_() for n, t in g.items()}
-            found = call(leaves)
+            found = call(client, leaves)
         if connected(found, list(leaves.values())):
             return
         # Inside torch.no_grad() nothing is connected; but what uses the gradient returns something else for another.
-        if not same(found, call(tree_map(lambda t: 1 - 2 * t, g))):
+        taken.again()
+        if not same(found, call(client, tree_map(lambda t: 1 - 2 * t, g))):
             return
         raise RehearsalError(
             f"{name(part)}.{hook} ignores the gradient that it is given, so weight decay and what other parts have "
@@ -232,6 +238,32 @@ class Rehearsed(Program):
                 f"was given what {before[-1]}.update returned. Return (update, tree) from `update`, and use that tree "
                 "in `upload`, as client.from_update. (The update before all hooks is client.final - client.begun.)"
             )
+
+
+class Taken:
+    """The gradients that a hook has asked for, which it gets again when it is called again, whatever it asks for."""
+
+    def __init__(self, gradients: Any) -> None:
+        self.gradients, self.found, self.repeats = gradients, [], False  # type: Any, list[Any], bool
+
+    def again(self) -> None:
+        self.repeats = True
+
+    def _next(self, kind: str, *where: Any) -> Any:
+        if self.repeats:
+            return self.found.pop(0)
+        self.found.append(getattr(self.gradients, kind)(*where))
+        return self.found[-1]
+
+    def gradient(self, weights: Tree, batch: int) -> Tree:
+        return self._next("gradient", weights, batch)
+
+    def gradient_and_buffers(self, weights: Tree, buffers: Tree, batch: int) -> tuple[Tree, Tree]:
+        found: tuple[Tree, Tree] = self._next("gradient_and_buffers", weights, buffers, batch)
+        return found
+
+    def per_sample(self, weights: Tree, batch: int) -> Tree:
+        return self._next("per_sample", weights, batch)
 
 
 def in_transform() -> bool:
