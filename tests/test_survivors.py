@@ -152,7 +152,7 @@ def test_any_negative_diagnostic_is_a_stall(total, decays):
     """S < 0 counts a decay, however small it is, and S = 0 does not."""
     part = ud.AllDecreasing(window=torch.tensor(0.0))
     w = {"w": torch.tensor([1.0], dtype=torch.float64)}
-    state = part.start(w) | {"S": torch.tensor(total, dtype=torch.float64)}
+    state = part.start(w, None) | {"S": torch.tensor(total, dtype=torch.float64)}
     after = part.observe(w, state, Server(None, None, None, 0, KEY, w, 1, 1.0))  # no update, so S stays
     assert int(after["decays"]) == decays and float(after["S"]) == (0.0 if decays else total)
 
