@@ -173,4 +173,5 @@ def test_states_are_fetched_as_clients_start(monkeypatch, engine):
     work = Local(epochs=1, batch_size=2, lr=1e-4)
     lanes = 2 if engine == "lanes" else None
     ud.train("mlp", owned([2, 4, 1, 6, 3, 2]), "Scaffold()", rounds=2, local=work, engine=engine, lanes=lanes)
+    assert fetched.pop(0) == 1, "before the first round, to find how much a state takes"
     assert max(fetched) == (lanes or 1) and sum(fetched) == 2 * 6
