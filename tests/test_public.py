@@ -70,8 +70,8 @@ def test_data_and_results_print_as_a_few_lines():
 
 def test_a_part_that_is_defined_again_wins_in_strings_too():
     """As when a notebook's cell is run twice."""
-    made = [make_dataclass("Mine", [("mu", float, 1.0)], bases=(ud.FedProx,), frozen=True) for _ in range(3)]
-    assert type(parse_method("Mine()").parts[0]) is made[-1]
+    made = [make_dataclass("DefinedAgain", [("mu", float, 1.0)], bases=(ud.FedProx,), frozen=True) for _ in range(3)]
+    assert type(parse_method("DefinedAgain()").parts[0]) is made[-1]
 
 
 def test_a_users_model_decides_what_its_options_may_be():
