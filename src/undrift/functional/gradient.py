@@ -1,4 +1,4 @@
-"""Gradients by ordinary autograd, with the weights in the module until the backward pass is over."""
+"""Calls of a module with other weights, and gradients by ordinary autograd, until whose end the weights stay there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils.stateless import _reparametrize_module
 
 from undrift.errors import UndriftError
 from undrift.functional.batch_norm import SINGLE
 
 Params = dict[str, Tensor]
+
+Slots = dict[str, list[tuple[dict[str, Any], str]]]
+"""By the name of a parameter or buffer: every place in a module that holds it, as a dict and the key in it."""
+
+
+def slots_of(module: nn.Module) -> Slots:
+    """Return where a module holds its parameters and buffers, under the names that `named_parameters` gives them.
+
+    A tied weight has several places. A module that is used under several names is visited once, as its places are the
+    same under each of them; torch's `functional_call` visits it once per name, and leaves it with the wrong tensors.
+    """
+    found: Slots = {}
+    names: dict[int, str] = {}
+    for prefix, layer in module.named_modules():
+        for tensors in (layer._parameters, layer._buffers):
+            for attribute, tensor in tensors.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{attribute}".lstrip("."))
+                    found.setdefault(name, []).append((tensors, attribute))  # type: ignore[arg-type]
+    return found
 
 
 class Held:
@@ -27,31 +45,52 @@ class Held:
     def __init__(self) -> None:
         self.stack: ExitStack | None = None
         self.taken = False
+        self.slots: Slots = {}
+        """Those of the module with the weights of the first call in it, among which the same tensor may occur twice."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        before = self.stack, self.taken
+        before = self.stack, self.taken, self.slots
         with ExitStack() as held:
-            self.stack, self.taken = held, False
+            self.stack, self.taken, self.slots = held, False, {}
             try:
                 yield
             finally:
-                self.stack, self.taken = before
+                self.stack, self.taken, self.slots = before
 
     def call(
         self, module: nn.Module, tensors: Params, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the module with these tensors and buffers; `buffers` gets those that the module replaces."""
-        given = {**tensors, **buffers}
-        if self.stack is None or self.taken:
-            output = functional_call(module, given, args, kwargs)  # which notes in `given` what was replaced
-        else:
-            self.taken = True
-            self.stack.enter_context(_reparametrize_module(module, given, tie_weights=True))
+        lasting = self.stack is not None and not self.taken
+        slots = self.slots if self.taken else slots_of(module)
+        with ExitStack() as here:
+            if lasting:
+                self.taken, self.slots = True, slots
+            stack = self.stack if lasting else here
+            assert stack is not None
+            stack.enter_context(replaced(slots, {**tensors, **buffers}))
             output = module(*args, **kwargs)
-            given = dict(module.named_buffers()) if buffers else {}
-        buffers |= {name: given[name].detach() for name, old in buffers.items() if given.get(name, old) is not old}
+            for name, old in buffers.items():
+                (place, attribute), *_ = slots[name]
+                if place[attribute] is not old:
+                    buffers[name] = place[attribute].detach()
         return output
+
+
+@contextmanager
+def replaced(slots: Slots, tensors: Params) -> Iterator[None]:
+    """A context with these tensors in a module's places; those that it had are put back, whatever happens."""
+    before = []
+    try:
+        for name, tensor in tensors.items():
+            for place, attribute in slots.get(name, ()):
+                before.append((place, attribute, place[attribute]))
+                place[attribute] = tensor
+        yield
+    finally:
+        for place, attribute, tensor in reversed(before):
+            place[attribute] = tensor
 
 
 def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
