@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +21,13 @@ def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
 
     Frozen parameters that are on `device` already are shared with the caller, so that a large backbone is not copied.
     """
-    module = _unwrapped(module)
+    module = unwrapped(module)
     _check_values(module)
     memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device}
     return deep_copy(module, memo).to(device)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
         module = module.module if isinstance(module, wrappers) else module._orig_mod  # type: ignore[assignment]
@@ -51,20 +55,176 @@ def _check_values(module: nn.Module) -> None:
                 f"The model's weights {name!r} are complex; keep them as real numbers (torch.view_as_real) and combine "
                 "them in forward (torch.view_as_complex)."
             )
+    trainable = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    if found := _overlapping(trainable):
+        raise UndriftError(
+            f"The model's weights {found[0]!r} and {found[1]!r} are two parameters in the same memory, which would be "
+            "averaged as two; to share a weight, make them one parameter (decoder.weight = encoder.weight), or use the "
+            "one in both places in forward."
+        )
+
+
+def _overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return the names of two tensors that share memory, if there are any."""
+    spans = []
+    for name, t in tensors.items():
+        length = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+        spans.append((str(t.device), t.data_ptr(), t.data_ptr() + length * t.element_size(), name))
+    spans.sort()
+    for before, after in itertools.pairwise(spans):
+        if before[0] == after[0] and after[1] < before[2]:
+            return before[3], after[3]
+    return None
 
 
 def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
-    """Return `copy.deepcopy` with this memo, or raise an error that explains why it fails."""
-    # Older forms of weight norm and pruning keep a weight that they computed as an attribute. Autograd's tensors cannot
-    # be copied, and the next forward pass computes these anew.
+    """Return `copy.deepcopy` with this memo, or raise an error that explains why it fails.
+
+    Unlike it, this also copies functions that close over the module or parts of it, such as a `forward` that was put in
+    place of another, keeps views of parameters views, and registers hooks on parameters again.
+    """
     known = dict(memo)
-    for layer in module.modules():
-        made = [t for t in vars(layer).values() if isinstance(t, Tensor) and t.grad_fn is not None]
-        known |= {id(t): t.detach().clone() for t in made}
     try:
-        return copy.deepcopy(module, known)
+        functions = [_Function(f, reaching) for f, reaching in _closures(module)]
+        known |= {id(f.original): f.copy for f in functions}
+        # Other tensors with a history cannot be copied. Older forms of weight norm and pruning keep a weight that they
+        # computed as an attribute, which the next forward pass computes anew.
+        for layer in module.modules():
+            for t in vars(layer).values():
+                if isinstance(t, Tensor) and t.grad_fn is not None:
+                    known[id(t)] = _view(t, known) if _is_view_of_parameter(t) else t.detach().clone()
+        found = copy.deepcopy(module, known)
+        for function in functions:
+            function.fill(known)
     except Exception as error:  # a user's attribute may raise anything
         raise UndriftError(
             f"The model cannot be copied ({first_line(error)}). undrift trains a copy, so that yours stays as it is: "
-            "keep locks, open files and generators out of the module, or give it a __deepcopy__."
+            "give a function that makes the model instead, model=lambda: Net(…), or keep locks, open files and "
+            "generators out of the module."
         ) from error
+    for p in module.parameters():
+        _copy_hooks(p, known.get(id(p)))
+    return found
+
+
+def has_hooks(p: Tensor) -> bool:
+    """Return whether a parameter has hooks of its own, which only `.backward()` on the parameter itself calls."""
+    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+def _copy_hooks(p: Tensor, other: object) -> None:
+    if isinstance(other, Tensor) and other is not p and other.requires_grad and not has_hooks(other):
+        for hook in (p._backward_hooks or {}).values():
+            other.register_hook(hook)
+        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+            other.register_post_accumulate_grad_hook(hook)
+
+
+def _is_view_of_parameter(t: Tensor) -> bool:
+    return t._is_view() and isinstance(t._base, nn.Parameter)
+
+
+def _view(t: Tensor, known: dict[int, object]) -> Tensor:
+    """Return the same view of the copy of its parameter."""
+    base = copy.deepcopy(t._base, known)
+    assert isinstance(base, Tensor)
+    with torch.enable_grad():
+        return base.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+class _Function:
+    """A function that closes over parts of a module, and its copy, which closes over those of the module's copy."""
+
+    def __init__(self, original: FunctionType, reaching: set[int]) -> None:
+        """`reaching`: the ids of what leads from the function to the module."""
+        self.original, self.reaching = original, reaching
+        cells = tuple(CellType() if self._leads(cell) else cell for cell in original.__closure__ or ())
+        self.copy = FunctionType(
+            original.__code__, original.__globals__, original.__name__, original.__defaults__, cells or None
+        )
+        self.copy.__kwdefaults__, self.copy.__qualname__ = original.__kwdefaults__, original.__qualname__
+        self.copy.__dict__.update(original.__dict__)
+
+    def _leads(self, cell: CellType) -> bool:
+        return id(_contents(cell)) in self.reaching
+
+    def fill(self, known: dict[int, Any]) -> None:
+        """Close over the copies, once they are there."""
+        for old, new in zip(self.original.__closure__ or (), self.copy.__closure__ or (), strict=True):
+            if new is not old:
+                new.cell_contents = copy.deepcopy(_contents(old), known)
+        if id(self.original.__defaults__) in self.reaching:
+            self.copy.__defaults__ = copy.deepcopy(self.original.__defaults__, known)
+        if id(self.original.__kwdefaults__) in self.reaching:
+            self.copy.__kwdefaults__ = copy.deepcopy(self.original.__kwdefaults__, known)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _closures(module: nn.Module) -> list[tuple[FunctionType, set[int]]]:
+    """Return the functions among a module's attributes that close over parts of it, and what leads to these."""
+    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+    held = _reached(module)
+    # Backwards from the module's parts, through everything but modules: those are copied as attributes anyway.
+    users: dict[int, list[int]] = {}
+    for holder, (x, content) in held.items():
+        for inner in content if not isinstance(x, nn.Module) else ():
+            users.setdefault(id(inner), []).append(holder)
+    leading, ahead = set(parts), list(parts)
+    while ahead:
+        for holder in users.get(ahead.pop(), ()):
+            if holder not in leading:
+                leading.add(holder)
+                ahead.append(holder)
+    return [(x, leading) for x, _ in held.values() if isinstance(x, FunctionType) and id(x) in leading]
+
+
+def leads_to(x: Any, parts: set[int], everywhere: bool = False) -> bool:
+    """Return whether a function or a container holds one of the objects with these ids.
+
+    With `everywhere`, also in the attributes of any object, and by the name of a global variable.
+    """
+    if isinstance(x, nn.Module | Tensor) and id(x) in parts:
+        return False  # it is one of them
+    return not parts.isdisjoint(_reached(x, everywhere))
+
+
+def _reached(x: Any, everywhere: bool = False) -> dict[int, tuple[Any, list[Any]]]:
+    """Return everything that is held by `x`, and what each of these holds, by id."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    ahead = [x]
+    while ahead:
+        one = ahead.pop()
+        if id(one) not in found:
+            content = _content(one)
+            if everywhere and isinstance(one, FunctionType):
+                content += [one.__globals__[n] for n in one.__code__.co_names if n in one.__globals__]
+            elif everywhere and not content and not isinstance(one, type | ModuleType):
+                content = list(getattr(one, "__dict__", {}).values())
+            found[id(one)] = one, content
+            ahead += content
+    return found
+
+
+LONG = 10_000
+"""Containers with more entries hold data, not parts of a model."""
+
+
+def _content(x: Any) -> list[Any]:
+    """Return what a module, a container or a function holds."""
+    if isinstance(x, nn.Module):
+        return list(vars(x).values())
+    if isinstance(x, dict):
+        return list(x.values()) if len(x) <= LONG else []
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x) if len(x) <= LONG else []
+    if isinstance(x, FunctionType):
+        return [*map(_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__]
+    if isinstance(x, MethodType):
+        return [x.__self__, x.__func__]
+    return [x.func, x.args, x.keywords] if isinstance(x, partial) else []

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.functional.distributions import DISTRIBUTIONS, shape_of
 from undrift.functional.dropouts import DROPOUTS, recurrent
-from undrift.functional.generators import host_states, seeded
+from undrift.functional.generators import host_states, seeded, torch_states
 from undrift.functional.recurrent.layers import gru, lstm
 from undrift.random import Key
 from undrift.vmap import mapped
@@ -43,13 +43,20 @@ class KeyedDraws(TorchFunctionMode):
     batch.
     """
 
-    def __init__(self, key: Key, row: Row | None = None) -> None:
+    def __init__(self, key: Key, row: Row | None = None, generators: bool = False) -> None:
+        """With `generators`, calls that name a generator draw from it."""
         super().__init__()
         self.key, self.row, self.calls = key, row, 0
+        self.generators, self.named = generators, False
+        """`named`: whether a call has named one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DRAWS:
+            if kwargs.get("generator") is not None:
+                self.named = True
+                if self.generators:
+                    return func(*args, **kwargs)
             return DRAWS[func](self.draw, *args, **kwargs)
         if func in INSIDE:
             with self:
@@ -125,17 +132,20 @@ class Trial:
         self.key, self.who = fixed_key(device), who
         self.unkeyed = ""
         """A message about draws that no key controls; empty if there are none."""
+        self.named = False
+        """Whether a draw has named a generator, whose place the key takes."""
 
     @contextmanager
-    def draws(self, keyed: bool = True) -> Iterator[list[bool]]:
+    def draws(self, keyed: bool = True, generators: bool = False) -> Iterator[list[bool]]:
         """A context for one pass from the initial generators. Afterwards, the list says whether the pass drew.
 
-        With `keyed=False`, every draw counts as one that no key controls, as in a backward pass.
+        With `keyed=False`, every draw counts as one that no key controls, as in a backward pass. With `generators`,
+        draws that name a generator come from it, and do not count.
         """
         drew: list[bool] = []
         with seeded(self.key), NoticeDraws() as noticed:
-            before = host_states()
-            mode = KeyedDraws(self.key)
+            before, torchs = host_states(), torch_states(self.key.words.device)
+            mode = KeyedDraws(self.key, generators=generators)
             try:
                 with mode if keyed else nullcontext():
                     yield drew
@@ -143,9 +153,14 @@ class Trial:
                 changed = [a != b for a, b in zip(before, host_states(), strict=True)]
                 sources = [noticed.found, "Python's random" if changed[0] else "", "numpy.random" if changed[1] else ""]
                 drew.append(mode.calls > 0 or any(sources))
+                self.named |= mode.named
                 found = next((source for source in sources if source), "")
-                if found and not self.unkeyed:
+                if generators or self.unkeyed:
+                    pass
+                elif found:
                     self.unkeyed = f"{self.who} draws from {found}, for which there is no keyed form"
+                elif keyed and not all(map(torch.equal, torchs, torch_states(self.key.words.device))):
+                    self.unkeyed = f"{self.who} seeds torch's generators"
 
 
 def fixed_key(device: torch.device) -> Key:

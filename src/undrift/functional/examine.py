@@ -55,10 +55,10 @@ def examine(model: Model, x: Tree) -> Findings:
     data = {n: p.data for n, p in twin.module.named_parameters()}
     trial = Trial(tree_leaves(x)[0].device)
 
-    def once() -> Tree:
+    def once(generators: bool = False) -> Tree:
         """Run a training pass on a copy of the samples, which it may write to."""
         args, kwargs = arguments(tree_map(torch.clone, floats_to(x, model.input_dtype)))
-        with trial.draws():
+        with trial.draws(generators=generators):
             output = twin.module(*args, **kwargs)
         return [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]  # it may be a view of a weight
 
@@ -75,6 +75,9 @@ def examine(model: Model, x: Tree) -> Findings:
         for name, p in weights.items():  # which the forward pass may have written to
             p.copy_(model.start[name])
         second = once()
+        # A generator that the forward pass makes and seeds is to give the same numbers every time, unlike the key.
+        if trial.named and _alike(once(generators=True), once(generators=True)):
+            trial.unkeyed = trial.unkeyed or "its forward pass draws from a generator that it seeds itself"
         # An average of the weights that begins with the weights themselves changes when these have.
         for p in weights.values():
             p.mul_(1.0625).add_(0.01)

@@ -89,6 +89,11 @@ def host_positions() -> tuple[Any, ...]:
     return python, state["pos"], state["key"].tobytes(), found["has_gauss"]
 
 
+def torch_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators on the CPU and on the device."""
+    return [generator.get_state() for generator in _torch_generators(device)]
+
+
 def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if isinstance(value, dict):

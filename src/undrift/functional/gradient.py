@@ -31,7 +31,7 @@ def slots_of(module: nn.Module) -> Slots:
             for attribute, tensor in tensors.items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{prefix}.{attribute}".lstrip("."))
-                    found.setdefault(name, []).append((tensors, attribute))  # type: ignore[arg-type]
+                    found.setdefault(name, []).append((tensors, attribute))
     return found
 
 
@@ -57,6 +57,11 @@ class Held:
                 yield
             finally:
                 self.stack, self.taken, self.slots = before
+
+    def gradient(self, loss: Callable[[Params], tuple[Tensor, Params]], params: Params) -> tuple[Params, Params]:
+        """Return the gradient of `loss`, whose first call of the module is the one that it is of, and the buffers."""
+        with self.open():
+            return ordinary_gradient(loss, params)
 
     def call(
         self, module: nn.Module, tensors: Params, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -98,16 +103,10 @@ def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: P
 
     `loss` also returns the buffers that it changed, which are passed on.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), explaining():
         leaves = {name: w.detach().requires_grad_() for name, w in params.items()}
-        try:
-            value, buffers = loss(leaves)
-            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        except (ValueError, RuntimeError) as error:
-            for words, sentence in EXPLAINED.items():
-                if words in str(error):
-                    raise UndriftError(sentence) from error
-            raise
+        value, buffers = loss(leaves)
+        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
     for name, w in params.items():
         if (
             leaves[name].data_ptr() != w.data_ptr()
@@ -117,6 +116,18 @@ def ordinary_gradient(loss: Callable[[Params], tuple[Tensor, Params]], params: P
             )  # not before the backward pass, which may need the values of the forward pass
     dense = [g if g.layout is torch.strided else g.to_dense() for g in found]
     return dict(zip(params, dense, strict=True)), {name: b.detach() for name, b in buffers.items()}
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """A context that explains some of torch's errors in a forward or backward pass."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        for words, sentence in EXPLAINED.items():
+            if words in str(error):
+                raise UndriftError(sentence) from error
+        raise
 
 
 EXPLAINED = {

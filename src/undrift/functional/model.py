@@ -20,8 +20,9 @@ from undrift.functional.copying import copy_of, deep_copy
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
 from undrift.functional.examine import BufferShapeError, examine, find_obstacle, named_tensors
 from undrift.functional.generators import seeded
-from undrift.functional.gradient import Held, ordinary_gradient
+from undrift.functional.gradient import Held
 from undrift.functional.gradient import Params as Params
+from undrift.functional.in_place import InPlace
 from undrift.functional.layers import LastInput, Layer, Watch
 from undrift.functional.masks import masks
 from undrift.functional.norm_trials import refuses_single
@@ -122,10 +123,25 @@ class Model:
 
     def in_lanes(self) -> Model:
         """Return this model with recurrent layers and batch norms that support vmap in place of torch's own."""
+        if isinstance(self.held, InPlace):
+            return self
         module = deep_copy(self.module, {id(t): t for t in (*self.module.parameters(), *self.module.buffers())})
         adopt(module)
         adopt_norms(module)
         return self._with(module=module, vectorized=True)
+
+    def in_place(self, why: str, module: nn.Module | None = None) -> Model:
+        """Return this model as ordinary PyTorch calls it, one client at a time: see `InPlace`.
+
+        `module` is another one to call, such as the caller's own.
+        """
+        return self.in_own_precision()._with(module=module or self.module, held=InPlace(why), vectorized=False)
+
+    def called(self, module: nn.Module, x: Tree) -> Tree:
+        """Return the outputs of a trained module, called as its user calls it."""
+        args, kwargs = arguments(floats_to(x, self.input_dtype))
+        with self._repeating(tree_leaves(x)[0].device):
+            return selected(module(*args, **kwargs), self.output)
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return version counters that show whether a forward pass has written to a buffer or a frozen weight."""
@@ -179,7 +195,7 @@ class Model:
     @cached_property
     def obstacle(self) -> str | None:
         """Why this model cannot run under vmap; None if it can."""
-        return find_obstacle(self)
+        return self.held.why if isinstance(self.held, InPlace) else find_obstacle(self)
 
     @cached_property
     def refuses_single(self) -> bool:
@@ -268,8 +284,7 @@ class Model:
         self, loss: Callable[[Params], tuple[Tensor, Params]], params: Params
     ) -> tuple[Params, Params]:
         """Return the same for a `loss` that also returns the buffers it changed."""
-        with self.held.open():
-            return ordinary_gradient(loss, params)
+        return self.held.gradient(loss, params)
 
     def _call(
         self,
@@ -288,7 +303,8 @@ class Model:
             tensors = {n: t.to(self.compute_dtype) for n, t in rest.items() if n not in whole} | whole
         if isinstance(watch, Watch | LastInput | Uses):
             own = dict(self.module.named_parameters())
-            watch.names = {id(tensor): name for name, tensor in tensors.items() if name in own}
+            called = own if isinstance(self.held, InPlace) else tensors
+            watch.names = {id(tensor): name for name, tensor in called.items() if name in own}
         mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype)
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
         seen = watch or contextlib.nullcontext()
@@ -310,7 +326,7 @@ class Model:
 
     def set_mode(self, training: bool) -> None:
         if self.module.training != training:
-            self.module.train(training)
+            self.module.train() if training else self.module.eval()  # which the module may have overridden
             for name in self.still if training else ():
                 self.module.get_submodule(name).training = False
 

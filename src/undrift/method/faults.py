@@ -96,6 +96,10 @@ class Fates:
     """The factor of the distance from the global model to the weights that it returns: 1, NaN, or `explode_factor`.
     NaN also stands for no reply."""
 
+    def of(self, places: Array) -> Fates:
+        """Return what happens to the clients at these places."""
+        return Fates(self.steps[places], self.dropped[places], self.stragglers[places], self.factor[places])
+
 
 def unharmed(steps: Array) -> Fates:
     """Return the fates of clients to which nothing happens."""

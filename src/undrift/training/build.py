@@ -26,6 +26,8 @@ from undrift.engine.ranked import RankedEngine
 from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
+from undrift.functional.copying import has_hooks, unwrapped
+from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
 from undrift.losses import Loss, directions, for_labels, get_loss, model_loss
 from undrift.method.calls import call, ours
@@ -41,6 +43,7 @@ from undrift.training import drift
 from undrift.training.arithmetic import full_precision, threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.labelled import with_labels
+from undrift.training.model_rehearsal import OwnModule
 from undrift.training.obstacles import reason
 from undrift.training.rehearsal import find_sums, rehearse
 from undrift.training.run import Run
@@ -81,6 +84,8 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     module = with_shapes(module_of(given.model, data, seed), data, seed)
     function = Model(module, where, given.precision, output_of(given, method, own_loss))
     examined = check_data(function, data, where, chosen_loss, chosen_metrics)
+    if any(has_hooks(p) for p in examined.module.parameters()):
+        examined = examined.in_place(HOOKS)
     for part in method.parts:
         call(part, "check_model", examined, rounds)
     placement = Placement(where, given.data_on)
@@ -121,6 +126,9 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         ranks=ranks,
     )
     find_sums(run, program)
+    if given.rehearse and not (isinstance(given.model, str) and isinstance(given.loss, str | None)):
+        padded = choice.engine == "lanes" and may_pad(local, data, method)
+        run = replace(run, own_module=OwnModule(unwrapped(module), examined, program, padded))
     if given.rehearse and not all(ours(part) for part in method.parts):
         alone = replace(program_of(function, method, local, data, chosen_loss), sums=program.sums)
         lanes = choice.engine == "lanes"

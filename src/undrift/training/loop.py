@@ -31,6 +31,7 @@ from undrift.training.early import COLUMN, Rule, as_rule, check_possible
 from undrift.training.evaluate import Columns, evaluate, warn_without_test
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
+from undrift.training.model_rehearsal import few_outputs, rehearsed, warn_of_another_evaluation
 from undrift.training.personal import Personal, has_own_models, own_model
 from undrift.training.processes import agree, opened
 from undrift.training.progress import shown
@@ -195,6 +196,8 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
         ranks.use(run.device)
         with arithmetic.threads(run.choices["threads"]):
             join(run, given)
+            with selected(run.device), arithmetic.arithmetic(given.precision, given.deterministic, run.device):
+                run = rehearsed(run)
             return trained(run, rule, given)
 
 
@@ -293,7 +296,9 @@ class Loop:
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
             found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
             self.state, self.stopped = self.watch.undo(found)
+        outputs = few_outputs(self.run, self.state)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
+        warn_of_another_evaluation(self.run, outputs, trained)
         ranks, folder = self.run.ranks, self.listeners.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
         diverged = None if self.stopped else divergence.warned_of(self.run, self.state.history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,17 +84,19 @@ def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
     return replace(answers, outcome=outcome), drifted
 
 
-def inputs_of(run: Run, method: Method, state: State) -> tuple[RoundInputs, Server, list[Tree]]:
+def inputs_of(
+    run: Run, method: Method, state: State, changed: Callable[[Plan], Plan] = lambda plan: plan
+) -> tuple[RoundInputs, Server, list[Tree]]:
     """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
 
-    Also returns the server as it stands before training, with what parts measured over the cohort, and the parts'
-    states after `plan`.
+    `changed` may change the plan. Also returns the server as it stands before training, with what parts measured over
+    the cohort, and the parts' states after `plan`.
     """
     server, plan, parts = run.server(state.round, state), run.plan(state.round), state.parts
     if method.overriding("plan"):
         plan, parts = method.plan(plan, parts, server)
         plan = run.checked(plan, state.round)
-    plan = run.conditions.with_fates(plan, run.seed)
+    plan = changed(run.conditions.with_fates(plan, run.seed))
     server = replace(server, cohort=plan.clients, client_weights=run.weights(plan.clients))
     server = measured_by(run, method, plan, state, server)
     received = method.broadcast(state.params, parts, server)

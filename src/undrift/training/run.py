@@ -38,6 +38,7 @@ from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device, tree_clone, tree_to
 
 if TYPE_CHECKING:
+    from undrift.training.model_rehearsal import OwnModule
     from undrift.training.rehearsal import Rehearsal
 
 
@@ -73,6 +74,8 @@ class Run:
     """The files for what clients keep, if that may be too much for memory."""
     rehearsal: Rehearsal | None = None
     """What repeats the trial of users' hooks during the run, if there are any in lanes."""
+    own_module: OwnModule | None = None
+    """The caller's own module, with which engines are compared; None if they are not."""
 
     @property
     def measures(self) -> dict[str, Any]:

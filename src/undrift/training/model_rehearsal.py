@@ -1,0 +1,364 @@
+"""A rehearsal of the model before a run: do its clients train as ordinary PyTorch trains the caller's own module?
+
+Engines call a copy of the module, with other tensors in the place of its weights, traced and for many clients at once.
+A module may depend on what gets lost on the way: a closure that has the weight itself, a hook on a parameter, a value
+that the forward pass keeps in Python. No list of such idioms is complete. So the engine that will train takes the first
+two local steps of the first cohort on a few samples of each client, and one of these clients takes them again with the
+caller's own module: called as it is, with `loss.backward()`. Weights, buffers, and then the outputs in evaluation mode
+must agree, up to what rounding may do.
+
+If they do not, the plain engine is tried, and the plain engine that trains a copy of the module in place
+(`functional/in_place.py`). If that differs too, the copy is not the caller's module, and the run is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from undrift.data.dataset import Rows
+from undrift.engine.base import Engine, RoundInputs
+from undrift.engine.client import Program
+from undrift.engine.fallback import Fallback
+from undrift.engine.plain import PlainEngine
+from undrift.engine.trace import CALLING
+from undrift.errors import UndriftError, first_sentence, machine_trouble
+from undrift.functional.borrowed import borrowed
+from undrift.functional.copying import leads_to
+from undrift.functional.draws import fixed_key
+from undrift.functional.generators import seeded
+from undrift.functional.in_place import WHY
+from undrift.functional.model import Model, Params
+from undrift.method.context import Plan
+from undrift.random import normal_like
+from undrift.training.rounds import inputs_of
+from undrift.training.run import Run
+from undrift.training.state import State
+from undrift.tree import Tree, tree_leaves, tree_map, tree_unstack
+
+log = logging.getLogger("undrift")
+
+FEW = 3
+"""The number of samples of a batch, unless lanes must not pad it or the model needs more."""
+STEPS = 2
+"""The number of local steps: after the first, weights have moved, and a head of zeros no longer hides the rest."""
+ROUNDING = 256
+"""How far a tensor of nothing but rounding may move, in the last digits of the largest move."""
+NOISE = 50
+"""How many times as far as rounding may move a result, an engine may not."""
+LOW_TOLERANCE, LOW_NOISE = 0.3, 10
+"""By how much the updates of an engine in lower precision may differ from those in the model's own."""
+
+
+class Trained(NamedTuple):
+    """What two local steps make of one client."""
+
+    params: Params
+    buffers: Params
+
+
+class Off(NamedTuple):
+    """The tensor that differs most, and by which share of its move."""
+
+    name: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.name} is off by {100 * self.share:.2g}%"
+
+
+@dataclass(frozen=True)
+class OwnModule:
+    """The caller's module, and how undrift calls its copy."""
+
+    module: nn.Module
+    model: Model
+    """For the plain engine."""
+    program: Program
+    padded: bool
+    """Whether the engine may pad batches."""
+
+
+def rehearsed(run: Run) -> Run:
+    """Return the run, on another engine if the one that was chosen does not train the model as PyTorch does.
+
+    Raises `UndriftError` if none does.
+    """
+    own = run.own_module
+    if own is None or type(run) is not Run:  # a federation trains on its nodes, which rehearse
+        return run
+    for few in (FEW, None) if own.padded or run.choices["engine"] == "plain" else (None,):
+        try:
+            return run.ranks.together(partial(Comparison, run, own, few)).settled()
+        except MismatchError:
+            raise
+        except Exception as error:
+            if machine_trouble(error):
+                raise
+            failed = error
+    # Training will tell; it may be that the model does not take a few samples alone, for example.
+    log.info("the rehearsal of the model was given up: %s", failed)
+    return run
+
+
+class MismatchError(UndriftError):
+    """A model that undrift would not train as PyTorch does."""
+
+
+class Comparison:
+    """The first two local steps of one client, by several engines and by the caller's own module."""
+
+    def __init__(self, run: Run, own: OwnModule, few: int | None) -> None:
+        self.run, self.own, self.few = run, own, few
+        self.start = run.start()
+        self.inputs = self._inputs()
+        sizes = run.data.sizes_of(self.inputs.filled.clients[: self.inputs.cohort])
+        self.place = int(sizes.argmax())
+        self.low = low(run)
+        self.wanted = self.by_pytorch()
+
+    def _inputs(self) -> RoundInputs:
+        """Return the first round's inputs, of no more clients and samples than it takes.
+
+        Lanes get as many clients as they have, in batches of the usual shape: what they trace now, the run needs.
+        """
+        run = self.run
+        lanes = run.choices["engine"] == "lanes"
+        most = run.choices["lanes"] * run.ranks.size if lanes else 1
+
+        def short(plan: Plan) -> Plan:
+            some = np.sort(np.argsort(-run.data.sizes_of(plan.clients), kind="stable")[:most])
+            return replace(
+                plan,
+                clients=plan.clients[some],
+                steps=np.minimum(plan.steps[some], STEPS),
+                fates=plan.fates and plan.fates.of(some),
+            )
+
+        with torch.no_grad():
+            found = inputs_of(run, run.bound(0), self.start, short)[0]
+        if self.few is None:
+            return found
+        counts = np.minimum(found.batches.counts, self.few)
+        return replace(found, batches=replace(found.batches, counts=counts))
+
+    # ---- training, in several ways --------------------------------------------------------------------------------
+    def by_pytorch(self, start: Params | None = None) -> Trained:
+        """Return what the caller's own module makes of the client."""
+        inputs = self.inputs
+        if start is not None:
+            inputs = replace(inputs, shared={**inputs.shared, "start": start})
+        with CALLING, borrowed(self.own.module, self.run.device, self.own.model.owns_frozen) as module:
+            model = self.own.model.in_place(WHY, module)
+            with seeded(fixed_key(self.run.device)):
+                return self._plainly(model, inputs)
+
+    def _plainly(self, model: Model, inputs: RoundInputs) -> Trained:
+        engine = self.plain(model)
+        state = engine.train(inputs, self.place, engine.given(inputs, self.place))
+        return Trained(tree_map(torch.clone, state["params"]), tree_map(torch.clone, state.get("statistics", {})))
+
+    def plain(self, model: Model) -> PlainEngine:
+        """Return the plain engine with this model."""
+        return PlainEngine(replace(self.own.program, model=model), self.run.device_data)
+
+    def by(self, engine: Engine) -> Trained | None:
+        """Return what an engine makes of the client; None if another process has it."""
+        if isinstance(engine, PlainEngine):
+            return self._plainly(engine.program.model, self.inputs)
+        found: list[Params] = []
+        client = self.inputs.filled.clients[self.place]
+
+        def visit(params: Params, clients: np.ndarray) -> None:
+            found.extend(own for own, c in zip(tree_unstack(params), clients, strict=True) if c == client)
+
+        engine.run(self.inputs, visit)
+        if not found:
+            return None
+        names = self.own.model.start.keys()
+        return Trained(*({n: t for n, t in found[0].items() if (n in names) == which} for which in (True, False)))
+
+    # ---- what differs ---------------------------------------------------------------------------------------------
+    def off(self, engine: Engine, model: Model) -> Off | None:
+        """Return what an engine trains otherwise than PyTorch, or evaluates otherwise; None if nothing."""
+        found = self.by(engine)
+        if found is None:
+            return None
+        training = self._training(found)
+        return max(training, key=lambda off: off.share) if training else self._evaluation(model)
+
+    def _training(self, found: Trained, nearby: Trained | None = None) -> list[Off]:
+        """Return the tensors that an engine has trained otherwise."""
+        off = list(self._different(found, nearby))
+        if off and nearby is None:
+            return self._training(found, self.by_pytorch(self._in_last_digits()))
+        return off
+
+    def _different(self, found: Trained, nearby: Trained | None) -> Iterator[Off]:
+        """Yield the tensors that differ by more than rounding explains; `nearby` shows what it may do."""
+        tolerance, noise = (LOW_TOLERANCE, LOW_NOISE) if self.low else (self.eps**0.5, NOISE)
+        for kind, before in (("params", self.inputs.shared["start"]), ("buffers", self.inputs.shared["tracked"])):
+            mine, theirs, near = (getattr(one, kind) if one else {} for one in (found, self.wanted, nearby))
+            moves = {n: (t.double() - before[n].double()).norm() for n, t in theirs.items()}
+            floor = ROUNDING * self.eps * max(moves.values(), default=torch.zeros(()))
+            for name, wanted in theirs.items():
+                gap, size = (mine[name].double() - wanted.double()).norm(), moves[name]
+                digits = 8 * self.eps * wanted.double().norm()
+                if not (gap > floor and gap > tolerance * size and gap > digits):  # nor NaN in both
+                    continue
+                if name in near and not gap > noise * (near[name].double() - wanted.double()).norm():
+                    continue
+                yield Off(repr(name), float(gap / torch.maximum(size, gap)))
+
+    def _evaluation(self, model: Model) -> Off | None:
+        """Return how outputs in evaluation mode differ from those of the caller's own module; None if they do not."""
+        x = few_samples(self.run, self.few or FEW)
+        with torch.no_grad():
+            mine = model.at(self.start.tracked | self.wanted.buffers)(self.wanted.params, x)
+            with CALLING, borrowed(self.own.module, self.run.device, self.own.model.owns_frozen) as module:
+                theirs = self.own.model.in_place(WHY, module)
+                wanted = theirs.at(self.start.tracked | self.wanted.buffers)(self.wanted.params, x)
+        share = apart(mine, wanted)
+        return Off("the output in evaluation mode", share) if share > bound(self.run) else None
+
+    @property
+    def eps(self) -> float:
+        return float(torch.finfo(self.own.model.dtype).eps)
+
+    def _in_last_digits(self) -> Params:
+        """Return weights that differ from the first ones in the last digits with which the engine computes."""
+        start = self.inputs.shared["start"]
+        eps = {True: 2.0**-8 if self.own.model.low else 2.0**-11, False: 8 * self.eps}[self.low]
+        drawn = normal_like(fixed_key(self.run.device), start)
+        return tree_map(lambda w, z: w * (1 + eps * z), start, drawn)
+
+    # ---- what follows ---------------------------------------------------------------------------------------------
+    def settled(self) -> Run:
+        """Return the run on the first engine that trains the model as PyTorch does."""
+        run, model = self.run, self.own.model
+        if not (off := self._agreed(self.off(run.engine, run.model))):
+            return run
+        if run.choices["engine"] == "lanes":
+            if isinstance(run.engine, Fallback) and run.engine.plain is None:
+                raise MismatchError(f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".')
+            if not self._agreed(self.off(self.plain(model), model)):
+                return self._on_plain(model, f"in lanes {off}")
+        inside = model.in_place(WHY)
+        if model.low or run.ranks.several or self._agreed(self.off(self.plain(inside), inside)):
+            raise MismatchError(self._sentence(off))
+        return self._on_plain(inside, f"{WHY} ({off})")
+
+    def _agreed(self, off: Off | None) -> Off | None:
+        """Return what the first process of the run found, so that all decide the same."""
+        return self.run.ranks.said(lambda: off)
+
+    def _on_plain(self, model: Model, why: str) -> Run:
+        """Return the run on the plain engine."""
+        run, engine = self.run, self.run.engine
+        log.warning("the run trains on the plain engine: %s", why)
+        if isinstance(engine, Fallback):
+            engine.plain = lambda: PlainEngine(replace(self.own.program, model=model), run.device_data)
+            engine.switch(0, why)
+        else:
+            run = replace(run, engine=self.plain(model))
+        run.choices.update(engine="plain", lanes=1, compile=False, why=why)
+        run.choices.pop("switched", None)
+        return replace(run, model=model)
+
+    def _sentence(self, off: Off) -> str:
+        """Return what is wrong, why perhaps, and what to change."""
+        return f"undrift would not train this model as PyTorch does: after {STEPS} local steps, {off}. {self._cause()}"
+
+    def _cause(self) -> str:
+        """Return the likely cause."""
+        module, run = self.own.module, self.run
+        parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+        if leads_to(run.loss, parts, everywhere=True):
+            return (
+                "The loss reads the model itself, but clients train copies of it: return what the loss needs from "
+                'forward, as a tuple or a dict with output="all", or let the model compute its own loss (loss="model").'
+            )
+        again = self.by_pytorch()
+        if any(self._different(again, None)):
+            return (
+                "Two trials with PyTorch alone differ as well: the forward pass or the loss keeps something in Python "
+                "from one call to the next (a counter, a cache). Keep it in a buffer, or compute it anew."
+            )
+        for name, layer in module.named_modules():
+            for attribute, x in vars(layer).items():
+                where = f"Its attribute {f'{name}.{attribute}'.lstrip('.')!r}"
+                if isinstance(x, weakref.ReferenceType):
+                    return f"{where} is a weak reference, which still leads to your module in a copy of it. {FACTORY}"
+                held = attribute in ("_modules", "_parameters", "_buffers")
+                if not held and leads_to(x, parts, everywhere=True) and not leads_to(x, parts):
+                    return f"{where} uses your module by a global name, also in a copy of it. {FACTORY}"
+        return (
+            "It may reach a weight in another way than by the name under which a module holds it, or keep something in "
+            f"Python from one call to the next. {FACTORY}"
+        )
+
+
+FACTORY = "Write it as a method that uses self; or give a function that makes the model, model=lambda: Net(…)."
+
+
+def apart(found: Tree, wanted: Tree) -> float:
+    """Return the distance between two outputs, as a share of the second."""
+    pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+    shares = [0.0]
+    for a, b in pairs:
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_floating_point() or b.is_floating_point()):
+            if a.shape != b.shape:
+                return float("inf")
+            gap, size = (a.double() - b.double()).nan_to_num().norm(), b.double().nan_to_num().norm()
+            shares.append(float(gap / size) if size else float(gap > 0))
+    return max(shares)
+
+
+def few_outputs(run: Run, state: State) -> Tree:
+    """Return the model's outputs for a few held-out samples, as evaluation has them; None if they are not compared."""
+    if run.own_module is None or not (run.test or run.validation):
+        return None
+    with torch.no_grad():
+        return run.model.at(state.tracked)(state.params, few_samples(run))
+
+
+def warn_of_another_evaluation(run: Run, outputs: Tree, trained: nn.Module) -> None:
+    """Warn if the trained module, called as its user calls it, has other outputs than these."""
+    if outputs is None:
+        return
+    try:
+        with torch.no_grad():
+            share = apart(outputs, run.model.called(trained, few_samples(run)))
+    except Exception as error:  # whatever a user's module may raise
+        log.warning("result.model fails on samples that undrift has evaluated it on: %s", first_sentence(error))
+        return
+    if share > bound(run):
+        log.warning(
+            "result.model's outputs in evaluation mode differ by %.2g%% from those that the history's last loss is "
+            "about; its forward pass may keep something in Python from one call to the next.", 100 * share,
+        )  # fmt: skip
+
+
+def few_samples(run: Run, few: int = FEW) -> Tree:
+    """Return a few samples, of the test set if there is one."""
+    rows = run.test or run.validation or run.device_data.place(Rows(run.data.store, run.data.index, run.data.take))
+    x: Tree = next(iter(replace(rows, index=rows.index[:few]).batches(few)))[0]
+    return x
+
+
+def low(run: Run) -> bool:
+    """Return whether the run computes in a lower precision than that of its weights."""
+    return run.model.low or run.choices["precision"] == "tf32"
+
+
+def bound(run: Run) -> float:
+    """Return by which share outputs may differ."""
+    return LOW_TOLERANCE if low(run) else 10 * float(torch.finfo(run.model.dtype).eps) ** 0.5
