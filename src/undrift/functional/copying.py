@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from undrift.errors import UndriftError, first_line
+from undrift.functional.gradient import slots_of
+from undrift.models.seeded import Seeded
 
 
 def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
@@ -77,6 +79,47 @@ def _overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     return None
 
 
+class Factory:
+    """Makes copies of a module by calling the function that made it, and giving what it returns the same values.
+
+    It is the module's `__deepcopy__`. So a module can be copied that `copy.deepcopy` cannot copy, or not faithfully.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], module: nn.Module) -> None:
+        self.make, self.module = make, module
+
+    @classmethod
+    def made(cls, make: Callable[[], Any], seed: int) -> Any:
+        """Return what the function makes; its initial weights depend on the seed alone."""
+        with Seeded(seed):
+            module = make()
+        if isinstance(module, nn.Module):
+            vars(module)["__deepcopy__"] = cls(make, module)
+        return module
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        old, new = self.module, self.made(self.make, 0)
+        pairs = list(zip(old.modules(), new.modules(), strict=False))
+        slots, places = slots_of(old), slots_of(new)
+        if slots.keys() != places.keys() or len(pairs) != len(list(old.modules())):
+            raise UndriftError("the function that makes it returns another model every time")
+        for name, [(tensors, attribute), *_] in slots.items():
+            t = tensors[attribute]
+            own = places[name][0][0][places[name][0][1]]
+            if id(t) in memo:
+                for place, key in places[name]:
+                    place[key] = memo[id(t)]
+            else:
+                own.data = t.detach().clone()
+                memo[id(t)] = own.requires_grad_(t.requires_grad)
+        for before, after in pairs:
+            memo[id(before)] = after
+            after.training, after.__class__ = before.training, before.__class__  # which lanes may have changed
+            if isinstance(before, nn.modules.batchnorm._BatchNorm):
+                after.momentum = before.momentum
+        return new
+
+
 def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     """Return `copy.deepcopy` with this memo, or raise an error that explains why it fails.
 
@@ -85,6 +128,8 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     """
     known = dict(memo)
     try:
+        if "__deepcopy__" in vars(module):  # which knows better
+            return copy.deepcopy(module, known)
         functions = [_Function(f, reaching) for f, reaching in _closures(module)]
         known |= {id(f.original): f.copy for f in functions}
         # Other tensors with a history cannot be copied. Older forms of weight norm and pruning keep a weight that they

@@ -356,6 +356,7 @@ class Model:
         """Return the module with torch's own layers, in evaluation mode, for the user."""
         release(self.module)
         release_norms(self.module)
+        vars(self.module).pop("__deepcopy__", None)  # so that the module can be pickled
         return self.module.eval()
 
 

@@ -26,7 +26,7 @@ from undrift.engine.ranked import RankedEngine
 from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
-from undrift.functional.copying import has_hooks, unwrapped
+from undrift.functional.copying import Factory, has_hooks, unwrapped
 from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
 from undrift.losses import Loss, directions, for_labels, get_loss, model_loss
@@ -38,7 +38,7 @@ from undrift.method.part import Method
 from undrift.method.work import with_local_work
 from undrift.metrics import get_metrics
 from undrift.models import parse_model
-from undrift.random import derive
+from undrift.random import derive, torch_seed
 from undrift.training import drift
 from undrift.training.arithmetic import full_precision, threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
@@ -211,7 +211,7 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
 
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
-    """Return the user's module, or a new one of the name that was given."""
+    """Return the user's module, or a new one of the name, or from the function, that was given."""
     if isinstance(model, str):
         name, options = parse_model(model)
         x = data.take(data.store, data.index[:1])[0]
@@ -219,8 +219,16 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
         require(isinstance(x, Tensor), several)
         needs: dict[str, Any] = {"classes": data.outputs, "shape": x.shape[1:], "vocabulary": data.task.vocabulary}
         model = models.get(name, seed=seed, **needs, **options)
+    elif not isinstance(model, nn.Module) and callable(model):
+        made = Factory.made(model, torch_seed(seed, "model"))
+        kind = type(made).__name__
+        require(isinstance(made, nn.Module), f"The function given as model must return an nn.Module, not {kind}.")
+        model = made
     kind = type(model).__name__
-    require(isinstance(model, nn.Module), f"model must be an nn.Module or the name of a model, not {kind}.")
+    require(
+        isinstance(model, nn.Module),
+        f"model must be an nn.Module, a function that makes one, or the name of a model, not {kind}.",
+    )
     module: nn.Module = model
     return module
 

@@ -50,7 +50,7 @@ from undrift.tree import tree_finite
 
 
 def train(
-    model: nn.Module | str,
+    model: nn.Module | str | Callable[[], nn.Module],
     data: FederatedDataset,
     method: Method | Part | str = FedAvg(),  # noqa: B008 - parts are frozen
     *,
@@ -99,7 +99,8 @@ def train(
 
     Args:
         model: Any `nn.Module`, which is not modified, or the name of a model (`undrift list models`), optionally with
-            arguments: `"mlp(hidden=32)"`.
+            arguments: `"mlp(hidden=32)"`. Or a function that makes a module, such as `lambda: Net()`: for modules that
+            cannot be copied, or not faithfully. Its initial weights then depend on `seed`.
         data: The clients' data, from `ud.load` or `ud.FederatedDataset.from_clients`.
         method: A part, a sum of parts, or such an expression as a string: `"FedDyn(0.1) + FedNLR()"`.
         rounds: The number of rounds, including those already trained if the run is resumed.
@@ -120,9 +121,11 @@ def train(
             `result.choices` has what was chosen, and why.
         lanes: The number of clients that train side by side with `engine="lanes"`. Chosen by a rule by default.
         compile: Whether to compile the local step with `torch.compile` on a GPU. By default, long runs are compiled.
-        rehearse: Whether to try hooks of your own on a few samples of one client before training, and refuse those that
-            would be wrong without a word: hooks that ignore `batch.mask`, that return something else for the same
-            arguments, or that ignore the losses or the gradient they are given without saying so.
+        rehearse: Whether to try a model, a loss and hooks of your own on a few samples before training. Two local steps
+            must agree with ordinary PyTorch on your module itself; otherwise the run trains on the plain engine, with
+            the reason in `result.choices["why"]`, or is refused. Hooks are refused that ignore `batch.mask`, that
+            return something else for the same arguments, or that ignore the losses or the gradient they are given
+            without saying so.
         data_on: Where the samples are kept: `"device"`, or `"host"`, from where batches are transferred while the
             device computes. `"auto"` uses the host only for data too large for the GPU's memory. The result is the
             same.

@@ -62,7 +62,7 @@ OF_THE_CALL = role(None, resume="free")
 class Settings:
     """The arguments of `ud.train`, in its order; see its docstring."""
 
-    model: nn.Module | str = field(metadata=role("text"))
+    model: nn.Module | str | Callable[[], nn.Module] = field(metadata=role("text"))
     data: FederatedDataset = field(metadata=role("section"))
     method: Method | Part | str = field(default="FedAvg()", metadata=role("text"))
     rounds: int = field(metadata=role("count", resume="length"))
