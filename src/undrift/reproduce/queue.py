@@ -47,6 +47,7 @@ def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
         and cell.table == wanted.get("table", cell.table)
         and cell.column in wanted.get("columns", [cell.column])
         and cell.row in wanted.get("rows", [cell.row])
+        and cell.seed in wanted.get("seeds", [cell.seed])
     )
 
 
