@@ -135,6 +135,8 @@ class Comparison:
         most = run.choices["lanes"] * run.ranks.size if lanes else 1
 
         def short(plan: Plan) -> Plan:
+            if not len(plan.clients):  # a part's choice; the next may be another
+                plan = run.conditions.with_fates(run.plan(0), run.seed)
             some = np.sort(np.argsort(-run.data.sizes_of(plan.clients), kind="stable")[:most])
             return replace(
                 plan,
