@@ -32,6 +32,7 @@ def compare(
     assert cohort.holds(lengths), f"the cohort is not what its name says: its segments are {lengths}"
     module, data = make(model, dtype), data_for(model, cohort.sizes)
     settings: dict[str, Any] = {"rounds": cohort.rounds, "local": cohort.local, "device": device}
+    settings["rehearse"] = False  # which takes steps of its own, and would notice some of what this is to notice
     plain = ud.train(module, data, method, engine="plain", **settings)
     captured = graph.captures(torch.device(device))
     # Only captured steps are compiled. Elsewhere the comparison is the same, of steps that are not.

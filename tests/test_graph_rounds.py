@@ -53,7 +53,7 @@ def compare(
 ) -> None:
     """Lanes against plain, relative to the update."""
     plain = by_the_plain_engine(sizes, method, local, rounds)
-    arguments = {"rounds": rounds, "local": local, "device": "cpu", "evaluate_every": rounds}
+    arguments = {"rounds": rounds, "local": local, "device": "cpu", "evaluate_every": rounds, "rehearse": False}
     data = make_clients(list(sizes))
     found = ud.train(net(), data, method, engine="lanes", lanes=lanes, compile=compile, **arguments)
     assert found.choices["engine"] == "lanes" and found.choices["compile"] == compile

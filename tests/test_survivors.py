@@ -325,7 +325,7 @@ def test_clients_have_a_thread_each_where_no_layer_puts_out_much(monkeypatch, cl
     monkeypatch.setattr(choose, "CPU_THREAD_BYTES", widest if clients_at_once else widest - 1)
     seen = watched_threads(monkeypatch)
     local = ud.Local(epochs=1, batch_size=5, lr=0.1)
-    ud.train(net(), make_clients([5] * 4), rounds=1, local=local, lanes=1, threads=2)
+    ud.train(net(), make_clients([5] * 4), rounds=1, local=local, lanes=1, threads=2, rehearse=False)
     assert seen == ([2] if clients_at_once else [])
 
 
@@ -334,7 +334,7 @@ def test_threads_that_would_be_idle_are_not_used(monkeypatch, sizes, clients_at_
     """Two threads of which one is busy for 9 of 10 steps are 95% busy; with 1 of 10 steps, 55%."""
     seen = watched_threads(monkeypatch)
     local = ud.Local(epochs=1, batch_size=1, lr=0.1)
-    ud.train(net(), make_clients(sizes), rounds=1, local=local, lanes=1, threads=2)
+    ud.train(net(), make_clients(sizes), rounds=1, local=local, lanes=1, threads=2, rehearse=False)
     assert seen == ([2] if clients_at_once else [])
 
 

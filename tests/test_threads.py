@@ -22,6 +22,7 @@ SETTINGS = {
     "local": ud.Local(epochs=2, batch_size=8, lr=0.1, weight_decay=0.01),
     "participation": 5,
     "device": "cpu",
+    "rehearse": False,
 }
 
 

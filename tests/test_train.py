@@ -167,7 +167,7 @@ GOOD = {"rounds": 1, "local": LOCAL}
     [
         ({"method": "FedAwg()"}, "no method called 'FedAwg'. Did you mean 'FedAvg'"),
         ({"model": "mpl"}, "no model called 'mpl'. Did you mean 'mlp'"),
-        ({"model": 3}, "model must be an nn.Module or the name"),
+        ({"model": 3}, "model must be an nn.Module, a function that makes one, or the name"),
         ({"model": torch.nn.Linear(5, 4)}, "does not take the clients' samples of shape (6,)"),
         ({"model": torch.nn.Linear(6, 3).double()}, "labels run from 0 to 3, but the model has 3 outputs"),
         ({"model": "cnn"}, "needs images"),

@@ -239,6 +239,11 @@ def leads_to(x: Any, parts: set[int], everywhere: bool = False) -> bool:
     return not parts.isdisjoint(_reached(x, everywhere))
 
 
+def holds_a(kind: type, x: Any) -> bool:
+    """Return whether a function holds an object of exactly this type, in any way."""
+    return any(type(held) is kind for held, _ in _reached(x, everywhere=True).values())
+
+
 def _reached(x: Any, everywhere: bool = False) -> dict[int, tuple[Any, list[Any]]]:
     """Return everything that is held by `x`, and what each of these holds, by id."""
     found: dict[int, tuple[Any, list[Any]]] = {}

@@ -43,20 +43,13 @@ class KeyedDraws(TorchFunctionMode):
     batch.
     """
 
-    def __init__(self, key: Key, row: Row | None = None, generators: bool = False) -> None:
-        """With `generators`, calls that name a generator draw from it."""
+    def __init__(self, key: Key, row: Row | None = None) -> None:
         super().__init__()
         self.key, self.row, self.calls = key, row, 0
-        self.generators, self.named = generators, False
-        """`named`: whether a call has named one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DRAWS:
-            if kwargs.get("generator") is not None:
-                self.named = True
-                if self.generators:
-                    return func(*args, **kwargs)
             return DRAWS[func](self.draw, *args, **kwargs)
         if func in INSIDE:
             with self:
@@ -85,6 +78,35 @@ class KeyedDraws(TorchFunctionMode):
         shape = shape_of(size, options.pop("size", None))
         kind, place = options.get("dtype") or torch.get_default_dtype(), options.get("device")
         return like.new_empty(shape, dtype=kind, device=torch.get_default_device() if place is None else place)
+
+
+class TrialDraws(KeyedDraws):
+    """The draws of a trial pass, which also notes whether the pass has a generator of its own or seeds torch's."""
+
+    def __init__(self, key: Key, generators: bool) -> None:
+        """With `generators`, calls that name a generator draw from it."""
+        super().__init__(key)
+        self.generators, self.named, self.seeded = generators, False, False
+        self.states = torch_states(key.words.device)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DRAWS and (kwargs or {}).get("generator") is not None:
+            self.named = True
+            if self.generators:
+                return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def draw(self, draw: Callable[..., Tensor], shape: Sequence[int], *args: Any) -> Tensor:
+        self.check()
+        return super().draw(draw, shape, *args)
+
+    def check(self) -> None:
+        """Note whether torch's generators are no longer as they were; keyed draws leave them alone.
+
+        This is also called by every draw, since `torch.random.fork_rng` puts the states back afterwards.
+        """
+        now = torch_states(self.key.words.device)
+        self.seeded = self.seeded or not all(map(torch.equal, self.states, now))
 
 
 @cache
@@ -144,8 +166,7 @@ class Trial:
         """
         drew: list[bool] = []
         with seeded(self.key), NoticeDraws() as noticed:
-            before, torchs = host_states(), torch_states(self.key.words.device)
-            mode = KeyedDraws(self.key, generators=generators)
+            before, mode = host_states(), TrialDraws(self.key, generators)
             try:
                 with mode if keyed else nullcontext():
                     yield drew
@@ -154,12 +175,13 @@ class Trial:
                 sources = [noticed.found, "Python's random" if changed[0] else "", "numpy.random" if changed[1] else ""]
                 drew.append(mode.calls > 0 or any(sources))
                 self.named |= mode.named
+                mode.check()
                 found = next((source for source in sources if source), "")
                 if generators or self.unkeyed:
                     pass
                 elif found:
                     self.unkeyed = f"{self.who} draws from {found}, for which there is no keyed form"
-                elif keyed and not all(map(torch.equal, torchs, torch_states(self.key.words.device))):
+                elif keyed and mode.seeded:
                     self.unkeyed = f"{self.who} seeds torch's generators"
 
 

@@ -36,6 +36,10 @@ class Findings(NamedTuple):
     """The name of a weight whose `.data` the forward pass sets; empty if it sets none."""
 
 
+MANY = 1000
+"""The number of further calls after which a module that counts them is tried."""
+
+
 class BufferShapeError(Exception):
     """A training pass gives a buffer another shape, as observers of quantization do in their first."""
 
@@ -74,7 +78,17 @@ def examine(model: Model, x: Tree) -> Findings:
         weights = {n: p for n, p in twin.module.named_parameters() if n in model.start}
         for name, p in weights.items():  # which the forward pass may have written to
             p.copy_(model.start[name])
+        counts = _numbers(twin.module)
         second = once()
+        later = second
+        # What a count of calls has no influence on yet, it may influence later: a warm-up, an annealed temperature.
+        if changed_numbers := _numbers(twin.module).items() - counts.items():
+            for (layer, name), value in changed_numbers:
+                vars(layer)[name] = value + MANY * (value - counts.get((layer, name), 0))
+            with contextlib.suppress(Exception):  # the module may not accept numbers like these
+                later = once()
+            for (layer, name), value in changed_numbers:
+                vars(layer)[name] = value
         # A generator that the forward pass makes and seeds is to give the same numbers every time, unlike the key.
         if trial.named and _alike(once(generators=True), once(generators=True)):
             trial.unkeyed = trial.unkeyed or "its forward pass draws from a generator that it seeds itself"
@@ -86,7 +100,7 @@ def examine(model: Model, x: Tree) -> Findings:
             once()
         rebinds = rebinds or _rebound(twin.module, data, model)
         changed = sorted({*changed, *_changed(twin.module, before, values, versions)})
-    if not _alike(first, second):
+    if not (_alike(first, second) and _alike(second, later)):
         raise UndriftError(
             "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
             "its forward pass draws from a generator of its own, or counts its calls. Use torch.rand or torch.randn, "
@@ -98,6 +112,16 @@ def examine(model: Model, x: Tree) -> Findings:
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's parameters and buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], float]:
+    """Return the numbers among the attributes of a module's layers, by layer and name."""
+    return {
+        (layer, name): x
+        for layer in module.modules()
+        for name, x in vars(layer).items()
+        if isinstance(x, int | float) and not isinstance(x, bool)
+    }
 
 
 def _changed(

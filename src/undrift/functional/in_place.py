@@ -52,7 +52,7 @@ class InPlace(Held):
             self.written = {n: (p, p._version, p.data_ptr()) for n, p in own.items() if isinstance(p, nn.Parameter)}
         with nullcontext() if first else _constant(own):
             output = module(*args, **kwargs)
-        now = dict(module.named_buffers()) if buffers else {}
+        now = named_tensors(module) if buffers else {}
         buffers |= {name: now[name].detach().clone() for name in buffers if name in now}
         _write(own, before)
         return output

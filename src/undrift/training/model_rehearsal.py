@@ -42,6 +42,7 @@ from undrift.random import normal_like
 from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
+from undrift.training.trials import OF_THE_MODEL
 from undrift.tree import Tree, tree_leaves, tree_map, tree_unstack
 
 log = logging.getLogger("undrift")
@@ -100,12 +101,14 @@ def rehearsed(run: Run) -> Run:
             return run.ranks.together(partial(Comparison, run, own, few)).settled()
         except MismatchError:
             raise
-        except Exception as error:
+        except Exception as error:  # it may be that the model does not take a few samples alone
             if machine_trouble(error):
                 raise
             failed = error
-    # Training will tell; it may be that the model does not take a few samples alone, for example.
-    log.info("the rehearsal of the model was given up: %s", failed)
+    if isinstance(failed, PyTorchError):
+        log.warning("the model could not be compared with ordinary PyTorch, which failed: %s", first_sentence(failed))
+    else:
+        log.info("the rehearsal of the model was given up, training will tell: %s", failed)
     return run
 
 
@@ -113,17 +116,26 @@ class MismatchError(UndriftError):
     """A model that undrift would not train as PyTorch does."""
 
 
+class PyTorchError(Exception):
+    """The caller's own module failed in a step of ordinary PyTorch."""
+
+
 class Comparison:
     """The first two local steps of one client, by several engines and by the caller's own module."""
 
     def __init__(self, run: Run, own: OwnModule, few: int | None) -> None:
         self.run, self.own, self.few = run, own, few
-        self.start = run.start()
+        self.start = replace(run, files=None).start()  # what clients keep now is not for the run's folder
         self.inputs = self._inputs()
         sizes = run.data.sizes_of(self.inputs.filled.clients[: self.inputs.cohort])
         self.place = int(sizes.argmax())
         self.low = low(run)
-        self.wanted = self.by_pytorch()
+        try:
+            self.wanted = self.by_pytorch()
+        except Exception as error:
+            if machine_trouble(error):
+                raise
+            raise PyTorchError(str(error)) from error
 
     def _inputs(self) -> RoundInputs:
         """Return the first round's inputs, of no more clients and samples than it takes.
@@ -179,8 +191,9 @@ class Comparison:
         found: list[Params] = []
         client = self.inputs.filled.clients[self.place]
 
-        def visit(params: Params, clients: np.ndarray) -> None:
-            found.extend(own for own, c in zip(tree_unstack(params), clients, strict=True) if c == client)
+        def visit(params: Params, clients: np.ndarray) -> None:  # of lanes, whose memory others will use
+            each = zip(tree_unstack(params), clients, strict=True)
+            found.extend(tree_map(torch.clone, own) for own, c in each if c == client)
 
         engine.run(self.inputs, visit)
         if not found:
@@ -222,14 +235,18 @@ class Comparison:
 
     def _evaluation(self, model: Model) -> Off | None:
         """Return how outputs in evaluation mode differ from those of the caller's own module; None if they do not."""
-        x = few_samples(self.run, self.few or FEW)
         with torch.no_grad():
-            mine = model.at(self.start.tracked | self.wanted.buffers)(self.wanted.params, x)
-            with CALLING, borrowed(self.own.module, self.run.device, self.own.model.owns_frozen) as module:
-                theirs = self.own.model.in_place(WHY, module)
-                wanted = theirs.at(self.start.tracked | self.wanted.buffers)(self.wanted.params, x)
-        share = apart(mine, wanted)
+            mine = self._outputs(model)
+        share = apart(mine, self._outputs_by_pytorch())
         return Off("the output in evaluation mode", share) if share > bound(self.run) else None
+
+    def _outputs(self, model: Model) -> Tree:
+        buffers = self.start.tracked | self.wanted.buffers
+        return model.at(buffers)(self.wanted.params, few_samples(self.run, self.few or FEW))
+
+    def _outputs_by_pytorch(self) -> Tree:
+        with torch.no_grad(), CALLING, borrowed(self.own.module, self.run.device, self.own.model.owns_frozen) as module:
+            return self._outputs(self.own.model.in_place(WHY, module))
 
     @property
     def eps(self) -> float:
@@ -249,14 +266,24 @@ class Comparison:
         if not (off := self._agreed(self.off(run.engine, run.model))):
             return run
         if run.choices["engine"] == "lanes":
-            if isinstance(run.engine, Fallback) and run.engine.plain is None:
-                raise MismatchError(f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".')
-            if not self._agreed(self.off(self.plain(model), model)):
+            if self._trains(model):
+                if isinstance(run.engine, Fallback) and run.engine.plain is None:
+                    raise MismatchError(f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".')
                 return self._on_plain(model, f"in lanes {off}")
         inside = model.in_place(WHY)
-        if model.low or run.ranks.several or self._agreed(self.off(self.plain(inside), inside)):
+        if model.low or run.ranks.several or not self._trains(inside):
             raise MismatchError(self._sentence(off))
         return self._on_plain(inside, f"{WHY} ({off})")
+
+    def _trains(self, model: Model) -> bool:
+        """Return whether the plain engine trains this model as PyTorch does."""
+        try:
+            off = self.off(self.plain(model), model)
+        except Exception as error:
+            if machine_trouble(error):
+                raise
+            off = Off(first_sentence(error), 1.0)
+        return not self._agreed(off)
 
     def _agreed(self, off: Off | None) -> Off | None:
         """Return what the first process of the run found, so that all decide the same."""
@@ -284,17 +311,16 @@ class Comparison:
         module, run = self.own.module, self.run
         parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
         if leads_to(run.loss, parts, everywhere=True):
-            return (
-                "The loss reads the model itself, but clients train copies of it: return what the loss needs from "
-                'forward, as a tuple or a dict with output="all", or let the model compute its own loss (loss="model").'
-            )
-        again = self.by_pytorch()
-        if any(self._different(again, None)):
+            return OF_THE_MODEL
+        again = apart(self._outputs_by_pytorch(), self._outputs_by_pytorch())
+        if any(self._different(self.by_pytorch(), None)) or again > bound(run):
             return (
                 "Two trials with PyTorch alone differ as well: the forward pass or the loss keeps something in Python "
                 "from one call to the next (a counter, a cache). Keep it in a buffer, or compute it anew."
             )
         for name, layer in module.named_modules():
+            if leads_to(type(layer).forward, parts, everywhere=True):
+                return f"The forward of {type(layer).__name__} uses your module by a global name. {FACTORY}"
             for attribute, x in vars(layer).items():
                 where = f"Its attribute {f'{name}.{attribute}'.lstrip('.')!r}"
                 if isinstance(x, weakref.ReferenceType):
@@ -353,7 +379,7 @@ def few_samples(run: Run, few: int = FEW) -> Tree:
     """Return a few samples, of the test set if there is one."""
     rows = run.test or run.validation or run.device_data.place(Rows(run.data.store, run.data.index, run.data.take))
     x: Tree = next(iter(replace(rows, index=rows.index[:few]).batches(few)))[0]
-    return x
+    return tree_map(torch.clone, x)  # which a forward pass may write to
 
 
 def low(run: Run) -> bool:

@@ -20,7 +20,7 @@ from undrift.data.pieces import extremes, firsts
 from undrift.data.samples import Samples, kind, shape, take
 from undrift.errors import UndriftError, listed, require
 from undrift.functional.arguments import arguments
-from undrift.functional.copying import deep_copy
+from undrift.functional.copying import deep_copy, holds_a
 from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
@@ -30,6 +30,12 @@ from undrift.metrics.base import Metric, fresh, plain, streams
 from undrift.models.seeded import Seeded
 from undrift.random import Key, torch_seed
 from undrift.tree import tree_leaves, tree_map
+
+
+OF_THE_MODEL = (
+    "A loss must not read the model itself, since clients train copies of it: return what the loss needs from forward, "
+    'as a tuple or a dict with output="all", or let the model compute its own loss (loss="model").'
+)
 
 
 def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Module:
@@ -99,7 +105,8 @@ def check_split(
         except UndriftError:
             raise
         except Exception as error:  # whatever a user's function may raise
-            raise UndriftError(f"The {name} does not take {given}: {error}") from error
+            reads = holds_a(type(model.module), function)
+            raise UndriftError(f"The {name} does not take {given}: {error}{'. ' + OF_THE_MODEL if reads else ''}") from error
         drew |= draws[0]
         for tensor in () if values is None else values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
