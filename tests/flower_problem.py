@@ -43,6 +43,22 @@ def norm64(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, classes)).double()
 
 
+class Linked(nn.Module):
+    """Reaches a weight in another way than by its name."""
+
+    def __init__(self, classes: int, inputs: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, 8).double(), nn.Linear(8, classes).double()
+        self.weights = [self.last.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(torch.tanh(self.first(x)), self.weights[0])
+
+
+def linked64(classes: int, shape: tuple[int, ...]) -> nn.Module:
+    return Linked(classes, shape[0])
+
+
 class Widened(nn.Module):
     """Tables have 32 bits."""
 
@@ -78,6 +94,7 @@ def spoiled(reply: bytes) -> bytes:
 def register():
     ud.register_model("net64", net64)
     ud.register_model("norm64", norm64)
+    ud.register_model("linked64", linked64)
     ud.register_model("wide64", wide64)
     ud.register_data("blobs64", blobs64)
 

@@ -33,25 +33,64 @@ def hand_loop(
 
     `loss` gives the loss of a batch, by default cross-entropy.
     """
-    criterion = loss or nn.functional.cross_entropy
     module = copied(module)
-    weights = torch.tensor(data.sizes / data.sizes.sum(), dtype=torch.float64)
     for t in range(rounds):
         trained = []
         for c in range(len(data)):
             own = copied(module)
-            own.train()
-            x, y = data[c]
-            optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=local.lr)
-            for rows in ud.batches(data, local, client=c, round=t, seed=0):
-                optimizer.zero_grad()
-                criterion(called(own, take(x, rows)), y[rows]).backward()
-                optimizer.step()
+            train(own, data, local, c, t, loss)
             trained.append(everything(own))
-        for name, t_ in everything(module).items():
-            mean = sum(w * own[name].double() for w, own in zip(weights, trained, strict=True))
-            t_.copy_(mean if t_.is_floating_point() else mean.round())
+        put(module, mean(trained, data))
     return everything(module)
+
+
+def own_loop(
+    module: nn.Module,
+    data: ud.FederatedDataset,
+    local: ud.Local,
+    rounds: int,
+    loss: Callable[[Any, Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The same for a module that no copy can stand for: it trains itself, with each client's weights written into it."""
+    for t in range(rounds):
+        start, trained = {name: tensor.clone() for name, tensor in everything(module).items()}, []
+        for c in range(len(data)):
+            put(module, start)
+            train(module, data, local, c, t, loss)
+            trained.append({name: tensor.clone() for name, tensor in everything(module).items()})
+        put(module, mean(trained, data))
+    return everything(module)
+
+
+def train(
+    module: nn.Module,
+    data: ud.FederatedDataset,
+    local: ud.Local,
+    client: int,
+    t: int,
+    loss: Callable[[Any, Tensor], Tensor] | None,
+) -> None:
+    """One client's local training in round `t`."""
+    criterion = loss or nn.functional.cross_entropy
+    module.train()
+    x, y = data[client]
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=local.lr)
+    for rows in ud.batches(data, local, client=client, round=t, seed=0):
+        optimizer.zero_grad()
+        criterion(called(module, take(x, rows)), y[rows]).backward()
+        optimizer.step()
+
+
+def mean(trained: list[dict[str, Tensor]], data: ud.FederatedDataset) -> dict[str, Tensor]:
+    weights = (data.sizes / data.sizes.sum()).tolist()
+    return {
+        name: sum(w * own[name].double() for w, own in zip(weights, trained, strict=True)) for name in trained[0]
+    }
+
+
+def put(module: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, tensor in everything(module).items():
+        tensor.copy_(values[name] if tensor.is_floating_point() else values[name].round())
 
 
 def copied(module: nn.Module) -> nn.Module:

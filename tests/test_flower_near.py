@@ -122,6 +122,7 @@ def test_a_node_whose_state_is_gone_says_so(tmp_path):
 
 WIDER = {
     "batch norm": {"model": "norm64", "method": "FedProx(0.1)", "local": BASE["local"] | {"drop_last": True}},
+    "trained in place": {"model": "linked64", "evaluate_every": 1},
     "skip": {"on_nonfinite": "skip"},
     "single updates": {"method": "Median()"},
     "outliers": {"max_norm_ratio": 1.05, "min_clients": 2},
@@ -140,6 +141,8 @@ def test_what_else_a_run_may_have(name, tmp_path):
     for one, other in zip(local.history, remote.history, strict=True):
         shared = one.keys() & other.keys() & {"clients", "steps", "skipped", "left_out", "survivors", "dropped"}
         assert {c: one[c] for c in shared} == {c: other[c] for c in shared}
+        for column in one.keys() & other.keys() & {"loss", "client_loss"}:
+            assert one[column] == pytest.approx(other[column], rel=1e-6)
 
 
 FINISH = {"method": "CCVR(samples_per_class=20, epochs=2)", "rounds": 2, "evaluate_every": 10}

@@ -26,6 +26,7 @@ from undrift.tools.experiment import about, arguments
 from undrift.tools.plugins import import_plugins
 from undrift.training.arithmetic import arithmetic, threads
 from undrift.training.build import prepare, selected
+from undrift.training.model_rehearsal import rehearsed
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
@@ -53,6 +54,7 @@ class Node:
             run = node_run(self.experiment, held, notes)
             exact = arithmetic(self.experiment.precision, self.experiment.deterministic, run.device)
             with selected(run.device), exact:
+                run = rehearsed(run)
                 work = Work(run, state_folder(self.config), sent, notes)
                 answers: dict[str, Callable[[], bytes]] = {"train": work.train, "measure": work.measure}
                 return (answers | {"evaluate": work.evaluate})[kind]()

@@ -25,6 +25,7 @@ from undrift.tools.plugins import import_plugins
 from undrift.training.arithmetic import threads
 from undrift.training.evaluate import forms
 from undrift.training.loop import train_with
+from undrift.training.model_rehearsal import rehearsed
 from undrift.training.personal import has_own_models
 from undrift.training.result import RUN, Result
 from undrift.training.rounds import broadcast
@@ -150,7 +151,8 @@ def served(run: Run, federation: Federation, link: Link, replies: int) -> Server
         not whole,
         f"{listed(whole)} cannot be computed from sums, which are all that nodes send; leave it out of metrics.",
     )
-    run = replace(run, files=None)  # what clients keep is on their nodes
+    # Evaluation must call the model as the nodes do, which rehearse it too. What clients keep is on their nodes.
+    run = replace(rehearsed(run), files=None)
     given = {entry.name: getattr(run, entry.name) for entry in fields(run)}
     engine = FlowerEngine(run, federation, link, replies)
     choices = run.choices | {"engine": "flower", "why": f"{len(federation.members)} nodes train"}

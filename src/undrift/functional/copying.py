@@ -120,6 +120,11 @@ class Factory:
         return new
 
 
+def has_factory(module: nn.Module) -> bool:
+    """Return whether copies of a module come from a function that makes it."""
+    return isinstance(vars(module).get("__deepcopy__"), Factory)
+
+
 def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     """Return `copy.deepcopy` with this memo, or raise an error that explains why it fails.
 

@@ -89,6 +89,13 @@ def known(name: str) -> Callable[..., nn.Module]:
     return MODELS[name]
 
 
+def is_ours(model: Any) -> bool:
+    """Return whether this is the name of a model of undrift's own, with or without options."""
+    if not isinstance(model, str) or timm.is_timm(model):
+        return False
+    return known(parse_model(model)[0]).__module__.startswith("undrift.")
+
+
 def check_options(name: str, options: dict[str, Any]) -> None:
     """Raise for options that the model of this name does not have, and for values of the wrong type."""
     if timm.is_timm(name):

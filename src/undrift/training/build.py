@@ -29,7 +29,7 @@ from undrift.functional.arguments import WHOLE
 from undrift.functional.copying import Factory, has_hooks, unwrapped
 from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
-from undrift.losses import Loss, directions, for_labels, get_loss, model_loss
+from undrift.losses import OURS, Loss, directions, for_labels, get_loss, model_loss, name_of
 from undrift.method.calls import call, ours
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -126,7 +126,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         ranks=ranks,
     )
     find_sums(run, program)
-    if given.rehearse and not (isinstance(given.model, str) and isinstance(given.loss, str | None)):
+    if given.rehearse and not (models.is_ours(given.model) and name_of(chosen_loss) in OURS):
         padded = choice.engine == "lanes" and may_pad(local, data, method)
         run = replace(run, own_module=OwnModule(unwrapped(module), examined, program, padded))
     if given.rehearse and not all(ours(part) for part in method.parts):

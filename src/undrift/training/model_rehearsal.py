@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from undrift.engine.plain import PlainEngine
 from undrift.engine.trace import CALLING
 from undrift.errors import UndriftError, first_sentence, machine_trouble
 from undrift.functional.borrowed import borrowed
-from undrift.functional.copying import leads_to
+from undrift.functional.copying import copy_of, has_factory, leads_to
 from undrift.functional.draws import fixed_key
 from undrift.functional.generators import seeded
 from undrift.functional.in_place import WHY
@@ -94,7 +95,7 @@ def rehearsed(run: Run) -> Run:
     Raises `UndriftError` if none does.
     """
     own = run.own_module
-    if own is None or type(run) is not Run:  # a federation trains on its nodes, which rehearse
+    if own is None or type(run) is not Run:  # a federation's server has done so, and its nodes do
         return run
     for few in (FEW, None) if own.padded or run.choices["engine"] == "plain" else (None,):
         try:
@@ -170,10 +171,19 @@ class Comparison:
         inputs = self.inputs
         if start is not None:
             inputs = replace(inputs, shared={**inputs.shared, "start": start})
-        with CALLING, borrowed(self.own.module, self.run.device, self.own.model.owns_frozen) as module:
-            model = self.own.model.in_place(WHY, module)
-            with seeded(fixed_key(self.run.device)):
-                return self._plainly(model, inputs)
+        with self._module() as module, seeded(fixed_key(self.run.device)):
+            return self._plainly(self.own.model.in_place(WHY, module), inputs)
+
+    @contextmanager
+    def _module(self) -> Iterator[nn.Module]:
+        """A context with the caller's own module or, if a function makes it, what that makes now.
+
+        A global name means the latest module that the function has made.
+        """
+        own, device = self.own, self.run.device
+        made = has_factory(own.module)
+        with CALLING, borrowed(copy_of(own.module, device) if made else own.module, device, own.model.owns_frozen) as m:
+            yield m
 
     def _plainly(self, model: Model, inputs: RoundInputs) -> Trained:
         engine = self.plain(model)
@@ -245,7 +255,7 @@ class Comparison:
         return model.at(buffers)(self.wanted.params, few_samples(self.run, self.few or FEW))
 
     def _outputs_by_pytorch(self) -> Tree:
-        with torch.no_grad(), CALLING, borrowed(self.own.module, self.run.device, self.own.model.owns_frozen) as module:
+        with torch.no_grad(), self._module() as module:
             return self._outputs(self.own.model.in_place(WHY, module))
 
     @property
@@ -320,7 +330,7 @@ class Comparison:
             )
         for name, layer in module.named_modules():
             if leads_to(type(layer).forward, parts, everywhere=True):
-                return f"The forward of {type(layer).__name__} uses your module by a global name. {FACTORY}"
+                return f"The forward of {type(layer).__name__} uses your module by a global name; use self instead."
             for attribute, x in vars(layer).items():
                 where = f"Its attribute {f'{name}.{attribute}'.lstrip('.')!r}"
                 if isinstance(x, weakref.ReferenceType):
