@@ -286,7 +286,7 @@ class Encoder(nn.Module):
     def forward(self, x):
         mask = torch.zeros(len(x), 3, dtype=torch.bool)
         mask[:, 2] = x[:, 0] > 0
-        return self.last(self.encoder(torch.stack([x, 2 * x, x / 2], 1), src_key_padding_mask=mask)[:, 0])
+        return self.last(self.encoder(torch.stack([x, 2 * x, x / 2], 1), src_key_padding_mask=mask).mean(1))
 
 
 RIGHT: dict[Callable[[], Any], str] = {

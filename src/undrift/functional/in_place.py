@@ -95,8 +95,12 @@ class InPlace(Held):
 def _write(own: dict[str, Tensor], values: Params) -> None:
     """Write values into a module's tensors, such that autograd does not notice."""
     for name, value in values.items():
-        if name in own and own[name] is not value:
+        if name not in own or own[name] is value:
+            continue
+        if own[name].shape == value.shape:
             own[name].data.copy_(value.detach())
+        else:  # a buffer that gets its shape from the first batch
+            own[name].data = value.detach().clone()
 
 
 def _refuse_gradients(tensors: Params) -> None:

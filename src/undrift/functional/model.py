@@ -174,6 +174,11 @@ class Model:
         return other
 
     @cached_property
+    def convolves(self) -> bool:
+        """Whether the model may have two-dimensional convolutions."""
+        return any(p.dim() == 4 for p in self.module.parameters())
+
+    @cached_property
     def layers(self) -> list[Layer]:
         """The model's layers in the order of the forward pass, if they have the samples along their first axis."""
         assert self.sample is not None
@@ -305,7 +310,9 @@ class Model:
             own = dict(self.module.named_parameters())
             called = own if isinstance(self.held, InPlace) else tensors
             watch.names = {id(tensor): name for name, tensor in called.items() if name in own}
-        mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype)
+        # Without it where it has nothing to do: while a mode is active, torch's transformers are evaluated in another way.
+        none = contextlib.nullcontext()
+        mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype) if self.convolves else none
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
         seen = watch or contextlib.nullcontext()
         with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
