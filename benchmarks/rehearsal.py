@@ -151,9 +151,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
             assert all(torch.equal(with_it[n], without[n]) for n in without), "the rehearsal has changed the run"
     finally:
         loop.rehearsed = rehearsed
-    more, run = (
-        statistics.median(one) for one in zip(*[(a - b, b) for a, b in pairs[1:]], strict=True)
-    )
+    more, run = (statistics.median(one) for one in zip(*[(a - b, b) for a, b in pairs[1:]], strict=True))
     return {
         "model": name, "engine": pair[True][1].choices["engine"], "run": run, "seconds": more,
         "share": more / run, "alone": statistics.median(alone[1:]), "repeats": repeats,

@@ -51,7 +51,7 @@ def own_loop(
     rounds: int,
     loss: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The same for a module that no copy can stand for: it trains itself, with each client's weights written into it."""
+    """The same for a module that no copy can stand for: it trains itself, with each client's weights written in."""
     for t in range(rounds):
         start, trained = {name: tensor.clone() for name, tensor in everything(module).items()}, []
         for c in range(len(data)):
@@ -83,9 +83,7 @@ def train(
 
 def mean(trained: list[dict[str, Tensor]], data: ud.FederatedDataset) -> dict[str, Tensor]:
     weights = (data.sizes / data.sizes.sum()).tolist()
-    return {
-        name: sum(w * own[name].double() for w, own in zip(weights, trained, strict=True)) for name in trained[0]
-    }
+    return {name: sum(w * own[name].double() for w, own in zip(weights, trained, strict=True)) for name in trained[0]}
 
 
 def put(module: nn.Module, values: dict[str, Tensor]) -> None:

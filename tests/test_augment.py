@@ -102,7 +102,8 @@ def test_evaluation_and_measures_see_pictures_as_they_are():
         return x
 
     data = pictures(augment=spy)
-    runs = [ud.train(net(), d, ud.FedNLR(), rounds=2, local=LOCAL, engine="plain", rehearse=False) for d in (data, pictures())]
+    options = {"rounds": 2, "local": LOCAL, "engine": "plain", "rehearse": False}
+    runs = [ud.train(net(), each, ud.FedNLR(), **options) for each in (data, pictures())]
     assert same_bits(runs[0].params, runs[1].params)
     assert len(seen) == 1 + 2 * 3 * 5  # the check before the run, then every step of every client, and nothing else
 

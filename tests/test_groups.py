@@ -70,7 +70,8 @@ SIZES = [23, 5, 41, 10, 17, 1, 33, 8]
 def trained(method, lanes, sizes=SIZES):
     torch.manual_seed(0)
     local = ud.Local(epochs=2, batch_size=8, lr=0.1)
-    return ud.train(net(), make_clients(sizes), method, rounds=3, local=local, lanes=lanes, engine="lanes", rehearse=False)
+    options = {"engine": "lanes", "lanes": lanes, "rehearse": False}
+    return ud.train(net(), make_clients(sizes), method, rounds=3, local=local, **options)
 
 
 @pytest.mark.parametrize("method", [ud.FedAvg(), ud.Scaffold(), ud.FedCurv(0.1)], ids=["FedAvg", "Scaffold", "FedCurv"])

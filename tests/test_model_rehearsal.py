@@ -495,13 +495,13 @@ EVEN = make_clients([8, 4, 12])
 def leaves_one_out(patch, monkeypatch) -> None:
     """A parameter is not replaced."""
     right = gradient.replaced
-    monkeypatch.setattr(gradient, "replaced", lambda slots, given: right(slots, {n: given[n] for n in given if n != patch}))
+    monkeypatch.setattr(gradient, "replaced", lambda slots, own: right(slots, {n: own[n] for n in own if n != patch}))
 
 
 def swaps(monkeypatch) -> None:
     """Two parameters of one shape are replaced by each other."""
     right, other = gradient.replaced, {"first.bias": "norm.bias", "norm.bias": "first.bias"}
-    monkeypatch.setattr(gradient, "replaced", lambda slots, given: right(slots, {n: given[other.get(n, n)] for n in given}))
+    monkeypatch.setattr(gradient, "replaced", lambda slots, own: right(slots, {n: own[other.get(n, n)] for n in own}))
 
 
 def forgets_hooks(monkeypatch) -> None:
@@ -652,10 +652,15 @@ def test_the_callers_module_is_as_it_was():
     assert module.seen == [7] and module.table == {"n": 3} and module.latest is None
     assert module.first.weight.grad is grad and torch.equal(grad, torch.ones(8, 6)) and module.last.weight.grad is None
     assert module.training and not module.last.training
-    with pytest.raises(ZeroDivisionError), borrowed(module, torch.device("cpu"), frozen=True) as lent:
-        with torch.no_grad():
+
+    def fails() -> None:
+        with borrowed(module, torch.device("cpu"), frozen=True) as lent, torch.no_grad():
             lent.last.weight.zero_()
-        lent.seen.append(1 / 0)
+            lent.seen.append(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     assert same_bits(module.state_dict(), before) and module.seen == [7]
 
 

@@ -310,7 +310,7 @@ class Model:
             own = dict(self.module.named_parameters())
             called = own if isinstance(self.held, InPlace) else tensors
             watch.names = {id(tensor): name for name, tensor in called.items() if name in own}
-        # Without it where it has nothing to do: while a mode is active, torch's transformers are evaluated in another way.
+        # Not where it has nothing to do: while a mode is active, torch's transformers are evaluated in another way.
         none = contextlib.nullcontext()
         mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype) if self.convolves else none
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)

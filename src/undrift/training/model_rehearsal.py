@@ -275,11 +275,10 @@ class Comparison:
         run, model = self.run, self.own.model
         if not (off := self._agreed(self.off(run.engine, run.model))):
             return run
-        if run.choices["engine"] == "lanes":
-            if self._trains(model):
-                if isinstance(run.engine, Fallback) and run.engine.plain is None:
-                    raise MismatchError(f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".')
-                return self._on_plain(model, f"in lanes {off}")
+        if run.choices["engine"] == "lanes" and self._trains(model):
+            if isinstance(run.engine, Fallback) and run.engine.plain is None:
+                raise MismatchError(f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".')
+            return self._on_plain(model, f"in lanes {off}")
         inside = model.in_place(WHY)
         if model.low or run.ranks.several or not self._trains(inside):
             raise MismatchError(self._sentence(off))

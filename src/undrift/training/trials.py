@@ -31,7 +31,6 @@ from undrift.models.seeded import Seeded
 from undrift.random import Key, torch_seed
 from undrift.tree import tree_leaves, tree_map
 
-
 OF_THE_MODEL = (
     "A loss must not read the model itself, since clients train copies of it: return what the loss needs from forward, "
     'as a tuple or a dict with output="all", or let the model compute its own loss (loss="model").'
@@ -105,8 +104,8 @@ def check_split(
         except UndriftError:
             raise
         except Exception as error:  # whatever a user's function may raise
-            reads = holds_a(type(model.module), function)
-            raise UndriftError(f"The {name} does not take {given}: {error}{'. ' + OF_THE_MODEL if reads else ''}") from error
+            cause = f". {OF_THE_MODEL}" if holds_a(type(model.module), function) else ""
+            raise UndriftError(f"The {name} does not take {given}: {error}{cause}") from error
         drew |= draws[0]
         for tensor in () if values is None else values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
