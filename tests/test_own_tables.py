@@ -294,6 +294,15 @@ def test_leaf(caplog):
         ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2, 3]], "y": [1, 1]}}}', "differ in shape"),
         ('{"users": ["a"], "user_data": {"a": {"x": ["to be"], "y": ["o"]}}}', "are text, not numbers"),
         ('{"users": [], "user_data": {}}', "have no samples"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": [3, null]}}}', "user a: the label of sample 1"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": ["no", null]}}}', "the label of sample 1 is None"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": [1, "2"]}}}', "the label of sample 0 is 1"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": [[1, 2], [1, null]]}}}', "sample 0 is"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": [[1, 2], [1]]}}}', "its labels differ in shape"),
+        (
+            '{"users": ["a", "b"], "user_data": {"a": {"x": [[1]], "y": ["10"]}, "b": {"x": [[1]], "y": [9]}}}',
+            "labels of a are text and those of b are numbers",
+        ),
     ],
 )
 def test_damaged_leaf(content, said):
@@ -309,6 +318,9 @@ def test_labels_of_leaf_that_are_words():
     leaf("test", {"ann": (np.ones((1, 2)), ["yes"])})
     data = ud.load("leaf", ud.ByKey())
     assert data.names == ["no", "yes"] and data[0][1].tolist() == [0, 1, 0] and data.test[1].tolist() == [1]
+    leaf("test", {"ann": (np.ones((1, 2)), [1])})
+    with pytest.raises(refused, match="labels of ann are text and those of ann's test data are numbers"):
+        ud.load("leaf", ud.ByKey())
     leaf("test", {"ann": (np.ones((1, 2)), ["maybe"])})
     with pytest.raises(refused, match="the label 'maybe', which none to train on has"):
         ud.load("leaf", ud.ByKey())

@@ -19,7 +19,7 @@ from undrift.data.dataset import Rows
 from undrift.data.paths import kind
 from undrift.data.source import Source
 from undrift.data.stacking import partition_labels
-from undrift.errors import UndriftError, first_line, listed
+from undrift.errors import UndriftError, first_line, listed, quoted
 
 Pairs = dict[str, tuple[Any, Any]]
 """A pair (x, y) per client, by name."""
@@ -48,7 +48,7 @@ def source(folder: Path) -> Source:
     """Return the training data of all clients, with their names, and their test data."""
     train, names = _read(folder, "train"), None
     test = _read(folder, "test")
-    if any(len(y) and not _numeric(y) for _, y in train.values()):
+    if _texts(train, test):
         names = sorted({str(label) for _, y in train.values() for label in y})
         train, test = ({who: (x, _coded(y, names, who)) for who, (x, y) in s.items()} for s in (train, test))
     train = {who: pair for who, pair in train.items() if len(pair[1])}
@@ -74,6 +74,21 @@ def source(folder: Path) -> Source:
 
 def _numeric(y: Any) -> bool:
     return np.asarray(y).dtype.kind in "iufb"
+
+
+def _texts(train: Pairs, test: Pairs) -> bool:
+    """Return whether labels are text. Where some are numbers, an order of all of them would renumber these."""
+    kinds: dict[bool, str] = {}
+    for pairs, whose in ((train, ""), (test, "'s test data")):
+        for who, (_, y) in pairs.items():
+            if len(y):
+                kinds.setdefault(_numeric(y), f"{who}{whose}")
+    if len(kinds) > 1:
+        raise UndriftError(
+            f"The labels of {kinds[False]} are text and those of {kinds[True]} are numbers; write all of them as one "
+            "or the other."
+        )
+    return False in kinds
 
 
 def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
@@ -140,4 +155,22 @@ def _numbers(x: Any, y: Any, count: Any, where: str) -> tuple[np.ndarray, Any]:
             f"{where}: its samples are text, not numbers; encode them first, and pass them to from_clients. Of LEAF's "
             'data sets of text, ud.load knows "shakespeare" by name.'
         )
-    return values.astype(np.float32) if values.dtype.kind == "f" else values, np.asarray(y) if _numeric(y) else y
+    return values.astype(np.float32) if values.dtype.kind == "f" else values, _labels(y, where)
+
+
+def _labels(y: list[Any], where: str) -> Any:
+    """Return labels that are numbers as an array, and those that are text as they are."""
+    try:
+        numeric = _numeric(y)
+    except ValueError as error:
+        raise UndriftError(f"{where}: its labels differ in shape; pad them to one.") from error
+    if numeric:
+        return np.asarray(y)
+    others = [i for i, label in enumerate(y) if not isinstance(label, str)]
+    if others:
+        strange = next((i for i in others if not isinstance(y[i], int | float)), others[0])
+        raise UndriftError(
+            f"{where}: the label of sample {strange} is {quoted(y[strange])}, but labels must be all numbers, or all "
+            "text; correct it, or drop that sample."
+        )
+    return y
