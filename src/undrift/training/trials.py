@@ -10,13 +10,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.pieces import extremes, firsts
+from undrift.data.pieces import extremes
 from undrift.data.samples import Samples, kind, shape, take
 from undrift.errors import UndriftError, listed, require
 from undrift.functional.arguments import arguments
@@ -29,6 +28,7 @@ from undrift.losses import CLASSES, IGNORED, Loss, class_axis, squared_hinge
 from undrift.metrics.base import Metric, fresh, plain, streams
 from undrift.models.seeded import Seeded
 from undrift.random import Key, torch_seed
+from undrift.training.loss_trials import check_mean, refuse_broadcasts
 from undrift.tree import tree_leaves, tree_map
 
 OF_THE_MODEL = (
@@ -113,9 +113,11 @@ def check_split(
             require(
                 fine,
                 f"The {name} must return one value per sample, shape (2,) for two samples, not {found}; it was given "
-                f"{given}." + _way_out(tensor),
+                f"{given}." + _way_out(tensor, output, target),
             )
-    return with_draws_of_loss(examined, trial, drew)
+    known = with_draws_of_loss(examined, trial, drew)
+    refuse_broadcasts(known, {"loss": loss, **metrics}, rows, device)
+    return known
 
 
 def _tried(function: Any, output: Any, target: Tensor) -> Any:
@@ -133,18 +135,10 @@ def _tried(function: Any, output: Any, target: Tensor) -> Any:
     return None
 
 
-def check_mean(model: Model, loss: PerSample, rows: Rows, device: torch.device) -> None:
-    """Let a loss module compare its values with its own mean, on samples of different classes."""
-    y, last = rows.store["y"], len(rows) - 1
-    some = firsts(y, rows.index)[:8] if y.dim() == 1 else np.arange(min(8, len(rows)))
-    chosen = rows.index[torch.from_numpy(np.union1d(some, [0, last]))]
-    x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, chosen))
-    with torch.no_grad(), contextlib.suppress(Exception):  # other checks report what does not match
-        loss.check(model(model.perturbed(), x), target)
-
-
-def _way_out(value: Any) -> str:
+def _way_out(value: Any, output: Any, target: Tensor) -> str:
     """Return advice on how to get one value per sample."""
+    if isinstance(value, Tensor) and isinstance(output, Tensor) and output.numel() == target.numel() < value.numel():
+        return " They are broadcast; give both one shape, for example by y[:, None] or output.squeeze(1)."
     if isinstance(value, Tensor) and value.dim() == 0:
         return ' torch\'s functions return one with reduction="none".'
     if isinstance(value, Tensor) and value.dim() > 1 and len(value) == 2:
