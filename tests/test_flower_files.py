@@ -152,6 +152,19 @@ def test_an_app_has_the_experiment_and_the_modules_beside_it(tmp_path, monkeypat
         write_app(tmp_path / "app", tmp_path / "e.toml")
 
 
+def test_an_app_has_the_packages_of_its_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("__init__.py", "parts.py", "inner/__init__.py", "inner/more.py"):
+        (tmp_path / "own_package_of_a_test" / file).parent.mkdir(exist_ok=True)
+        write_text(tmp_path / "own_package_of_a_test" / file, f"# {file}\n")
+    settings = BASE | {"imports": ["own_package_of_a_test.parts", "json"]}
+    write_text(tmp_path / "e.toml", as_toml(settings))
+    write_app(tmp_path / "app", tmp_path / "e.toml")
+    for file in ("__init__.py", "parts.py", "inner/__init__.py", "inner/more.py"):
+        assert (tmp_path / "app/own_package_of_a_test" / file).read_text() == f"# {file}\n"
+    assert len(list((tmp_path / "app").rglob("*.py"))) == 4 + 3
+
+
 def test_nodes_with_data_of_their_own(tmp_path):
     """Each is one client, in the order of their names; the result is that of the same clients on one machine."""
     draw, own = np.random.default_rng(0), []

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.experiments import GOOD, toml
 from undrift.errors import UndriftError
 from undrift.files import seal
-from undrift.tools import launch, plugins
+from undrift.tools import launch, plugins, trust
 from undrift.tools.cli import app
 from undrift.training import provenance
 
@@ -148,6 +148,58 @@ def test_code_that_a_runs_folder_names_is_not_imported(foreign):
     assert not Path("executed").exists()
 
 
+STUDY = "[study]\nseeds = [0]\n"
+RANDOM = STUDY + 'tuning_seeds = [1]\nsearch = "random"\ntrials = 1\n'
+
+
+@pytest.mark.parametrize(
+    ("command", "config"),
+    [
+        (["sweep"], '[sweep]\nimports = [["evil.payload"]]'),
+        (["sweep"], '[sweep.""]\nimports = [["evil.payload"]]'),
+        (["study"], STUDY + '[study.partitions]\na = { imports = ["evil.payload"] }'),
+        (["study"], STUDY + '[study.methods]\na = { method = "FedAvg()", imports = [["evil.payload"]] }'),
+        (["study"], STUDY + '[study.tune]\nimports = [["evil.payload"]]'),
+        (["study"], RANDOM + '[study.tune]\nimports = [["evil.payload"], ["evil.payload", "json"]]'),
+        (["flower", "new", "app", "--from"], {"imports": ["evil.payload"]}),
+        (["flower", "up"], {"imports": ["evil.payload"]}),
+    ],
+)
+@pytest.mark.parametrize("given", ["evil", "evil/config.toml"])
+def test_nor_is_code_that_it_names_anywhere_else(foreign, command, config, given):
+    settings = GOOD | {"data": GOOD["data"] | {"validation_fraction": 0.2}}
+    text = toml({**config, **settings}) if isinstance(config, dict) else f"{toml(settings)}\n{config}"
+    Path("evil/config.toml").write_text(text)
+    Path("evil/run.json").touch()
+    done = CliRunner().invoke(app, [*command, given])
+    assert not Path("executed").exists() and not Path("app").exists()
+    assert "asks to import 'evil.payload'" in str(done.exception)
+
+
+def test_nor_when_it_is_published(foreign):
+    Path("evil/config.toml").write_text(toml(GOOD))
+    assert CliRunner().invoke(app, ["run", "evil", "--out", "run"]).exit_code == 0
+    with Path("run/config.toml").open("a") as opened:
+        opened.write('\n[""]\nimports = ["evil.payload"]\n')
+    done = CliRunner().invoke(app, ["publish", "run", "--to", "hub"])
+    assert "asks to import 'evil.payload'" in str(done.exception) and not Path("executed").exists()
+
+
+def test_an_app_of_a_runs_config_imports_nothing(foreign):
+    pytest.importorskip("flwr")
+    from undrift.flower.apps import read
+
+    Path("evil/run.json").touch()
+    with pytest.raises(UndriftError, match="flower new APP --from"):
+        read("evil/config.toml")
+
+
+def test_what_a_command_may_not_import_the_next_one_may(foreign):
+    CliRunner().invoke(app, ["run", "evil"])
+    plugins.import_plugins(["evil.payload"])
+    assert Path("executed").exists()
+
+
 @pytest.mark.parametrize("allowed", [["--trust"], ["--import", "evil.payload"]])
 def test_it_is_imported_where_that_is_asked_for(foreign, allowed):
     done = CliRunner().invoke(app, ["run", "evil", "--out", "again", *allowed])
@@ -172,6 +224,7 @@ def recorded(tmp_path, monkeypatch):
     for name in ("_added", "_recorded", "_excluded"):
         monkeypatch.setattr(plugins, name, type(getattr(plugins, name))())
     monkeypatch.setattr(provenance, "modules", {})
+    monkeypatch.setattr(trust, "_gates", [trust.Gate()])
 
     def write(modules: object, **settings: object) -> None:
         Path("run").mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 from undrift.files import write_text
 from undrift.flower.engine import Trouble
 from undrift.flower.node import Node
@@ -24,6 +24,7 @@ from undrift.flower.server import STATUS, described, serve
 from undrift.flower.uncompiled import leave_compiler_out
 from undrift.tools import config
 from undrift.tools.config import Experiment
+from undrift.tools.trust import run_folder
 from undrift.training.result import Result
 
 RECORD, ENTRY, FORMAT = "undrift", "message", "safetensors"
@@ -167,4 +168,12 @@ def client_app(experiment: str | Path, **given: Any) -> ClientApp:
 
 
 def read(experiment: str | Path) -> Experiment:
-    return config.checked(config.read(experiment), str(experiment))
+    """The experiment of an app. A run's `config.toml` may not import anything, as it may come from somebody else."""
+    file = Path(experiment)
+    found = config.checked(config.read(file), str(file))
+    if found.imports and run_folder(file):
+        raise UndriftError(
+            f"{file} asks to import {', '.join(map(quoted, found.imports))}, which executes that code. If you trust "
+            f"it, write an app from it: undrift flower new APP --from {file} --trust"
+        )
+    return found

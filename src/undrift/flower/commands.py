@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from undrift.tools.help import Command, Group, examples
+from undrift.tools.options import Import, Trust
 
 flower = typer.Typer(cls=Group, no_args_is_help=True, help="Run the same experiment on real nodes, with Flower.")
 
@@ -28,11 +29,13 @@ def new(
         int, typer.Option(min=1, metavar="N", help="Wait until N nodes are connected before the first round.")
     ] = 2,
     deadline: Deadline = 3600.0,
+    imports: Import = None,
+    trust: Trust = False,
 ) -> None:
     """Write a Flower app for an experiment, to be started with flwr run."""
     from undrift.flower.new import write_app
 
-    write_app(folder, file, nodes=nodes, deadline=deadline)
+    write_app(folder, file, nodes=nodes, deadline=deadline, imports=imports or [], trust=trust)
     typer.echo(f"written: {folder}; start it with: flwr run {folder} SUPERLINK --stream")
 
 
@@ -49,6 +52,8 @@ def up(
         bool, typer.Option("--simulate", help="Use Flower's simulation engine instead of processes of its own.")
     ] = False,
     deadline: Deadline = 3600.0,
+    imports: Import = None,
+    trust: Trust = False,
 ) -> None:
     """Start a SuperLink and its nodes on this machine, run the experiment on them, and shut them down again.
 
@@ -57,7 +62,7 @@ def up(
     from undrift.flower.launch import launch, simulated
 
     started = simulated if simulate else launch
-    started(file, nodes, out, deadline, typer.echo)
+    started(file, nodes, out, deadline, typer.echo, imports or [], trust)
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower certificates certs --host superlink.example.org"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from undrift.errors import UndriftError, require
@@ -14,17 +14,26 @@ from undrift.flower.up import QUIET, federation, standing
 from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import new_folder, title
+from undrift.tools.launch import read_settings
 
 Tell = Callable[[str], None]
 LONG = 30 * 24 * 3600.0
 """Seconds that a run may take."""
 
 
-def launch(file: Path, nodes: int, out: Path | None, deadline: float, tell: Tell) -> Path:
+def launch(
+    file: Path,
+    nodes: int,
+    out: Path | None,
+    deadline: float,
+    tell: Tell,
+    imports: Sequence[str] = (),
+    trust: bool = False,
+) -> Path:
     """Start a SuperLink and nodes with their own certificates and keys, run the experiment, and stop them all."""
     folder = _folder(file, out)
     app, place = folder / "app", folder / "federation"
-    found = _app(app, file, nodes, deadline)
+    found = _app(app, file, nodes, deadline, imports, trust)
     progress = Progress(place, found.rounds, tell)
     with federation(folder, nodes) as grounds:
         tell(f"{nodes} nodes and a SuperLink on {grounds.address}, with TLS and keys; logs are in {folder / 'logs'}")
@@ -35,7 +44,15 @@ def launch(file: Path, nodes: int, out: Path | None, deadline: float, tell: Tell
     return place / "run"
 
 
-def simulated(file: Path, nodes: int, out: Path | None, deadline: float, tell: Tell) -> Path:
+def simulated(
+    file: Path,
+    nodes: int,
+    out: Path | None,
+    deadline: float,
+    tell: Tell,
+    imports: Sequence[str] = (),
+    trust: bool = False,
+) -> Path:
     """Do the same with Flower's simulation engine: nodes are Ray actors, without TLS and keys."""
     os.environ |= QUIET | {"RAY_USAGE_STATS_ENABLED": "0"}
     from flwr.simulation import run_simulation
@@ -44,7 +61,7 @@ def simulated(file: Path, nodes: int, out: Path | None, deadline: float, tell: T
 
     folder = _folder(file, out).resolve()
     app, place = folder / "app", folder / "federation"
-    _app(app, file, nodes, deadline)
+    _app(app, file, nodes, deadline, imports, trust)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(app), os.environ.get("PYTHONPATH", "")])  # for Ray's actors
     experiment = app / "app" / "experiment.toml"
     terms = {"out": str(place), "min-nodes": nodes, "deadline": deadline}
@@ -69,12 +86,13 @@ def _settings(file: Path) -> config.Document:
     return settings
 
 
-def _app(app: Path, file: Path, nodes: int, deadline: float) -> Experiment:
+def _app(app: Path, file: Path, nodes: int, deadline: float, imports: Sequence[str], trust: bool) -> Experiment:
     """Return the experiment as an app; one that is there already must be of the same experiment."""
     if not app.exists():
-        return write_app(app, file, nodes=nodes, deadline=deadline)
-    there = config.read(app / "app" / "experiment.toml")
-    changed = [key for key in there | _settings(file) if there.get(key) != _settings(file).get(key)]
+        return write_app(app, file, nodes=nodes, deadline=deadline, imports=imports, trust=trust)
+    there, asked = config.read(app / "app" / "experiment.toml"), read_settings(file, None, list(imports), None, trust)
+    asked.pop("sweep", None)
+    changed = [key for key in there | asked if there.get(key) != asked.get(key)]
     require(not changed, f"{app} is of another experiment: {', '.join(changed)} differ; choose another --out.")
     return config.checked(there, str(file))
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
-from undrift.errors import UndriftError, require
+from undrift.errors import require
 from undrift.files import write_text
 from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import understood
+from undrift.tools.launch import read_settings
+from undrift.tools.trust import gated
+from undrift.training import provenance
 from undrift.training.record import literal
 
 FLOWER = ">=1.41,<1.42"
@@ -80,17 +83,21 @@ def write_app(
     deadline: float = 3600.0,
     wait: float = 300.0,
     out: str = "federation",
+    imports: Sequence[str] = (),
+    trust: bool = False,
 ) -> Experiment:
-    """Write the app for an experiment file into a new or empty folder. The file is checked first."""
+    """Write the app for an experiment file into a new or empty folder. The file is checked first.
+
+    The modules that it imports travel with the app, unless they are installed. The folder of a run may only import the
+    modules in `imports`, or any with `trust`.
+    """
     require(not folder.exists() or not any(folder.iterdir()), f"{folder} is not empty; choose another folder.")
-    settings = config.read(experiment)
-    settings.pop("sweep", None)
-    found = config.checked(settings, str(experiment))
-    modules = [name for name in found.imports if (experiment.resolve().parent / f"{name}.py").is_file()]
-    understood(found)
-    missing = [name for name in found.imports if name not in modules and find_spec(name.split(".")[0]) is None]
-    if missing:
-        raise UndriftError(f"The experiment imports {missing[0]!r}, which is neither beside it nor installed.")
+    with gated():
+        settings = read_settings(experiment, None, list(imports), None, trust)
+        settings.pop("sweep", None)
+        found = config.checked(settings, str(experiment))
+        understood(found)
+    modules = own_modules(found.imports)
     package = folder / PACKAGE
     package.mkdir(parents=True)
     name = re.sub(r"[^a-z0-9]+", "-", experiment.stem.lower()).strip("-") or "experiment"
@@ -101,9 +108,27 @@ def write_app(
     write_text(package / "__init__.py", "")
     write_text(package / "server.py", SHELL.format(kind="ServerApp", make="server_app"))
     write_text(package / "client.py", SHELL.format(kind="ClientApp", make="client_app"))
-    for module in modules:  # a module of the user's travels with the app
-        write_text(folder / f"{module}.py", (experiment.resolve().parent / f"{module}.py").read_text("utf-8"))
+    for module, code in modules.items():
+        (folder / module).parent.mkdir(parents=True, exist_ok=True)
+        write_text(folder / module, code)
     write_text(package / "experiment.toml", as_toml(settings))
+    return found
+
+
+def own_modules(imports: Sequence[str]) -> dict[str, str]:
+    """The code of imported modules that are not installed, by the files' names in an app; of a package, all of it."""
+    found: dict[str, str] = {}
+    for name in imports:
+        if name not in provenance.modules:
+            continue
+        folder, root = Path(provenance.modules[name]), name.partition(".")[0]
+        require(
+            root != PACKAGE, f"The module {name!r} cannot be in an app, which has an {root!r} of its own; rename it."
+        )
+        single = folder / f"{root}.py"
+        package = (folder / root / "__init__.py").is_file() or not single.is_file()
+        for file in sorted((folder / root).rglob("*.py")) if package else [single]:
+            found[file.relative_to(folder).as_posix()] = file.read_text("utf-8")
     return found
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from undrift.tools.trust import gated
+
 
 def examples(*commands: str) -> str:
     """The end of a command's help."""
@@ -43,7 +45,11 @@ class _Readable:
 
 
 class Command(_Readable, TyperCommand):
-    """A command."""
+    """A command. What it may import is for itself alone to decide."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with gated():
+            return super().invoke(ctx)
 
 
 class Group(_Readable, TyperGroup):

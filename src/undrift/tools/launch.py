@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from undrift.tools.torchrun import speaks
+from undrift.tools.trust import check, gate, run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,47 +96,39 @@ def with_options(
 ) -> dict[str, Any]:
     """The settings with the command line's options. Raises for imports that the user has not allowed."""
     given = settings.get("imports", [])
-    if isinstance(given, list):
-        allow_imports(file, given, imports or [], trust)
-        if imports:
-            settings["imports"] = list(dict.fromkeys([*given, *imports]))
+    allow_imports(file, given, imports or [], trust)
+    if isinstance(given, list) and imports:
+        settings["imports"] = list(dict.fromkeys([*given, *imports]))
     if data_dir and isinstance(settings.get("data"), dict):
         settings["data"]["data_dir"] = str(data_dir)
     return settings
 
 
-def allow_imports(file: Path, given: list[Any], imports: list[str], trust: bool | None) -> None:
+def allow_imports(file: Path, given: Any, imports: list[str], trust: bool | None) -> None:
     """Look for modules next to an experiment file, or where a run found them; raise for those that are not allowed.
 
     A file that the user names may import code. The folder of a run may not, as it may come from somebody else; its
-    `config.toml` stands for the folder. `trust` is None for commands that have no `--trust`.
-    """
-    from undrift.errors import UndriftError, quoted
+    `config.toml` stands for the folder. What it names elsewhere, such as in `[sweep]`, is refused when it is imported.
 
+    Args:
+        file: The experiment file, or the folder of a run.
+        given: Its `imports`.
+        imports: The modules that the user names.
+        trust: Whether the user trusts the file; None for commands that have no `--trust`.
+    """
+    given = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    run = run_folder(file)
+    gate().allowed.update(imports, () if run else given)
+    if run and not trust:
+        gate().run, gate().flag = run, trust is not None
+        check(given)
     if not given and not imports:
         return
     from undrift.tools.plugins import search_for, search_in
 
-    run, strange = _run_folder(file), [name for name in given if name not in imports]
-    if run and strange and not trust:
-        raise UndriftError(
-            f"{run / 'config.toml'} asks to import {', '.join(map(quoted, strange))}, which executes that code. If "
-            f"you trust it, allow it with {' '.join(f'--import {name}' for name in strange)}"
-            f"{'.' if trust is None else ', or with --trust.'}"
-        )
     if run:
         search_for({name: folders for name, folders in _recorded_modules(run).items() if name in given}, run)
     search_in(Path.cwd(), *([] if run else [file.resolve().parent]))
-
-
-def _run_folder(file: Path) -> Path | None:
-    """The folder of the run that this is, or whose `config.toml` this is; None for other experiment files."""
-    from undrift.training.result import RUN
-
-    if file.is_dir():
-        return file
-    real = file.resolve()
-    return real.parent if real.name == "config.toml" and os.path.lexists(real.parent / RUN) else None
 
 
 def _recorded_modules(run: Path) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from undrift.errors import UndriftError, first_line, quoted
+from undrift.tools import trust
 from undrift.training import provenance
 
 log = logging.getLogger("undrift")
@@ -25,9 +26,11 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
 
     The entry points are those of the group "undrift". Modules may also be in the working directory, or where
     `search_in` and `search_for` say. These are searched last, so that nothing there can replace an installed package.
+    Raises `UndriftError` for modules that only the folder of a run names, which the user has not allowed.
     """
     _load_entry_points()
     modules = list(modules)
+    trust.check(modules)
     if modules:
         search_in(os.getcwd())
     for module in modules:
@@ -72,16 +75,17 @@ def search_for(recorded: Mapping[str, list[str]], run: Path) -> None:
     _excluded.append(os.path.realpath(run))
 
 
-Places = tuple[list[str], dict[str, list[str]], list[str]]
+Places = tuple[list[str], dict[str, list[str]], list[str], trust.Gate]
 
 
 def places() -> Places:
-    """Where this process looks for modules, for `adopt` in another one."""
-    return list(_added), dict(_recorded), list(_excluded)
+    """Where this process looks for modules, and which it may import, for `adopt` in another one."""
+    return list(_added), dict(_recorded), list(_excluded), trust.gate()
 
 
 def adopt(found: Places) -> None:
-    """Look for modules where another process does."""
+    """Look for modules where another process does, and import no others than it may."""
+    trust.stand(found[3])
     _recorded.update(found[1])
     _excluded.extend(found[2])
     search_in(*found[0])
