@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrift as ud
+from tests.handloop import hand_loop
+from tests.problems import distance, make_clients, net
 from undrift.errors import UndriftError as refused  # noqa: N813 - it reads as a word
 
 LOCAL = ud.Local(steps=3, batch_size=5, lr=0.1)
@@ -104,3 +106,55 @@ def test_other_losses_are_not(axis, loss, caplog):
     with caplog.at_level(logging.WARNING):
         ud.train(module, regression(axis), rounds=1, local=LOCAL, loss=loss, metrics={"far": aligned})
     assert not caplog.records
+
+
+def by_runs(z, y):
+    return F.cross_entropy(z, y, reduction="none") * len(torch.unique_consecutive(y))
+
+
+def by_kinds(z, y):
+    return F.cross_entropy(z, y, reduction="none") * len(torch.unique(y))
+
+
+def by_largest(z, y):
+    return F.cross_entropy(z, y, reduction="none") * len(torch.bincount(y))
+
+
+def by_repeats(z, y):
+    return F.cross_entropy(z, y, reduction="none") * len(torch.repeat_interleave(y, y + 1))
+
+
+def by_values(z, y):
+    return F.cross_entropy(z, y, reduction="none") * len(set(y.tolist()))
+
+
+def by_chosen(z, y):
+    return F.cross_entropy(z, y, reduction="none") * len(z[y > 1])
+
+
+@pytest.mark.parametrize("sizes", [[12], [12, 8, 4]])
+@pytest.mark.parametrize("loss", [by_runs, by_kinds, by_largest, by_repeats, by_values, by_chosen])
+def test_a_loss_whose_shapes_depend_on_values_is_not_traced(loss, sizes):
+    """One lane needs no vmap, which would refuse some of these."""
+    local, data = ud.Local(epochs=2, batch_size=4, lr=0.1), make_clients(sizes)
+    found = ud.train(net(), data, rounds=2, local=local, loss=loss, rehearse=False)
+    wanted = hand_loop(net(), data, local, rounds=2, loss=lambda z, y: loss(z, y).mean())
+    assert distance(found.model.state_dict(), wanted) < 1e-9 and found.choices["engine"] == "plain"
+    with pytest.raises(refused, match=r"the shape of a result depends on values|failed in lanes"):
+        ud.train(net(), data, rounds=2, local=local, loss=loss, engine="lanes", lanes=1, rehearse=False)
+
+
+def by_counts(z, y):
+    return F.cross_entropy(z, y, reduction="none") / torch.bincount(y, minlength=4)[y]
+
+
+def by_fixed_repeats(z, y):
+    return F.cross_entropy(z, y, reduction="none") * torch.repeat_interleave(y, torch.ones_like(y), output_size=len(y))
+
+
+@pytest.mark.parametrize("loss", [by_counts, by_fixed_repeats])
+def test_shapes_that_arguments_fix_are_traced(loss):
+    local, data = ud.Local(epochs=2, batch_size=4, lr=0.1), make_clients([12])
+    found = ud.train(net(), data, rounds=2, local=local, loss=loss, engine="lanes", rehearse=False)
+    wanted = hand_loop(net(), data, local, rounds=2, loss=lambda z, y: loss(z, y).mean())
+    assert distance(found.model.state_dict(), wanted) < 1e-9

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from undrift.engine.compiler import Tried
 from undrift.errors import UndriftError
@@ -25,8 +26,6 @@ from undrift.tree import tree_flatten, tree_leaves, tree_unflatten
 CALLING = RLock()
 """Held by the threads of `ThreadedEngine` while they trace or call `visit`: both call the module, whose weights are
 swapped in for the call. Running a traced program does not."""
-DYNAMIC = {torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default}
-"""Operations whose result has a shape that depends on values."""
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default}
 
 
@@ -91,13 +90,31 @@ def _traced(function: Callable[..., Any], leaves: list[Tensor]) -> GraphModule:
 def _refuse_dynamic_shapes(program: GraphModule) -> None:
     """Reject operations whose result's shape depends on values: the program is correct only for the first values."""
     for node in program.graph.nodes:
-        masks = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
-        by_mask = any(m is not None and m.meta["val"].dtype == torch.bool for m in masks)
-        if by_mask or node.target in DYNAMIC:
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and not _known_shape(node):
             raise UndriftError(
-                "The lanes engine cannot run the model or one of the method's hooks: the shape of a result depends on "
-                'values (x[mask], torch.nonzero). Multiply by the mask or use torch.where; or use engine="plain".'
+                "The lanes engine cannot run the model, the loss or one of the method's hooks: the shape of a result "
+                "depends on values (x[mask], torch.nonzero, torch.unique). Multiply by the mask or use torch.where; or "
+                'use engine="plain".'
             )
+
+
+def _known_shape(node: Node) -> bool:
+    """Return whether arguments fix the shape of a result that in general depends on values."""
+    aten, given = torch.ops.aten, node.args + tuple(node.kwargs.values())
+    if node.target is aten.index.Tensor:
+        return not any(m is not None and m.meta["val"].dtype == torch.bool for m in node.args[1])  # type: ignore[union-attr]
+    if node.target is aten.bincount.default:  # minlength
+        return len(node.meta["val"]) in [n for n in given if isinstance(n, int)]
+    return node.target is aten.repeat_interleave.Tensor and any(isinstance(n, int) for n in given)  # output_size
+
+
+class RefuseLists(TorchFunctionMode):
+    """Makes `tolist` of a traced tensor raise, as `item` does, instead of returning the values of the first call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0].numel():
+            args[0].flatten()[0].item()
+        return func(*args, **(kwargs or {}))
 
 
 def _one_mode() -> Any:

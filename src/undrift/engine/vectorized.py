@@ -14,6 +14,7 @@ from torch.func import grad, vmap
 
 from undrift.engine.client import Program, Sent
 from undrift.engine.device_data import DeviceData
+from undrift.engine.trace import RefuseLists
 from undrift.functional.batch_norm import explaining_single_samples
 from undrift.functional.model import Params
 from undrift.method.context import Batch
@@ -56,7 +57,8 @@ class Vectorized:
 
         everything = (state, lanes, [(batch.x, batch.y, batch.mask) for batch in batches], k)
         if len(counts) == 1:  # one lane needs no vmap, whose rule for convolutions costs a CPU a tenth more
-            after = tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything)))
+            with RefuseLists():  # which vmap does otherwise
+                after = tree_map(lambda t: t[None], one(*tree_map(lambda t: t[0], everything)))
         else:
             after = vmap(one)(*everything)
         return distinct(contiguous(after), (state, lanes, shared, rows))
