@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import undrift as ud
 from tests.experiments import GOOD, toml
 from undrift.errors import UndriftError
-from undrift.files import seal
+from undrift.files import file_name, seal
 from undrift.tools import launch, plugins, trust
 from undrift.tools.cli import app
 from undrift.training import provenance
@@ -321,3 +325,71 @@ def test_the_config_of_a_run_stands_for_its_folder(recorded, given):
     assert "No module named" in str(done.exception) and not Path("ran-run").exists()
     recorded({"mine_of_a_test": put("project", "mine")})
     assert CliRunner().invoke(app, ["run", given, "--trust", "--out", "again"]).exit_code == 0
+
+
+# ---- names that a run's folder chooses ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    data = ud.load("digits", ud.IID(), clients=4)
+    ud.train("mlp", data, rounds=2, local=ud.Local(steps=1, batch_size=8, lr=0.1), out=folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def renamed(trained, tmp_path, monkeypatch):
+    """Writes the folder `run`, whose metric has another name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str) -> None:
+        shutil.copytree(trained, "run")
+        config = Path("run/config.toml")
+        lines = [line for line in config.read_text().splitlines() if not line.startswith("metrics = ")]
+        config.write_text("\n".join([f"metrics = [{json.dumps(name)}]", *lines]))
+        rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+        named = [{name if key == "accuracy" else key: value for key, value in row.items()} for row in rows]
+        Path("run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "name", ["../../victim/thesis", "{here}/victim/thesis", "..", "a\0b", "x" * 300, "$x^", "C:\\x"]
+)
+def test_a_metrics_name_is_no_path(renamed, tmp_path, name):
+    name = name.format(here=tmp_path)
+    Path("victim").mkdir()
+    Path("deep/er").mkdir(parents=True)
+    renamed(name)
+    for command in (["report", "run", "--out", "deep/er/page.html"], ["compare", "run"]):
+        done = CliRunner().invoke(app, [*command, "--figures", "deep/er/figures"])
+        assert done.exit_code == 0, done
+    done = CliRunner().invoke(app, ["publish", "run", "--to", "deep/er/hub"])
+    assert done.exit_code == 0, done
+    assert not list(Path("victim").iterdir()) and {file.name for file in tmp_path.iterdir()} == {
+        "deep",
+        "run",
+        "victim",
+    }
+    drawn = {file.name for file in Path("deep/er/figures").iterdir()}
+    assert len(drawn) == 3 * 7 and {file.name for file in Path("deep/er/hub/figures").iterdir()} == drawn
+
+
+def test_a_figure_takes_the_place_of_a_link(renamed):
+    renamed("accuracy")
+    Path("figures").mkdir()
+    Path("victim").touch()
+    Path("figures/accuracy.pdf").symlink_to("../victim")
+    assert CliRunner().invoke(app, ["compare", "run", "--figures", "figures"]).exit_code == 0
+    assert Path("victim").read_bytes() == b"" and Path("figures/accuracy.pdf").stat().st_size
+
+
+def test_file_names_stay_apart_and_in_the_folder():
+    same = ["accuracy", "accuracy_over_bytes", "top 5", "Ä", "a.b", "F1(macro)"]
+    assert [file_name(text) for text in same] == same
+    other = ["", ".", "..", "/", "a/b", "a_b", "a\\b", "../a", ".a", "a\n", "\0", "\ud800", "x" * 201, "x" * 202, "-rf"]
+    made = [file_name(text) for text in other]
+    assert len(set(made)) == len(made) and all(re.fullmatch(r"\w[\w .-]*", name) for name in made)
+    assert all(len(name.encode()) <= 200 for name in made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from math import inf
 from numbers import Integral, Real
@@ -46,6 +47,15 @@ def quoted(x: object, most: int = 80) -> str:
     except Exception:  # nested too deeply, or a number with too many digits
         text = f"<{type(x).__name__}>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tabs and ends of lines, what changes the direction of text, and what no encoding has."""
+
+
+def printable(text: str) -> str:
+    """Return text with control characters written out, such as \\x1b, so that they have no effect on a terminal."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -24,6 +24,23 @@ PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
 """The temporary name of a file; the first group is the file's own name."""
 
 
+LONGEST = 200
+"""The most bytes in a file's name that is made from something else's."""
+
+
+def file_name(text: str) -> str:
+    """The name of a file, without its suffix, for what is called `text`: never a path, and the same for the same text.
+
+    Names that differ stay different: where letters are lost, a digest is added.
+    """
+    plain = re.sub(r"[^\w .,=+()@-]", "_", text).lstrip(" .-")
+    raw = plain.encode()
+    if plain == text and 0 < len(raw) <= LONGEST:
+        return text
+    short = raw[: LONGEST - 9].decode(errors="ignore")
+    return f"{short}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}".lstrip("-")
+
+
 class DamagedError(UndriftError):
     """Raised if a file is missing or does not have the contents that were written."""
 

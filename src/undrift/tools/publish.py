@@ -13,6 +13,7 @@ from typing import Any
 from undrift import __version__
 from undrift.data.sources import RECIPES
 from undrift.errors import UndriftError, first_line, require
+from undrift.files import file_name
 from undrift.method.parse import parse_method
 from undrift.models import parse_model
 from undrift.tools.compare import Run, brief
@@ -170,7 +171,7 @@ After the last round.
 |---|---|---:|
 {table}
 
-{chr(10).join(f"![{name.replace('_', ' ')}](figures/{name}.png)" for name in shown)}
+{chr(10).join(f"![{name.replace('_', ' ')}](figures/{file_name(name)}.png)" for name in shown)}
 
 ## How to load it
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, printable
+from undrift.files import file_name, replacing
 
 Payload = dict[str, Any]
 
@@ -40,10 +41,20 @@ HEIGHT = 2.4
 """The height of a panel, in inches."""
 ACROSS = 3
 """The most panels in a row."""
+KINDS: dict[str, Any] = {
+    "pdf": {"metadata": {"CreationDate": None}},
+    "svg": {"metadata": {"Date": None}},
+    "png": {"dpi": 300},
+}
+"""The formats of a figure, without the time in them."""
+
+
+LABELS = {"lr": "learning rate", "local_steps": "local steps per client", "diagnostic": "diagnostic $S$"}
+"""What columns of the history are called on an axis, if not by their names."""
 
 
 def draw(payload: Payload, folder: Path, width: float = SINGLE) -> list[str]:
-    """Write every figure that these runs have data for; returns their names."""
+    """Write every figure that these runs have data for. Returns their names; the files have their `file_name`."""
     return draw_panels({"": payload}, folder, width)
 
 
@@ -64,9 +75,9 @@ def draw_panels(payloads: Mapping[str, Payload], folder: Path, width: float = DO
     with matplotlib.rc_context(STYLE):
         for name in names:
             figure = _figure({title: own[name] for title, own in found.items() if name in own}, width, name)
-            figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(folder / f"{name}.png", dpi=300)
+            for kind, options in KINDS.items():
+                with replacing(folder / f"{file_name(name)}.{kind}") as partial:
+                    figure.savefig(partial, format=kind, **options)
     return names
 
 
@@ -98,7 +109,7 @@ def _figure(panels: Mapping[str, Callable[[Any], None]], width: float, name: str
 
 
 def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
-    """Functions that draw a figure, by file name."""
+    """Functions that draw a figure, by its name."""
     found: dict[str, Callable[..., None]] = {}
     keys = {key: None for group in payload["groups"] for key in group["curves"]}
     for key in keys:
@@ -108,13 +119,12 @@ def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
         ]
         if not source.endswith("_std") and (max(counts) > 1 or source == "test"):  # one evaluation makes no curve
             name = metric if source == "test" else f"{source}_{metric}"
-            found[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=name)
+            label = escaped(name.replace("_", " "))
+            found[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=label)
             if source == "test" and metric != "loss" and max(counts) > 1:
                 found[f"{name}_over_bytes"] = partial(found[name], axis="bytes")
     for key in {key: None for group in payload["groups"] for key in group["schedules"]}:
-        label = {"lr": "learning rate", "local_steps": "local steps per client", "diagnostic": "diagnostic $S$"}.get(
-            key, key
-        )
+        label = LABELS.get(key) or escaped(key.replace("_", " "))
         found[key] = partial(curves, payload=payload, where="schedules", grid="every", key=key, label=label)
     if any("classes" in run for run in payload["runs"]):
         found["class_accuracy"] = lambda axes: by_class(axes, payload)
@@ -149,7 +159,7 @@ def curves(axes: Any, payload: Payload, where: str, grid: str, key: str, label: 
             low, high = (np.clip(low, 0, None), np.clip(high, None, 1)) if key.endswith("accuracy") else (low, high)
             axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     words = {"round": "round", "bytes": "sent and received (MB)"}
-    axes.set(xlabel=words[axis], ylabel=escaped(label.replace("_", " ")) if "$" not in label else label)
+    axes.set(xlabel=words[axis], ylabel=label)
     values = [v for group in payload["groups"] for v in group[where].get(key, {}).get("mean", ()) if v]
     if key.endswith("loss") and values and min(values) > 0 and max(values) > 200 * min(values):
         axes.set_yscale("log")
@@ -204,8 +214,8 @@ def partition(axes: Any, found: dict[str, Any]) -> None:
 
 
 def escaped(text: str) -> str:
-    """Text without matplotlib's mathematical notation."""
-    return text.replace("$", r"\$")
+    """Text without matplotlib's mathematical notation, and without characters that no font has."""
+    return printable(text).replace("$", r"\$")
 
 
 def _whole(axes: Any) -> None:
