@@ -101,7 +101,7 @@ def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
 
 def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
     """Return the source that a recipe makes of arrays, after logging its warnings, which concern every run."""
-    for note in ("assumed", "incomplete"):
+    for note in ("assumed", "incomplete", "rounded"):
         if notes.get(note):
             notices.warn(notes[note])
     return recipe.open(arrays, notes)

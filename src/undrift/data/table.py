@@ -14,6 +14,7 @@ from undrift.data import notices
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Task
 from undrift.data.labels import MOST, Labels, encoded
+from undrift.data.rounding import example, loses
 from undrift.data.scales import Moments
 from undrift.data.source import Scales, Source
 from undrift.data.tables import Place
@@ -21,6 +22,8 @@ from undrift.errors import UndriftError, listed, quoted, shortened
 
 MISSING = (None, "drop", "mean")
 """What to do about rows with missing values: refuse them, leave them out, or put in the column's mean."""
+NARROW = 1e-5
+"""The standard deviation, as a share of the mean, below which a column may lose some of its differences as float32."""
 ADDED: Any = {"added": True}
 """Marks fields that earlier versions did not have, so that at their default the data keep their place in the cache."""
 
@@ -36,7 +39,7 @@ class Table:
     columns: tuple[str, ...] | None = field(default=None, metadata=ADDED)
     drop: tuple[str, ...] | None = field(default=None, metadata=ADDED)
     missing: str | None = field(default=None, metadata=ADDED)
-    version: int = 2
+    version: int = 3
     """Which notes a file in the cache has. Files of earlier versions, which lack some, are not read."""
 
     def decode(self, places: list[Place], write: Writer) -> None:
@@ -71,6 +74,7 @@ class Table:
         write.notes |= {"classes": names, "fractions": fractions, "clients": list(map(str, codes)), "assumed": assumed}
         codes_of = {name: feature.names for name, feature in features.items() if getattr(feature, "names", None)}
         write.notes["scales"] = {"columns": list(features), "codes": codes_of} | moments.scales().lists()
+        write.notes["rounded"] = self._rounded(place, list(features), moments.scales())
         if changed:
             write.notes["incomplete"] = f"{place.name}: {self._changed(changed)} (missing={self.missing!r})."
 
@@ -83,6 +87,23 @@ class Table:
                 else (f"{count:,} empty cells were filled with their columns' means")
             )
         return "1 incomplete row was left out" if count == 1 else f"{count:,} incomplete rows were left out"
+
+    def _rounded(self, place: Place, features: list[str], scales: Scales) -> str | None:
+        """Return a warning of the first column that loses some of its differences as float32.
+
+        Only those whose numbers are large, compared with their differences, are read again.
+        """
+        for i in np.flatnonzero(scales.std <= NARROW * np.abs(scales.mean)):
+            name = features[i]
+            whole = np.concatenate([t[name].to_numpy().astype(np.float64) for t in place.batches("train", [name])])
+            whole = whole[np.isfinite(whole)]
+            if loses(whole[:, None])[0]:
+                return (
+                    f"{place.name}: the column {quoted(name)} is rounded to 32 bits, which loses some of the "
+                    f"differences between its numbers ({example(whole)}). Subtract an offset from them first, such as "
+                    "the smallest, or leave the column out."
+                )
+        return None
 
     def _complete(
         self, place: Place, split: str, features: dict[str, Any], means: np.ndarray | None

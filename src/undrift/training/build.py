@@ -42,6 +42,7 @@ from undrift.random import derive, torch_seed
 from undrift.training import drift
 from undrift.training.arithmetic import full_precision, threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
+from undrift.training.input_trials import warn_of_rounding
 from undrift.training.labelled import with_labels
 from undrift.training.model_rehearsal import OwnModule
 from undrift.training.obstacles import reason
@@ -249,6 +250,7 @@ def check_data(
         splits["clients' own tests'"] = Rows(tests.store, tests.index, tests.take)
     examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
     checked = check_gradient(examined["clients'"], own, device, loss)
+    warn_of_rounding(checked, own, device)
     if data.augment:
         check_augment(data.augment, own, device)
     return checked
