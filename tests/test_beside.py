@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from torch import nn
 
 import undrift as ud
 from tests import cuda_graphs
+from tests.killing import Dead, what_it_left
 from tests.parts import METHOD, Normed
 from tests.problems import distance, make_clients, net, same_bits, split
 from undrift.engine.outputs import Outputs
 from undrift.engine.stacked import StackedEngine
 from undrift.training.beside import side_by_side
+from undrift.training.checkpoint import Checkpoints
 from undrift.training.meeting import Call, answered
 from undrift.training.result import recorded
 
@@ -203,6 +207,85 @@ def test_folders_name_the_others_and_are_resumed_alone(tmp_path, rounds):
     alone = ud.train(net(), data[1], ud.Scaffold(), **settings(1, rounds=2, out=tmp_path / "alone"))
     assert {f.name for f in (tmp_path / "alone").iterdir()} == {f.name for f in (tmp_path / "run-1").iterdir()}
     assert alone.history[0].keys() == longer.history[0].keys()
+
+
+# ---- stopped and resumed -----------------------------------------------------------------------------------------
+
+
+ROUNDS = (6, 8, 8, 3)
+
+
+def in_folders(where: Path, on_round=None, stop_when=None) -> list:
+    """Runs of uneven lengths, of which the fourth ends by itself before its last round, in folders."""
+    data = one_store()
+    tasks = []
+    for i, rounds in enumerate(ROUNDS):
+        folder = where / f"run-{i}"
+        given = settings(i, rounds=rounds, out=folder, resume=(folder / "config.toml").exists(), checkpoint_every=2)
+        given |= {"max_norm_ratio": 1.2, "on_round": on_round}
+        if i == 1:
+            given["stop_when"] = lambda history: len(history) == 5 and "this is enough"
+        torch.manual_seed(i)
+        tasks.append(partial(ud.train, net(), data[i % 3], ud.Scaffold(), **given))
+    return side_by_side(tasks)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    where = tmp_path_factory.mktemp("unbroken")
+    assert all(isinstance(found, ud.Result) for found in in_folders(where))
+    return where
+
+
+def same_folders(one: Path, other: Path) -> None:
+    for i in range(len(ROUNDS)):
+        assert what_it_left(one / f"run-{i}") == what_it_left(other / f"run-{i}")
+
+
+@pytest.mark.parametrize("count", [0, 2, 7, 13])
+def test_killed_between_two_checkpoints(tmp_path, monkeypatch, unbroken, count):
+    """Of some runs the checkpoint of a round was written, of others not, and some were finished."""
+    write, left = Checkpoints._write, [count]
+
+    def until_killed(self, now):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Dead
+        write(self, now)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_write", until_killed)
+        assert any(isinstance(found, Dead) for found in in_folders(tmp_path))
+    assert all(isinstance(found, ud.Result) for found in in_folders(tmp_path))
+    same_folders(unbroken, tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_stop_ends_all_in_one_round(tmp_path, unbroken, count):
+    left = [count]
+
+    def stop(row):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    found = in_folders(tmp_path, stop)
+    assert any(isinstance(one, KeyboardInterrupt) for one in found)
+    running = [i for i, one in enumerate(found) if not isinstance(one, ud.Result)]
+    newest = [max(int(f.stem[6:]) for f in (tmp_path / f"run-{i}/checkpoint").glob("*.json")) for i in running]
+    assert len(set(newest)) == 1
+    in_folders(tmp_path)
+    same_folders(unbroken, tmp_path)
+
+
+def test_without_a_checkpoint_in_common_there_is_a_warning(tmp_path, unbroken, caplog):
+    shutil.copytree(unbroken, tmp_path / "w")
+    for i in range(3):
+        (tmp_path / f"w/run-{i}/model.safetensors").unlink()
+    for file in (tmp_path / "w/run-2/checkpoint").glob("round-*.json"):
+        file.unlink()
+    in_folders(tmp_path / "w")
+    assert "have no checkpoint of one round in common: the last digits of their results may differ" in caplog.text
 
 
 class Scaled(torch.nn.Module):

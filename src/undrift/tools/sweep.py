@@ -167,16 +167,19 @@ def sweep(
         _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
     some: Sequence[str | None] = how.devices or [None] * (how.workers or _workers(found[0], where))
-    share = min(beside.MOST, -(-len(waiting) // len(some)))  # so that every process has some
+    share = min(beside.MOST, -(-len(found) // len(some)))  # so that every process has some
     size = how.together or (share if any(_on_gpu(found[0], where, place) for place in some) else 1)
-    together = bundles(waiting, max(1, size))
+    # Bundles with a run that is not finished are those of the first time: the others' bits depend on the finished ones.
+    left = set(waiting)
+    together = [bundle for bundle in bundles(found, max(1, size)) if left.intersection(bundle)]
     places = some[: len(together)]
     threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
     tasks = {
         bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],) for bundle in together
     }
     for point, message in _finished(tasks, places):
-        done(point, message)
+        if point in left or message:
+            done(point, message)
     ended = {point: out / point.name for point in found}
     runs = []
     for point, folder in ended.items():

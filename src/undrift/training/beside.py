@@ -8,6 +8,8 @@ meet in the same way to evaluate their models.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,15 +22,18 @@ from undrift.data.digest import of_parts
 from undrift.engine.choose import Choice, build_stacked, choose
 from undrift.engine.fallback import Fallback
 from undrift.engine.stacked import StackedEngine, data_of
+from undrift.errors import listed
 from undrift.method.local import Spread
+from undrift.training.checkpoint import LAST, companions_in
 from undrift.training.identity import ATTRIBUTES, deeply, identity
-from undrift.training.meeting import Group
+from undrift.training.meeting import Group, Interrupted
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.tree import tree_map
 
 T = TypeVar("T")
 _here = threading.local()
+log = logging.getLogger("undrift")
 
 MOST = 8
 """The largest number of runs that `undrift sweep` and `undrift reproduce` train as one program."""
@@ -69,6 +74,8 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
                 results[i] = tasks[i]()
             except BaseException as error:  # returned to the caller
                 results[i] = error
+                if isinstance(error, KeyboardInterrupt):  # all stop where they are: in the same round
+                    stage.interrupt()
             finally:
                 stage.leave(i)
 
@@ -97,10 +104,10 @@ def join(run: Run, given: Settings) -> None:
 
 
 def check_interrupted() -> None:
-    """Raise `KeyboardInterrupt` in a run side by side once all must stop: Ctrl-C only reaches the main thread."""
+    """Raise `Interrupted` in a run side by side once all must stop: Ctrl-C only reaches the main thread."""
     place = getattr(_here, "place", None)
     if place is not None and place[0].interrupted:
-        raise KeyboardInterrupt
+        raise Interrupted
 
 
 class Stage:
@@ -115,6 +122,8 @@ class Stage:
         self.ended: set[int] = set()
         self.interrupted = False
         self.runs: dict[int, tuple[Run, str, str]] = {}
+        self.folders: dict[int, Path | None] = {}
+        self.resumed: dict[int, bool] = {}
         self.groups: dict[int, Group] | None = None
         self.switches: dict[int, tuple[str, bool, int]] = {}
         """The process-wide settings of each run."""
@@ -124,6 +133,8 @@ class Stage:
             return []
         name = Path(given.out).name if given.out is not None else f"run {i}"
         self.runs[i] = run, signature(run, given), name
+        self.folders[i] = Path(given.out) if given.out is not None else None
+        self.resumed[i] = bool(given.resume)
         self.switches[i] = given.precision, given.deterministic, run.choices["threads"]
         self._arrive(i)
         self.complete.wait_for(lambda: not self.missing)
@@ -169,8 +180,36 @@ class Stage:
         for members in alike.values():
             runs = {i: self.runs[i][0] for i in members}
             if len(runs) > 1 and (engine := engine_of(list(runs.values()))):
-                found |= dict.fromkeys(members, Group(self, runs, engine))
+                group = Group(self, runs, engine, self.folders)
+                group.places = places({i: self.folders[i] for i in members if self.resumed[i]})
+                found |= dict.fromkeys(members, group)
         return found
+
+
+def places(folders: dict[int, Path | None]) -> dict[int, int]:
+    """Return the round from which runs that are resumed continue, as their checkpoints say who trained together.
+
+    The bits of a run side by side depend on the others. So all that trained the latest round of which each has a
+    checkpoint go back to it; those that had ended by then are free. They start over if they were killed as they wrote
+    their first ones.
+    """
+    own = {i: Path(os.path.abspath(folder)) for i, folder in folders.items() if folder is not None}
+    known = {i: companions_in(folder) for i, folder in own.items()}
+    numbers = {folder: i for i, folder in own.items()}
+    for t in sorted({t for rounds in known.values() for t in rounds}, reverse=True):
+        for i, rounds in known.items():
+            others = rounds.get(t)
+            if others is not None and all(t in known.get(numbers.get(other, -1), ()) for other in others):
+                return dict.fromkeys([i, *(numbers[other] for other in others)], t)
+    said = any(others is not None for rounds in known.values() for others in rounds.values())
+    if said and all(len(rounds) < LAST for rounds in known.values()):
+        return dict.fromkeys(own, 0)
+    if said:
+        log.warning(
+            "%s trained side by side, and have no checkpoint of one round in common: the last digits of their results "
+            "may differ from those of uninterrupted runs", listed(str(folder) for folder in own.values()),
+        )  # fmt: skip
+    return {}
 
 
 def signature(run: Run, given: Settings) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import time
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from undrift.engine.slots import Slot, SlotFiles, damaged
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.early import COLUMN
+from undrift.training.meeting import companions
 from undrift.training.processes import collected
 from undrift.training.result import as_json
 from undrift.training.run import Run
@@ -95,9 +97,9 @@ class Checkpoints:
         if every is not None and folder is None:
             raise UndriftError("checkpoint_every needs a folder to write to; pass out=….")
 
-    def due(self, now: State) -> bool:
+    def due(self, t: int) -> bool:
         late = self.seconds is not None and time.monotonic() - self.saved_at >= self.seconds
-        return late or (self.rounds is not None and now.round % self.rounds == 0)
+        return late or (self.rounds is not None and t % self.rounds == 0)
 
     def save(self, now: State) -> None:
         """Save a checkpoint between two rounds. Of several processes, the first writes it."""
@@ -138,6 +140,7 @@ class Checkpoints:
             "state": state,
             "clients": series.clients,
             "rows": series.rows,
+            "beside": companions(self.run, now.round),
             "files": {state: write_tensors(self.folder / state, tensors), **series.files()},
         }
         if slots:
@@ -242,10 +245,15 @@ class Checkpoints:
     def _found(self) -> list[int]:
         return _listed(self.folder) if self.folder and self.folder.is_dir() else []
 
-    def restore(self) -> State | None:
-        """Return the state of the newest complete checkpoint, or None if there is no checkpoint at all."""
+    def restore(self, last: int | None = None) -> State | None:
+        """Return the state of the newest complete checkpoint, or None if there is no checkpoint at all.
+
+        With `last`, checkpoints of later rounds are not used, and will be replaced.
+        """
         found = self._found()
-        for number in found:
+        usable = [number for number in found if last is None or number <= last]
+        self.stale = [number for number in found if number not in usable]
+        for number in usable:
             assert self.folder
             try:
                 now, series = self.read(number)
@@ -258,7 +266,7 @@ class Checkpoints:
             self.saved_round = number
             self._hold(found)
             return now
-        if found:
+        if usable:
             raise UndriftError(
                 f"None of the checkpoints in {self.folder} can be read; start the run again in another folder."
             )
@@ -267,11 +275,7 @@ class Checkpoints:
     def read(self, number: int) -> tuple[State, Series]:
         """Return a checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
-        whole = unseal(self.folder / f"round-{number}.json")
-        for name, sha256 in whole["files"].items():
-            if not OURS.fullmatch(name):
-                raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
-            verify(self.folder / name, sha256)
+        whole = verified(self.folder, number)
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
         parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # local work was no part before
@@ -329,6 +333,30 @@ class Checkpoints:
             raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
         verify(self.folder / name, whole["files"][name])
         return read_slots(self.folder / name, files)
+
+
+def verified(folder: Path, number: int) -> dict[str, Any]:
+    """Return what `round-N.json` says. Raises `DamagedError` if a file that it names is not what was written."""
+    whole: dict[str, Any] = unseal(folder / f"round-{number}.json")
+    for name, sha256 in whole["files"].items():
+        if not OURS.fullmatch(name):
+            raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
+        verify(folder / name, sha256)
+    return whole
+
+
+def companions_in(folder: Path) -> dict[int, list[Path] | None]:
+    """Return the folders of those that trained side by side with the run in a folder, by the checkpoints' rounds.
+
+    A checkpoint that is damaged is not among them; None stands for one that does not say.
+    """
+    found: dict[int, list[Path] | None] = {}
+    place = folder / "checkpoint"
+    for number in _listed(place) if place.is_dir() else ():
+        with contextlib.suppress(Exception):  # damage may raise anything
+            others = verified(place, number).get("beside")
+            found[number] = None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
+    return found
 
 
 def _listed(folder: Path) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from undrift.engine.ranks import Ranks
 from undrift.training.checkpoint import Checkpoints
+from undrift.training.meeting import due
 from undrift.training.progress import Progress
 from undrift.training.result import Folder
 from undrift.training.state import State
@@ -73,8 +74,8 @@ class Listeners:
         """Return whether a checkpoint is due; by the first process's clock, where the time decides."""
         checkpoints = self.checkpoints
         if checkpoints.seconds is None:
-            return checkpoints.due(state)
-        return self.ranks.said(lambda: checkpoints.due(state))
+            return due(checkpoints.run, state.round, checkpoints.due)
+        return self.ranks.said(lambda: due(checkpoints.run, state.round, checkpoints.due))
 
     def save(self, state: State) -> None:
         self.sync()

@@ -31,6 +31,7 @@ from undrift.training.early import COLUMN, Rule, as_rule, check_possible
 from undrift.training.evaluate import Columns, evaluate, warn_without_test
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
+from undrift.training.meeting import Interrupted, announce
 from undrift.training.model_rehearsal import few_outputs, rehearsed, warn_of_another_evaluation
 from undrift.training.personal import Personal, has_own_models, own_model
 from undrift.training.processes import agree, opened
@@ -238,6 +239,7 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
             return earlier
         if folder.path and not given.resume:
             checkpoints.record["started"] = session(checkpoints.record["versions"], run.choices)
+        announce(run, checkpoints.due)
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         impatient = bool(given.track or given.on_round)
         state = earlier or first
@@ -323,12 +325,17 @@ class Loop:
     def round(self) -> None:
         """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""
         run, before = self.run, self.state
-        check_interrupted()
         last = before.round == run.rounds - 1
         if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
             self.settle(wait=True)
         self.clock.start()
-        self.state, self.done = federated_round(run, before, self.watch.skip)
+        try:
+            check_interrupted()
+            self.state, self.done = federated_round(run, before, self.watch.skip)
+        except Interrupted:
+            self.settle(wait=True)
+            self.listeners.save(before)
+            raise
         state, method = self.state, self.done.method
         self.watch.add(before, self.done.answers)
         self.watch.left(state)

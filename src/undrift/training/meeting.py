@@ -6,9 +6,11 @@ The first of them works for all, while the others wait; each then continues with
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,11 +50,42 @@ def raised(answer: R | BaseException) -> R:
     return answer
 
 
+def due(run: Run, t: int, own: Callable[[int], bool]) -> bool:
+    """Return whether a run saves a checkpoint after this round: by its `own` rule, or as the others side by side."""
+    seat = getattr(run.engine, "engine", None)
+    return seat.group.due(t) if isinstance(seat, Seat) else own(t)
+
+
+def announce(run: Run, own: Callable[[int], bool]) -> None:
+    """Tell the runs side by side when this one wants a checkpoint. It ends with one, which the others then have too."""
+    seat = getattr(run.engine, "engine", None)
+    if isinstance(seat, Seat):
+        seat.due = lambda t: t == run.rounds or own(t)
+
+
+def companions(run: Run, t: int) -> list[str] | None:
+    """Return the folders of the runs that trained this round side by side with a run; None if there are none."""
+    seat = getattr(run.engine, "engine", None)
+    return seat.group.companions(seat.i, t) if isinstance(seat, Seat) else None
+
+
+def place(run: Run) -> int | None:
+    """Return the round of the checkpoint from which a run side by side must continue; None if it is free to choose."""
+    seat = getattr(run.engine, "engine", None)
+    return seat.group.places.get(seat.i) if isinstance(seat, Seat) else None
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised in a run side by side between two rounds, once all must stop."""
+
+
 class Group:
     """Runs that train as one."""
 
-    def __init__(self, stage: Stage, runs: dict[int, Run], engine: StackedEngine) -> None:
-        self.stage, self.members = stage, list(runs)
+    def __init__(
+        self, stage: Stage, runs: dict[int, Run], engine: StackedEngine, folders: dict[int, Path | None]
+    ) -> None:
+        self.stage, self.members, self.folders = stage, list(runs), folders
         self.engine: StackedEngine | None = engine
         """None once it has failed: then each run trains alone."""
         self.seats = {i: Seat(self, i, run.engine.engine) for i, run in runs.items()}  # type: ignore[attr-defined]
@@ -63,6 +96,12 @@ class Group:
         self.firsts: dict[int, int] = dict(zip(runs, firsts, strict=False))
         self.waiting: dict[int, Call] = {}
         self.answers: dict[int, Any] = {}
+        self.latest: tuple[int, list[int]] = (0, [])
+        """The latest round, from 1, and the runs that train it."""
+        self.decided: tuple[int, bool] = (0, False)
+        """The latest round after which somebody asked whether to save a checkpoint, and the answer."""
+        self.places: dict[int, int] = {}
+        """By run: the round of the checkpoint from which it must continue, so that all do so from one round."""
 
     @property
     def present(self) -> list[int]:
@@ -74,8 +113,8 @@ class Group:
         self.waiting[i] = call
         self.proceed()
         while i not in self.answers:
-            if self.stage.interrupted:
-                raise KeyboardInterrupt
+            if self.stage.interrupted and call.trains and call.item.inputs.plan.round >= self.latest[0]:
+                raise Interrupted  # what belongs to the others' latest round is still done
             if self.ready and i == self.present[0]:
                 self.serve()
             else:
@@ -92,9 +131,18 @@ class Group:
             self.seats[self.present[0]].turn.notify()
 
     def serve(self) -> None:
-        """Answer calls. Training comes last: a run that evaluates its model will reach its next round, too."""
-        last = all(call.trains for call in self.waiting.values())
-        served = {i: call for i, call in sorted(self.waiting.items()) if last or not call.trains}
+        """Answer calls. Training comes last: a run that evaluates its model will reach its next round, too.
+
+        A run that is behind, because a round was repeated, trains without the others until they are in the same round.
+        What a run computes thus depends on the runs and the round alone, and not on what happened before.
+        """
+        served = {i: call for i, call in sorted(self.waiting.items()) if not call.trains}
+        if not served:
+            rounds = {i: call.item.inputs.plan.round + 1 for i, call in sorted(self.waiting.items())}
+            first = min(rounds.values())
+            served = {i: self.waiting[i] for i, t in rounds.items() if t == first}
+            if self.latest[0] != first:
+                self.latest = first, list(served)
         self.waiting = {i: call for i, call in self.waiting.items() if i not in served}
         kinds: dict[Any, list[int]] = {}
         for i, call in served.items():
@@ -103,6 +151,20 @@ class Group:
             self.answers |= dict(zip(members, answered([served[i] for i in members]), strict=True))
         for i in served:
             self.seats[i].turn.notify()
+
+    def due(self, t: int) -> bool:
+        """Whether the runs save a checkpoint after this round: all or none, so that they have a round in common."""
+        if self.decided[0] != t:
+            self.decided = t, any(self.seats[i].due(t) for i in self.latest[1])
+        return self.decided[1]
+
+    def companions(self, i: int, t: int) -> list[str] | None:
+        """The folders of the other runs that trained this round, seen from a run's own; None if that is not known."""
+        own = self.folders[i]
+        others = [self.folders[j] for j in self.latest[1] if j != i]
+        if own is None or self.latest[0] != t or i not in self.latest[1] or None in others:
+            return None
+        return [os.path.relpath(other, own) for other in others if other is not None]
 
     def train(self, rounds: list[Training]) -> list[Outcome | BaseException]:
         """Train the rounds of several runs, as one program if possible."""
@@ -167,6 +229,8 @@ class Seat:
         """`own` is the engine that trains the run alone."""
         self.group, self.i, self.own = group, i, own
         self.turn = threading.Condition(group.stage.lock)
+        self.due: Callable[[int], bool] = lambda t: False
+        """Whether the run itself wants a checkpoint after a round."""
 
     @property
     def width(self) -> int:

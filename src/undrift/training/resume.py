@@ -14,6 +14,7 @@ from undrift.training.checkpoint import Checkpoints
 from undrift.training.divergence import of_run
 from undrift.training.early import COLUMN, Rule, check_column, reason
 from undrift.training.identity import changed_defaults, compare, differences, identity, relative
+from undrift.training.meeting import place
 from undrift.training.personal import has_own_models
 from undrift.training.provenance import session
 from undrift.training.record import same_settings
@@ -81,10 +82,13 @@ def resumed(
     assert folder.path
     whole = folder.finished and "results" in known and intact(folder.path, known)
     rows = folder.rows() if whole else []
+    shared = place(run)
+    if shared is not None and shared < len(rows):  # it ended after the last round that all runs side by side have
+        whole, rows = False, []
     early = rows[-1].get(COLUMN) if rows else None
     if whole and not early and len(rows) == run.rounds:
         return finished(run, folder)
-    state = checkpoints.restore()
+    state = checkpoints.restore(shared)
     if whole and early:
         if state is None or state.round < len(rows):  # written by an earlier version, or damaged
             if run.rounds == before:
@@ -98,12 +102,13 @@ def resumed(
             return finished(run, folder)
     if state is not None:
         take_up(run, state)
-    if state is None and folder.finished:
+    if state is None and folder.finished and shared is None:
         raise UndriftError(nothing_to_continue_from(folder, whole))
     if state is None:
         log.warning(
-            "%s has no checkpoint, so training starts over from round 1 (%d rounds were done)",
+            "%s has no checkpoint%s, so training starts over from round 1 (%d rounds were done)",
             folder.path,
+            "" if shared is None else " of a round that all runs beside it have",
             rows_of(folder),
         )
     if run.rounds != before:
