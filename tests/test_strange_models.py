@@ -346,6 +346,65 @@ def test_lazy_layers_get_their_shapes_from_the_data():
     assert isinstance(module[0].weight, nn.UninitializedParameter)  # the caller's is as it was
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_norms_get_their_shapes_from_the_data():
+    def layers(norm):
+        return nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 4)).double()
+
+    data, local = make_clients([8, 4, 12]), ud.Local(epochs=1, batch_size=4, lr=0.1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lazy = layers(nn.LazyBatchNorm1d())
+        torch.manual_seed(0)
+        made = layers(nn.BatchNorm1d(8))
+    one, two = (trained(module, data, local=local, rounds=1) for module in (lazy, made))
+    assert distance(everything(one.model), everything(two.model)) == 0 and one.choices["engine"] == "lanes"
+    assert isinstance(lazy[1].running_mean, nn.UninitializedBuffer)
+
+
+class Jacobian(nn.Module):
+    """Its features' derivatives with respect to the input are features, too."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of, self.first, self.last = of, nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+
+    def forward(self, x):
+        def features(row):
+            return torch.tanh(self.first(row))
+
+        return self.last(features(x) + torch.func.vmap(self.of(features))(x).sum(-1))
+
+
+@pytest.mark.parametrize("of", [torch.func.jacrev, torch.func.jacfwd])
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*torch.jit.script")
+def test_jacobians_in_forward(of):
+    module = Jacobian(of)
+    assert from_hand(trained(module), module) < 1e-12
+
+
+class Silent(nn.Module):
+    """Whatever it does not have is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_module_with_every_attribute():
+    module = Silent()
+    assert from_hand(trained(module), module) < 1e-12
+
+
 class Observed(nn.Module):
     """As quantization's observers: a buffer has no shape before the first batch."""
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undrift.functional.layouts import is_expanded
+
 
 @contextmanager
 def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[nn.Module]:
@@ -39,7 +41,7 @@ def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[
     finally:
         for t, data, value in saved:
             t.data = data
-            if value is not data:
+            if value is not data and not is_expanded(data):  # a forward pass cannot write into that either
                 data.copy_(value)
         for p, grad in grads:
             p.grad = grad

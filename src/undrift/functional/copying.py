@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from undrift.errors import UndriftError, first_line
 from undrift.functional.gradient import slots_of
@@ -31,7 +31,7 @@ def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
+    while isinstance(module, wrappers) or "_orig_mod" in module._modules:
         module = module.module if isinstance(module, wrappers) else module._orig_mod  # type: ignore[assignment]
     if isinstance(module, torch.jit.ScriptModule):
         raise UndriftError(
@@ -138,11 +138,17 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
         functions = [_Function(f, reaching) for f, reaching in _closures(module)]
         known |= {id(f.original): f.copy for f in functions}
         # Other tensors with a history cannot be copied. Older forms of weight norm and pruning keep a weight that they
-        # computed as an attribute, which the next forward pass computes anew.
+        # computed as an attribute, which the next forward pass computes anew. Nor can some sparse and lazy buffers.
         for layer in module.modules():
             for t in vars(layer).values():
                 if isinstance(t, Tensor) and t.grad_fn is not None:
                     known[id(t)] = _view(t, known) if _is_view_of_parameter(t) else t.detach().clone()
+            for b in (*layer._buffers.values(), *vars(layer).values()):
+                if isinstance(b, UninitializedBuffer):
+                    new = UninitializedBuffer(device=b.device, dtype=b.dtype)  # type: ignore[call-arg]
+                    known.setdefault(id(b), new)
+                elif isinstance(b, Tensor) and b.layout is not torch.strided:
+                    known.setdefault(id(b), b.detach().clone())
         found = copy.deepcopy(module, known)
         for function in functions:
             function.fill(known)

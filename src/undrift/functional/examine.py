@@ -13,6 +13,7 @@ from undrift.errors import UndriftError, first_sentence
 from undrift.functional.arguments import arguments, batch_size, floats_to
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial, fixed_key
+from undrift.functional.layouts import equal, overwrite
 from undrift.functional.norm_trials import find_norm_obstacle
 from undrift.functional.recurrent.layers import THEIRS
 from undrift.functional.writes import FrozenWriteError, RefuseWrites
@@ -100,6 +101,14 @@ def examine(model: Model, x: Tree) -> Findings:
             once()
         rebinds = rebinds or _rebound(twin.module, data, model)
         changed = sorted({*changed, *_changed(twin.module, before, values, versions)})
+    for name in changed:
+        if before[name].is_complex() or before[name].layout is not torch.strided:
+            kind = "complex" if before[name].is_complex() else "sparse"
+            raise UndriftError(
+                f"Training changes the model's buffer {name!r}, which is {kind}; undrift averages real, dense buffers "
+                "over clients. Keep real numbers in the buffer (torch.view_as_real, Tensor.values()), and make the "
+                f"{kind} tensor from them in forward."
+            )
     if not (_alike(first, second) and _alike(second, later)):
         raise UndriftError(
             "The model gives different outputs for the same samples and the same draws, so runs would not repeat: "
@@ -139,9 +148,9 @@ def _changed(
         if now[name] is not old:
             owner, _, attribute = name.rpartition(".")
             module.get_submodule(owner)._buffers[attribute] = old
-        if now[name] is not old or old._version != versions[name] or not torch.equal(value, old):
+        if now[name] is not old or old._version != versions[name] or not equal(value, old):
             found.append(name)
-            old.copy_(value)
+            overwrite(old, value)
             versions[name] = old._version
     return found
 

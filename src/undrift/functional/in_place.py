@@ -18,6 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from undrift.errors import UndriftError
 from undrift.functional.examine import named_tensors
 from undrift.functional.gradient import Held, Params, explaining
+from undrift.functional.layouts import overwrite
 
 WHY = "the module is trained in place, since it is another function with other tensors in the place of its weights"
 HOOKS = "its parameters have hooks, which .backward() calls on the parameters themselves"
@@ -98,7 +99,7 @@ def _write(own: dict[str, Tensor], values: Params) -> None:
         if name not in own or own[name] is value:
             continue
         if own[name].shape == value.shape:
-            own[name].data.copy_(value.detach())
+            overwrite(own[name], value.detach())
         else:  # a buffer that gets its shape from the first batch
             own[name].data = value.detach().clone()
 

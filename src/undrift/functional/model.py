@@ -24,6 +24,7 @@ from undrift.functional.gradient import Held
 from undrift.functional.gradient import Params as Params
 from undrift.functional.in_place import InPlace
 from undrift.functional.layers import LastInput, Layer, Watch
+from undrift.functional.layouts import overwrite
 from undrift.functional.masks import masks
 from undrift.functional.norm_trials import refuses_single
 from undrift.functional.per_sample import Squares, Uses
@@ -356,7 +357,7 @@ class Model:
             if name in params:
                 p.copy_(params[name])
         for name, value in self.tracked.items():
-            named_tensors(self.module)[name].copy_(value)
+            overwrite(named_tensors(self.module)[name], value)
         return self.released()
 
     def released(self) -> nn.Module:

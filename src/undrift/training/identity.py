@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from undrift import __version__
 from undrift.errors import UndriftError
+from undrift.functional.layouts import components
 from undrift.method.part import Method
 from undrift.metrics.base import streams
 from undrift.training.run import Run
@@ -187,7 +189,11 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
     if deep and isinstance(x, nn.Parameter):
         return f"parameter({x.dtype}, {tuple(x.shape)})"
     if deep and isinstance(x, nn.Module):
-        return inner([[name, type(module), _plain(module)] for name, module in x.named_modules()])
+        ids = {i for module in x.modules() for hooks in _hooks(module).values() for i in hooks}
+        numbers = {i: number for number, i in enumerate(sorted(ids))}
+        return inner([[name, type(module), _plain(module, numbers)] for name, module in x.named_modules()])
+    if isinstance(x, RemovableHandle):  # of a hook, with its number
+        return "handle"
     if isinstance(x, np.generic):
         return repr(x.item())
     if isinstance(x, np.ndarray | Tensor):
@@ -218,10 +224,24 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
     return plainly(x)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes, without what every module has: tensors, layers, and empty hooks."""
-    empty = vars(nn.Module())
-    return {name: value for name, value in vars(module).items() if name not in empty or ("hook" in name and value)}
+def _plain(module: nn.Module, numbers: dict[int, int]) -> dict[str, Any]:
+    """Return a module's own attributes, without what every module has: tensors, layers, and empty hooks.
+
+    Torch counts the hooks of a process, so these get `numbers` that count those of the model.
+    """
+    empty, found = vars(nn.Module()), _hooks(module)
+    renamed = {name: {numbers[i]: hook for i, hook in hooks.items()} for name, hooks in found.items()}
+    own = vars(module).items()
+    return {name: renamed.get(name, value) for name, value in own if name not in empty or ("hook" in name and value)}
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Return the hooks of a module by kind, each by a number of the process."""
+    return {
+        name: hooks
+        for name, hooks in vars(module).items()
+        if "hook" in name and isinstance(hooks, dict) and hooks and all(type(i) is int for i in hooks)
+    }
 
 
 def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
@@ -265,6 +285,8 @@ def _array(x: np.ndarray | Tensor) -> str:
     if isinstance(x, np.ndarray):
         data, kind = (repr(x.tolist()).encode() if x.dtype.hasobject else np.ascontiguousarray(x).tobytes()), x.dtype
         return f"array({kind}, {x.shape}, {_digest(data)})"
+    if x.layout is not torch.strided:
+        return f"tensor({x.layout}, {tuple(x.shape)}, {', '.join(map(_array, components(x)))})"
     data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"tensor({x.dtype}, {tuple(x.shape)}, {_digest(data)})"
 

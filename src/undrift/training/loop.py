@@ -21,7 +21,7 @@ from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.training import arithmetic, divergence, nonfinite
+from undrift.training import arithmetic, divergence, model_file, nonfinite
 from undrift.training.beside import check_interrupted, join
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
@@ -213,6 +213,8 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     rule = as_rule(given.stop_when, directions(run.metrics))
     check_possible(rule, run)
     nonfinite.check_start(run.model.start)
+    if given.out is not None:
+        model_file.check(run.model.module)
     return run, rule
 
 

@@ -31,6 +31,7 @@ from undrift.files import (
     write_text,
 )
 from undrift.metrics import METRICS
+from undrift.training import model_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -329,20 +330,13 @@ class Folder:
     def model(self, model: nn.Module, diverged: dict[str, str] | None) -> None:
         """Write the trained model, which marks the run as finished, and what is wrong with it, if something is."""
         if self.path:
-            from safetensors.torch import save_model
-
             self.sync()
-            for p in model.parameters():  # cuDNN keeps a recurrent layer's in one buffer, which safetensors refuse
-                if p.untyped_storage().nbytes() > p.numel() * p.element_size():
-                    p.data = p.data.clone()
             with replacing(self.path / "model.safetensors") as partial:
-                save_model(model, str(partial))
+                model_file.write(model, partial)
                 sums = {"model.safetensors": digest(partial), "metrics.jsonl": digest(self.path / "metrics.jsonl")}
                 seal(self.path / RUN, {**self.record, "results": sums, "diverged": diverged})
 
     def load(self, model: nn.Module) -> None:
         """Load the finished run's weights into `model`."""
-        from safetensors.torch import load_model
-
         assert self.path
-        load_model(model, str(self.path / "model.safetensors"))
+        model_file.read(model, self.path / "model.safetensors")
