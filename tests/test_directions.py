@@ -13,6 +13,7 @@ import undrift as ud
 from undrift import metrics
 from undrift.errors import UndriftError
 from undrift.files import seal
+from undrift.losses import direction, directions
 from undrift.metrics import get_metrics
 from undrift.tools.cli import app
 from undrift.tools.compare import Run, agreed
@@ -200,7 +201,7 @@ def here(tmp_path, monkeypatch, one_core):
     metrics.METRICS.pop("grade", None)
 
 
-def register(higher: bool) -> None:
+def register(higher: bool | None) -> None:
     ud.register_metric("grade", confidence(higher))
 
 
@@ -229,9 +230,39 @@ def test_a_sweep_whose_runs_disagree_chooses_none(here):
 
 def test_a_cell_whose_runs_disagree_has_no_choice():
     rows = [{"round": 1, "grade": 0.5, "validation_grade": 0.5}]
-    runs = [Run(Path(name), {}, rows, directions=said) for name, said in (("a", {"grade": True}), ("b", {}))]
+    ways = {"a": {"grade": True}, "b": {"grade": False}, "c": {}}
+    runs = [Run(Path(name), {}, rows, directions=said) for name, said in ways.items()]
     outcome = Outcome(Cell("", "FedAvg", {}, "FedAvg()", {}))
     outcome.tried = [({}, [("validation_grade", 0.5)])]
-    assert lower_of(outcome, runs[:1]) and not lower_of(outcome, runs[1:])
+    assert lower_of(outcome, runs[:1]) and not lower_of(outcome, runs[1:2])
     with pytest.raises(UndriftError, match="cannot be compared by 'validation_grade'"):
-        lower_of(outcome, runs)
+        lower_of(outcome, runs[:2])
+    with pytest.raises(UndriftError, match=r"run in c does not say whether .* 'validation_grade' .*higher_is_better"):
+        lower_of(outcome, runs[2:])
+
+
+def test_nothing_is_chosen_by_a_metric_that_does_not_say_which_way_is_better(here):
+    """Before anything is trained, and among runs that are there already."""
+    sentence = "settings are chosen by 'grade', and nothing says whether lower or higher values of it are better"
+    register(None)
+    command("sweep", "e.toml", "--workers", "1", "--seeds", "2", "--out", "seeds")  # where nothing is chosen
+    grid = ("sweep", "e.toml", "--workers", "1", "--grid", "local.lr=[0.1, 0.2]", "--out", "w")
+    assert sentence in command(*grid, exit_code=1)
+    assert sentence in command("study", "s.toml", "--workers", "1", exit_code=1)
+    assert not Path("w").exists() and not Path("runs").exists()
+    for lr in (0.1, 0.2):
+        command("sweep", "e.toml", "--workers", "1", "--grid", f"local.lr=[{lr}]", "--out", "w")
+    register(False)
+    assert "local.lr=0.1,seed=0 does not say whether lower or higher values of 'validation_grade'" in command(
+        *grid, exit_code=1
+    )
+    assert "warning: nothing says whether lower or higher values of grade are better" in command("compare", "w")
+    command(*grid[:-1], "again")
+    assert json.loads(Path("again/sweep.json").read_bytes())["best"] == "local.lr=0.1"
+
+
+def test_names_of_undrifts_metrics_say_which_way_is_better():
+    scalar = {name for name, metric in metrics.METRICS.items() if getattr(metric, "scalar", True)}
+    assert all(direction(name, directions(metrics.METRICS)) is not None for name in scalar)
+    assert direction("error_rate") is direction("brier") is direction("validation_distance") is None
+    assert direction("client_top2_accuracy_worst") is False and direction("tuned_quantile_loss") is True

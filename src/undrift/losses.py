@@ -159,6 +159,8 @@ def reserved(name: str) -> bool:
 
 LOWER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "std")
 """The last words of columns of which less is better; the last is a deviation over clients."""
+HIGHER = ("accuracy", "auc", "auroc", "f1", "precision", "r2", "recall", "recall_at_5")
+"""Those of which more is."""
 
 
 PREFIX, SUFFIX = re.compile(r"^(validation_|client_|tuned_)"), re.compile(r"(_worst|_first)$")
@@ -173,8 +175,8 @@ def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
     return {name: not higher for name, higher in found.items() if isinstance(higher, bool)}
 
 
-def lower_is_better(name: str, said: Directions = MappingProxyType({})) -> bool:
-    """Whether a lower value of a column of a run's history is the better one.
+def direction(name: str, said: Directions = MappingProxyType({})) -> bool | None:
+    """Return whether a lower value of a column of a run's history is the better one, or None if nothing says so.
 
     Args:
         name: The column, such as `validation_mae` or `client_accuracy_worst`.
@@ -182,7 +184,13 @@ def lower_is_better(name: str, said: Directions = MappingProxyType({})) -> bool:
     """
     whole = PREFIX.sub("", name)
     base = SUFFIX.sub("", whole)
-    return said.get(whole, said.get(base, base.endswith(LOWER)))
+    by_name = True if base.endswith(LOWER) else False if base.endswith(HIGHER) else None
+    return said.get(whole, said.get(base, by_name))
+
+
+def lower_is_better(name: str, said: Directions = MappingProxyType({})) -> bool:
+    """Return whether a lower value of a column is the better one; a higher one is where nothing says so."""
+    return bool(direction(name, said))
 
 
 def register_loss(name: str, loss: Loss) -> None:

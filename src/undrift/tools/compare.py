@@ -14,7 +14,7 @@ import numpy as np
 
 from undrift import files
 from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
-from undrift.losses import Directions, lower_is_better
+from undrift.losses import Directions, direction, lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
@@ -259,6 +259,26 @@ def agreed(runs: Sequence[Run], metric: str) -> bool:
             f"higher ones in {ways[False].folder}. Compare them by another metric, or give one of the two another name."
         )
     return next(iter(ways), lower_is_better(metric))
+
+
+def undecided(runs: Sequence[Run], metric: str) -> Run | None:
+    """Return a run with this metric that does not say whether lower values are better, if there is one."""
+    having = (run for run in runs if any(number(row.get(metric)) for row in run.rows))
+    return next((run for run in having if direction(metric, run.directions) is None), None)
+
+
+def decided(runs: Sequence[Run], metric: str) -> bool:
+    """Return whether lower values of a metric are better. Raises if the runs disagree, or do not say."""
+    lower = agreed(runs, metric)
+    if run := undecided(runs, metric):
+        raise UndriftError(
+            f"The run in {run.folder} does not say whether lower or higher values of {quoted(metric)} are better, so "
+            f"nothing can be chosen by it. {DECLARE}, and run it again in another folder."
+        )
+    return lower
+
+
+DECLARE = "Set the attribute higher_is_better of the metric to True or False"
 
 
 def counted(runs: Sequence[Run]) -> str:

@@ -20,10 +20,13 @@ from undrift.data.load import load
 from undrift.data.partition_names import parse_partition
 from undrift.errors import UndriftError, first_line, listed, quoted
 from undrift.expressions import parse_number
+from undrift.losses import direction, directions
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.parse import parse_local, parse_method
 from undrift.method.part import Method
+from undrift.metrics import METRICS
+from undrift.metrics.classes import ConfusionMatrix
 from undrift.models import parse_model
 from undrift.tools.config import Document, Experiment, Section, checked, override, read
 from undrift.tools.plugins import import_plugins
@@ -104,6 +107,21 @@ def arguments(experiment: Experiment, data: FederatedDataset | None = None) -> d
     made = {"data": data, "local": local, "method": method, "faults": faults}
     rest = {name: value for name, value in experiment if ROLES[name].argument and name not in made}
     return {**rest, **made, "notes": {"imports": experiment.imports}}
+
+
+def refuse_undecided(experiment: Experiment, where: str, metric: str | None = None) -> None:
+    """Raise if settings are to be chosen by a metric of which nothing says whether lower or higher values are better.
+
+    Without a `metric`, they are chosen by the first of the experiment's that is a number.
+    """
+    listed = experiment.metrics or ()
+    names = [listed] if isinstance(listed, str) else [str(name) for name in listed]
+    by = metric or next((name for name in names if not isinstance(METRICS.get(name), ConfusionMatrix)), "loss")
+    if direction(by, directions(METRICS)) is None and (bare := by.removeprefix("validation_")) in METRICS:
+        raise UndriftError(
+            f"{where}: settings are chosen by {quoted(by)}, and nothing says whether lower or higher values of it are "
+            f"better. Set the attribute higher_is_better of what is registered as {quoted(bare)} to True or False."
+        )
 
 
 def loaded(experiment: Experiment, **other: Any) -> FederatedDataset:

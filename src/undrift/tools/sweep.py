@@ -23,10 +23,10 @@ import torch
 from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, regular, write_text
-from undrift.tools.compare import Run, agreed, counted, groups, leading_metric, remark
+from undrift.tools.compare import Run, agreed, counted, decided, groups, leading_metric, remark
 from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
-from undrift.tools.experiment import about, run, understood
+from undrift.tools.experiment import about, refuse_undecided, run, understood
 from undrift.tools.stopping import stopping
 from undrift.tools.workers import GRACE, each
 from undrift.training import arithmetic, beside
@@ -119,12 +119,16 @@ def points(settings: Document, grid: Grid, where: str) -> list[Point]:
         found.append(Point(name, changed))
     found = unique(found)
     choices = [values for key, values in grid.items() if key != "seed"]
-    held = [checked(point.settings, where).data.validation_fraction for point in found]
-    if any(len(values) > 1 for values in choices) and not all(held):
+    if not any(len(values) > 1 for values in choices):
+        return found
+    experiments = [checked(point.settings, where) for point in found]
+    if not all(experiment.data.validation_fraction for experiment in experiments):
         raise UndriftError(
             f"{where}: data.validation_fraction is 0. A sweep chooses on validation data, never on test data; set it "
             "to 0.1, for example."
         )
+    for experiment in experiments:
+        refuse_undecided(experiment, where)
     return found
 
 
@@ -317,7 +321,8 @@ def summary(runs: list[Run], out: Path, failed: Mapping[str, str] | None = None)
         for key in dict.fromkeys(key for key in (chosen_by, metric) if key):
             row[key] = _figures([run.final(key) for run in own])
         rows.append(row)
-    best = _best(rows, chosen_by, agreed(runs, chosen_by)) if chosen_by else []
+    lower = decided if len(rows) > 1 else agreed
+    best = _best(rows, chosen_by, lower(runs, chosen_by)) if chosen_by else []
     found: dict[str, Any] = {"metric": metric, "chosen_by": chosen_by}
     found |= {"best": best[0] if best else None, "tied": best[1:]}
     found |= {"settings": rows, "failed": dict(failed or {})}

@@ -132,6 +132,11 @@ def compare(
     for sentence in given_paths.mismatches(groups):
         typer.echo(f"warning: {sentence}", err=True)
     by = compared.chosen_metric(runs, metric)
+    if compared.undecided(runs, by):
+        typer.echo(
+            f"warning: nothing says whether lower or higher values of {by} are better; higher ones are taken to be. "
+            f"{compared.DECLARE} and train again to change that.", err=True,
+        )  # fmt: skip
     asked = Asked(by, last, target, baseline, compared.agreed(runs, by))
     blocks = {"": measure(groups, asked)}
     _print(blocks, asked)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from undrift.errors import UndriftError
-from undrift.tools.compare import Run, agreed, chosen_metric
+from undrift.tools.compare import Run, chosen_metric, decided
 from undrift.tools.config import checked
 from undrift.tools.display import score
-from undrift.tools.experiment import about, understood
+from undrift.tools.experiment import about, refuse_undecided, understood
 from undrift.tools.study import labels
 from undrift.tools.study.file import Cell, Study
 from undrift.tools.study.metric import not_validated, with_metric
@@ -71,6 +71,8 @@ def prepare(study: Study, where: str) -> Study:
             with about(f"{where}, {point.name}"):
                 experiment = checked(point.settings, where)
                 understood(experiment)
+            if cell.tuned:
+                refuse_undecided(experiment, where, plan.metric)
             if cell.tuned and not experiment.data.validation_fraction:
                 raise UndriftError(
                     f"{where}: data.validation_fraction is 0. Settings are chosen on validation data, never on test "
@@ -164,8 +166,8 @@ def validation(run: Run, metric: str | None, last: int) -> Figure:
 
 
 def lower_of(outcome: Outcome, runs: list[Run]) -> bool:
-    """Whether lower values of the figure that a cell is tuned by are better. Raises if its runs disagree."""
-    return agreed(runs, next((name for _, figures in outcome.tried for name, _ in figures if name), ""))
+    """Whether lower values of the figure that a cell is tuned by are better. Raises unless its runs agree on it."""
+    return decided(runs, next((name for _, figures in outcome.tried for name, _ in figures if name), ""))
 
 
 def quality(figures: list[Figure], lower: bool) -> float:
