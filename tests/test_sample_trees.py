@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -96,6 +99,123 @@ def test_training_is_that_of_a_loop_by_hand(make, net, engine):
     assert "validation_loss" in result.history[-1]
 
 
+class Batches(Reader):
+    """Takes its inputs as one dict."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(**batch)
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    hidden: Tensor
+    note: str = ""
+
+
+class Answers(Reader):
+    """Returns a dataclass."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Answer:
+        z = super().forward(input_ids, attention_mask)
+        return Answer(z, z.tanh())
+
+
+@pytest.mark.parametrize("net", [Batches, Answers])
+@pytest.mark.parametrize("engine", ["plain", "lanes"])
+def test_a_dict_as_one_argument_and_outputs_in_a_dataclass(net, engine):
+    data, local = clients_of(texts), ud.Local(epochs=2, batch_size=3, lr=0.3)
+    result = ud.train(net(), data, rounds=2, local=local, engine=engine)
+    assert distance(dict(result.model.named_parameters()), hand_loop(Reader(), data, local, 2)) < 1e-12
+    assert isinstance(result.model, net)
+
+
+def test_all_outputs_of_a_dataclass_are_a_dict():
+    def loss(outputs, target: Tensor) -> Tensor:
+        own = nn.functional.cross_entropy(outputs["logits"], target, reduction="none")
+        return own + outputs["hidden"].square().mean(1)
+
+    def by_hand(z: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z, target) + z.tanh().square().mean()
+
+    data, local = clients_of(texts), ud.Local(epochs=1, batch_size=3, lr=0.3)
+    found = ud.train(Answers(), data, rounds=2, local=local, loss=loss, metrics={}, output="all").model
+    assert distance(dict(found.named_parameters()), hand_loop(Reader(), data, local, 2, by_hand)) < 1e-12
+
+
+def test_misspelt_inputs_are_not_taken_for_one_dict():
+    pairs = [({"input_ids": x["input_ids"], "mask": x["attention_mask"]}, y) for x, y in (texts(4, i) for i in (0, 1))]
+    data = ud.FederatedDataset.from_clients(pairs)
+    with pytest.raises(ud.UndriftError, match=r"unexpected keyword argument 'mask' \(They are {input_ids: "):
+        ud.train(Reader(), data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+
+
+def nested(n: int, seed: int) -> tuple[dict[str, Any], Tensor]:
+    """A dict in a dict, and a tuple in one."""
+    (numbers, codes), _ = tables(n, seed)
+    x, y = texts(n, seed)
+    return {"text": {"tokens": x}, "table": (numbers, codes)}, y
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader, self.mixed = Reader(), Mixed()
+
+    def forward(self, text: dict[str, Any], table: tuple[Tensor, Tensor]) -> Tensor:
+        return self.reader(**text["tokens"]) + self.mixed(*table)
+
+
+class Flat(Nested):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, numbers: Tensor, codes: Tensor) -> Tensor:
+        return self.reader(input_ids, attention_mask) + self.mixed(numbers, codes)
+
+
+def flattened(x: dict[str, Any]) -> dict[str, Tensor]:
+    return {**x["text"]["tokens"], "numbers": x["table"][0], "codes": x["table"][1]}
+
+
+@pytest.mark.parametrize("engine", ["plain", "lanes"])
+def test_dicts_and_tuples_may_be_nested(engine):
+    data, local = clients_of(nested), ud.Local(epochs=2, batch_size=3, lr=0.3)
+    assert list(data.store)[:3] == ["x/text//tokens//input_ids", "x/text//tokens//attention_mask", "x/table//0"]
+    assert "{text: {tokens: {input_ids: (5,), attention_mask: (5,)}}, table: ((4,), (2,))}" in repr(data)
+    flat = ud.FederatedDataset.from_clients([(flattened(x), y) for x, y in (data[i] for i in range(len(SIZES)))])
+    result = ud.train(Nested(), data, rounds=2, local=local, engine=engine)
+    assert distance(dict(result.model.named_parameters()), hand_loop(Flat(), flat, local, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_data_sets_and_arrays_may_yield_nested_samples(lazy):
+    x, y = nested(12, 5)
+    rows = [
+        ({"text": {"tokens": {n: t[i] for n, t in x["text"]["tokens"].items()}}}, int(y[i])) for i in range(len(y))
+    ]  # fmt: skip
+    data = ud.load(rows_of(rows), ud.IID(), 2, lazy=lazy)
+    found = torch.cat([data[i][0]["text"]["tokens"]["input_ids"] for i in range(2)])
+    assert sorted(found.tolist()) == sorted(x["text"]["tokens"]["input_ids"].tolist())
+    data = ud.load((x, y), ud.IID(), 2, lazy=lazy)
+    found = torch.cat([data[i][0]["table"][1] for i in range(2)])
+    assert sorted(found.tolist()) == sorted(x["table"][1].tolist())
+
+
+def rows_of(rows: list[Any]) -> torch.utils.data.Dataset:
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, i: int) -> Any:
+            return rows[i]
+
+    return Rows()
+
+
+@pytest.mark.parametrize("name", ["a//b", "/a", "a/"])
+def test_names_that_would_be_ambiguous_are_refused(name):
+    with pytest.raises(ud.UndriftError, match="single slashes"):
+        ud.FederatedDataset.from_clients([({name: torch.zeros(3, 2)}, torch.zeros(3, dtype=torch.long))])
+
+
 @pytest.mark.parametrize("method", ["FedCurv(0.1)", "FedCL(0.1)", "ServerTraining(0.1, batch_size=4)", "CCVR()"])
 def test_methods_that_look_at_samples_take_trees(method):
     data, local = clients_of(texts, [7, 3, 4]), ud.Local(steps=2, batch_size=3, lr=0.1)
@@ -187,7 +307,8 @@ NAN = torch.tensor([[0.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
         ([((A, B[:2]), LABELS)], "as many x as y, not shapes ..3, 2., .2, 4.. and .3,."),
         ([({"a": A, "b": torch.tensor(0.0)}, LABELS)], "as many x as y"),
         ([(A, B, LABELS)], r"not 3 arrays; .*\(\(x1, x2\), y\)"),
-        ([({"a": {"b": A}}, LABELS)], "'a' is itself a dict"),
+        ([({"a": {"b": A, 0: A}}, LABELS)], "names that are words"),
+        ([({"a": {"b": A}}, LABELS), ({"a": A}, LABELS)], "Client 1's samples are {a: .2,. torch.float32}"),
         ([({}, LABELS)], "names that are words"),
         ([({0: A}, LABELS)], "names that are words"),
         ([({"0": A}, LABELS)], "names that are words"),
@@ -214,5 +335,5 @@ def test_models_by_name_take_one_input():
 
 
 def test_a_model_that_does_not_take_the_inputs_gets_their_names():
-    with pytest.raises(ud.UndriftError, match=r"samples of shape {input_ids: .5,., attention_mask: .5,.}: .*keyword"):
+    with pytest.raises(ud.UndriftError, match=r"samples of shape {input_ids: .5,., attention_mask: .5,.}: .*not dict"):
         ud.train(nn.Linear(5, 3), clients_of(texts), rounds=1, local=ud.Local(steps=1, lr=0.1))

@@ -1,17 +1,20 @@
-"""Loss modules of torch, and of libraries that follow it, as functions with one value per sample.
+"""Losses that reduce a batch to one number, as functions with one value per sample.
 
-A module such as `nn.CrossEntropyLoss()` reduces a batch to one number. undrift weighs samples itself (padding, uneven
-clients, per-sample gradients), so it needs the values before that.
+undrift weighs samples itself (padding, uneven clients, per-sample gradients), so it needs the values before that.
+Torch's losses, such as `nn.CrossEntropyLoss()`, and those of libraries that follow it, have them. Others are taken as
+they are: Cox's partial likelihood is one of the whole batch.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrift.errors import UndriftError
@@ -26,6 +29,36 @@ ELEMENTWISE = (
 """Those that compare outputs and targets entry by entry; some of them broadcast silently where shapes differ."""
 WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss)
 """Those whose mean counts labels by their weights, and some of them not at all."""
+FUNCTIONS: dict[Any, Callable[[], nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.multi_margin_loss: nn.MultiMarginLoss,
+    F.multilabel_margin_loss: nn.MultiLabelMarginLoss,
+    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+}
+"""Torch's functions that reduce a batch as these modules do."""
+
+
+@dataclass(eq=False)
+class WholeBatch:
+    """A loss that returns one number for a batch, as one value per sample: the same for all."""
+
+    function: Callable[[Any, Tensor], Tensor]
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        return self.function(output, target).expand(len(target))
+
+    def couples(self, labels: Tensor) -> bool:
+        """Whether a sample's value depends on the others of its batch."""
+        return True
 
 
 @dataclass(eq=False)
@@ -104,6 +137,16 @@ class PerSample:
         if self.whole is not None or not self.weighs(labels):
             return self.whole is not None
         return self.module.weight is not None or bool((labels == self.module.ignore_index).any())
+
+
+def of_batches(loss: Any) -> bool:
+    """Whether a loss is known to have one number for a batch and none for a sample."""
+    return isinstance(loss, WholeBatch) or (isinstance(loss, PerSample) and loss.whole is not None)
+
+
+def module_of(loss: Any) -> Any:
+    """The module that reduces a batch as this function of torch does; any other loss as it is."""
+    return next((make() for function, make in FUNCTIONS.items() if function is loss), loss)
 
 
 def reduces(loss: Any) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.errors import UndriftError, unknown
-from undrift.loss_modules import per_sample, reduces
+from undrift.loss_modules import WholeBatch, module_of, per_sample, reduces
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -205,7 +205,8 @@ def register_loss(name: str, loss: Loss) -> None:
 
     Args:
         name: The name.
-        loss: A function of `(output, target)` that returns one value per sample, or a loss module of torch.
+        loss: A function of `(output, target)` that returns one value per sample, or one for a whole batch; or a loss
+            module or function of torch.
 
     Raises:
         UndriftError: If undrift has a loss of this name, or if the loss is not a function.
@@ -224,7 +225,8 @@ def get_loss(loss: str | Loss | None) -> Loss:
         return LOSSES[loss]
     if not callable(loss):
         raise UndriftError(f"loss must be a name or a function of (output, target), not {loss!r}.")
-    return per_sample(loss) if reduces(loss) else loss  # type: ignore[arg-type]
+    found: Any = module_of(loss)
+    return per_sample(found) if reduces(found) else found
 
 
 def for_labels(loss: Loss, unlabelled: bool) -> Loss:
@@ -235,4 +237,5 @@ def for_labels(loss: Loss, unlabelled: bool) -> Loss:
 def name_of(loss: Loss) -> str | None:
     """The name that `get_loss` knows this loss by."""
     loss = cross_entropy if loss is cross_entropy_of_labelled else loss
+    loss = loss.function if isinstance(loss, WholeBatch) else loss
     return next((name for name, known in LOSSES.items() if known is loss), None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from undrift.data import digest
 from undrift.data.dataset import Rows
 from undrift.data.lazy import Reader, digest_of
-from undrift.data.samples import Store, stored
+from undrift.data.samples import Store, paths, stored
 from undrift.data.source import Source
 from undrift.data.stacking import partition_labels, stacked
 from undrift.errors import UndriftError
@@ -166,8 +166,8 @@ class Arrays(Reader):
     def __init__(self, data: Any, whose: str) -> None:
         few, self.y = stacked(_first(data), whose)[0], stacked((np.zeros((len(data[1]), 1)), data[1]), whose)[1]
         x = data[0]
-        inputs = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(few, tuple) else None
-        columns = dict(zip(stored(few), inputs.values() if inputs else [x], strict=True))
+        inputs = [values for _, values in paths(x)] if isinstance(few, dict | tuple) else [x]
+        columns = dict(zip(stored(few), inputs, strict=True))
         self.whose, self.arrays = whose, {name: np.asarray(values) for name, values in columns.items()}
         if wrong := [name for name, values in self.arrays.items() if len(values) != len(self.y)]:
             raise UndriftError(f"{whose} has {len(self.arrays[wrong[0]])} x but {len(self.y)} y; give as many of each.")
@@ -192,10 +192,14 @@ def _first(data: Any) -> tuple[Any, Any]:
     if len(data) != 2 or not len(data[1]):
         raise UndriftError("lazy=True needs a pair (x, y) of arrays with at least one sample.")
     x, y = data
+    return _first_of(x), y[:1]
+
+
+def _first_of(x: Any) -> Any:
     if isinstance(x, dict):
-        return {name: values[:1] for name, values in x.items()}, y[:1]
-    several = isinstance(x, tuple) and all(hasattr(values, "shape") for values in x)
-    return (tuple(values[:1] for values in x) if several else x[:1]), y[:1]
+        return {name: _first_of(values) for name, values in x.items()}
+    several = isinstance(x, tuple) and all(hasattr(values, "shape") or isinstance(values, dict | tuple) for values in x)
+    return tuple(map(_first_of, x)) if several else x[:1]
 
 
 def _identity(values: np.ndarray) -> list[Any]:

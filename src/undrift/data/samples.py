@@ -1,14 +1,14 @@
 """Samples as a tensor, or as a tuple or dict of tensors, for models with several inputs.
 
-The store stays a flat dict of tensors, one entry per input: `x` for a single tensor, `x/0`, `x/1`, … for a tuple and
-`x/input_ids`, … for a dict. So whatever goes through a store tensor by tensor need not know of trees; `take` puts the
-samples together.
+The store stays a flat dict of tensors, one entry per input: `x` for a single tensor, `x/0`, `x/1`, … for a tuple,
+`x/input_ids`, … for a dict, and `x/text//input_ids`, … for dicts and tuples in one another. So whatever goes through a
+store tensor by tensor need not know of trees; `take` puts the samples together.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from undrift.errors import UndriftError, quoted
 from undrift.tree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 Samples = Any
-"""A tensor with the samples along the first axis, or a tuple or dict of such tensors."""
+"""A tensor with the samples along the first axis, or tuples and dicts of such tensors."""
 Store = dict[str, Tensor]
 Take = Callable[[Store, Tensor], tuple[Samples, Tensor]]
 
@@ -28,6 +28,8 @@ Pick = Callable[[Tensor, Tensor], Tensor]
 
 INPUT = "x/"
 """The prefix of the store's names of several inputs."""
+INSIDE = "//"
+"""What separates the name of a dict or a tuple of inputs from that of an input in it."""
 
 
 def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
@@ -55,10 +57,20 @@ def finish(rows: Store, store: Store) -> tuple[Samples, Tensor]:
     if "x" in rows:
         x = rows["x"]
         return (x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 2 else x), y
-    inputs = {name.removeprefix(INPUT): t for name, t in rows.items() if name != "y"}
-    if "0" in inputs:
-        return tuple(inputs[str(i)] for i in range(len(inputs))), y
-    return inputs, y
+    return _put_together({name.removeprefix(INPUT): t for name, t in rows.items() if name != "y"}), y
+
+
+def _put_together(inputs: Store) -> Samples:
+    """Return inputs as a dict or a tuple, from their names in the store."""
+    found: dict[str, Any] = {}
+    for path, t in inputs.items():
+        name, inside, rest = path.partition(INSIDE)
+        if inside:
+            found.setdefault(name, {})[rest] = t
+        else:
+            found[name] = t
+    found = {name: _put_together(t) if isinstance(t, dict) else t for name, t in found.items()}
+    return tuple(found[str(i)] for i in range(len(found))) if "0" in found else found
 
 
 def in_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store, Store], Any]) -> None:
@@ -75,10 +87,16 @@ in_halves(take, gather, finish)
 
 def stored(x: Samples) -> Store:
     """Return the entries of a store that hold these samples."""
-    if isinstance(x, Tensor):
-        return {"x": x}
-    inputs = x.items() if isinstance(x, dict) else enumerate(x)
-    return {f"{INPUT}{name}": t for name, t in inputs}
+    return {f"{INPUT}{path}": t for path, t in paths(x)} if isinstance(x, dict | tuple) else {"x": x}
+
+
+def paths(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a dict or a tuple of inputs, with the names of tensors in the store less `INPUT`."""
+    for name, inner in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(inner, dict | tuple):
+            yield from ((f"{name}{INSIDE}{path}", t) for path, t in paths(inner))
+        else:
+            yield str(name), inner
 
 
 def count(x: Samples) -> int:
@@ -115,8 +133,8 @@ def alike(x: Samples, other: Samples) -> bool:
 
 def _written(x: Samples, leaf: Callable[[Tensor], str]) -> str:
     if isinstance(x, dict):
-        return "{" + ", ".join(f"{name}: {leaf(t)}" for name, t in x.items()) + "}"
-    return f"({', '.join(map(leaf, x))})" if isinstance(x, tuple) else leaf(x)
+        return "{" + ", ".join(f"{name}: {_written(t, leaf)}" for name, t in x.items()) + "}"
+    return f"({', '.join(_written(t, leaf) for t in x)})" if isinstance(x, tuple) else leaf(x)
 
 
 def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
@@ -143,15 +161,11 @@ def _samples(x: Any, copy: bool) -> Samples:
     if isinstance(x, Mapping):
         if not x or not all(isinstance(name, str) and name and not name.isdigit() for name in x):
             raise ValueError(f"the inputs in a dict need names that are words, not {quoted(list(x))}")
-        return {name: _input(name, t, copy) for name, t in x.items()}
-    if isinstance(x, tuple) and x and all(hasattr(t, "shape") for t in x):
-        return tuple(_input(i, t, copy) for i, t in enumerate(x))
-    return _as_tensor(x, copy)
-
-
-def _input(name: str | int, x: Any, copy: bool) -> Tensor:
-    if isinstance(x, Mapping):
-        raise ValueError(f"the input {name!r} is itself a dict; a sample may have one level of inputs")
+        if found := [name for name in x if INSIDE in name or name[0] == "/" or name[-1] == "/"]:
+            raise ValueError(f"the names of inputs may have single slashes within them only, unlike {quoted(found[0])}")
+        return {name: _samples(t, copy) for name, t in x.items()}
+    if isinstance(x, tuple) and x and all(hasattr(t, "shape") or isinstance(t, Mapping | tuple) for t in x):
+        return tuple(_samples(t, copy) for t in x)
     return _as_tensor(x, copy)
 
 

@@ -100,7 +100,7 @@ def _tensors(xs: Any, ys: Sequence[Any]) -> tuple[Samples, Tensor]:
     refuse_masked(ys)
     targets = [torch.as_tensor(y) for y in ys]
     if isinstance(xs, dict):
-        inputs = {name: [_tensor(x) for x in values] for name, values in xs.items()}
+        inputs = {name: _inputs(values) for name, values in xs.items()}
         if TOKENS in inputs and _ragged(inputs[TOKENS]):
             return _padded(inputs, targets)
         return {name: _stack(values) for name, values in inputs.items()}, _stack(targets)
@@ -109,7 +109,14 @@ def _tensors(xs: Any, ys: Sequence[Any]) -> tuple[Samples, Tensor]:
     return _stack([_tensor(x) for x in xs]), _stack(targets)
 
 
-def _padded(inputs: dict[str, list[Tensor]], targets: list[Tensor]) -> tuple[Samples, Tensor]:
+def _inputs(values: Sequence[Any]) -> Any:
+    """Return the values of an input as tensors, by name where they are dicts."""
+    if len(values) and isinstance(values[0], Mapping):
+        return {name: _inputs(inner) for name, inner in _by_name(list(values)).items()}
+    return [_tensor(x) for x in values]
+
+
+def _padded(inputs: dict[str, Any], targets: list[Tensor]) -> tuple[Samples, Tensor]:
     """Return tokens, and what is aligned with them, padded with 0 to the longest sample; labels of tokens with -100.
 
     If the data have no mask, one is created, since attention must not see the padding.
@@ -118,8 +125,9 @@ def _padded(inputs: dict[str, list[Tensor]], targets: list[Tensor]) -> tuple[Sam
     lengths = [len(t) if t.dim() == 1 else None for t in tokens]
     inputs.setdefault(MASK, [torch.ones_like(t) for t in tokens])
 
-    def column(values: list[Tensor], padding: int) -> Tensor:
-        aligned = [len(t) if t.dim() == 1 else None for t in values] == lengths
+    def column(values: Any, padding: int) -> Any:
+        flat = isinstance(values, list)
+        aligned = flat and [len(t) if t.dim() == 1 else None for t in values] == lengths
         return pad_sequence(values, batch_first=True, padding_value=padding) if aligned else _stack(values)
 
     return {name: column(values, 0) for name, values in inputs.items()}, column(targets, IGNORED)
@@ -129,7 +137,10 @@ def _ragged(values: list[Tensor]) -> bool:
     return len({t.shape for t in values}) > 1
 
 
-def _stack(values: list[Tensor]) -> Tensor:
+def _stack(values: Any) -> Any:
+    """Return tensors as one, by name where they are in a dict."""
+    if isinstance(values, dict):
+        return {name: _stack(inner) for name, inner in values.items()}
     if _ragged(values):
         shapes = sorted({tuple(t.shape) for t in values})
         raise ValueError(

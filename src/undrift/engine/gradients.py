@@ -12,6 +12,7 @@ from torch.func import grad, vmap
 
 from undrift.errors import UndriftError
 from undrift.functional.model import Params
+from undrift.loss_modules import of_batches
 from undrift.method.context import Batch
 from undrift.random import Key
 from undrift.tree import Tree, tree_flatten, tree_map, tree_stack, tree_unflatten
@@ -80,6 +81,8 @@ class StepGradients:
 
     def per_sample(self, weights: Tree, batch: int) -> Tree:
         self._check(weights, batch)
+        if of_batches(self.program.loss):
+            raise UndriftError("client.gradients needs a loss for every sample, not one for a whole batch.")
         whole, key = self.batches[batch], self.keys[batch]
         rows = len(whole.mask)
 

@@ -1,15 +1,18 @@
 """How a sample becomes the arguments of `forward`, and which of its results is the output for the loss.
 
-A sample is a tensor, a tuple or a dict of tensors: one argument, several, or keyword arguments.
+A sample is a tensor, a tuple or a dict of tensors: one argument, several, or keyword arguments. A dict is one argument
+of a `forward` that has no parameters of such names.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undrift.errors import UndriftError, listed
 from undrift.tree import Tree, tree_leaves, tree_map
@@ -20,13 +23,31 @@ POSITIONAL = "*"
 """In a dict of arguments, the name of what is not a keyword argument."""
 
 
-def arguments(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments of `forward` for a batch."""
+def arguments(module: nn.Module, x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments of a module's `forward` for a batch."""
     if isinstance(x, Mapping):
         rest = dict(x)
-        first = arguments(rest.pop(POSITIONAL))[0] if POSITIONAL in rest else ()
-        return first, rest
+        if POSITIONAL in rest:
+            return arguments(module, rest.pop(POSITIONAL))[0], rest
+        return ((rest,), {}) if takes_dict(module, rest) else ((), rest)
     return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
+
+
+def takes_dict(module: nn.Module, x: dict[str, Any]) -> bool:
+    """Return whether a module's `forward` takes these inputs as one dict: `forward(self, batch)`."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # of a function without one
+        return False
+    return x.keys().isdisjoint(signature.parameters) and not _binds(signature, **x) and _binds(signature, x)
+
+
+def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def batch_size(x: Tree) -> int:
@@ -48,15 +69,18 @@ def selected(output: Any, which: str | None) -> Tree:
 
     If the model returns a tensor, it is that. If it returns several, it is the one that `which` names; by default the
     one called `logits`, as in Hugging Face's models, or the only tensor. Otherwise it is all of them, as a dict or a
-    tuple.
+    tuple. A dataclass and a named tuple count as dicts.
     """
     if isinstance(output, Tensor):
         return output
     if hasattr(output, "_asdict"):
         output = output._asdict()
+    elif not isinstance(output, Mapping) and dataclasses.is_dataclass(output):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     if not isinstance(output, Mapping | tuple | list):
         raise UndriftError(
-            f"The model returns {type(output).__name__}; it must return a tensor, or several in a dict or a tuple."
+            f"The model returns {type(output).__name__}; it must return a tensor, or several in a dict, a tuple or a "
+            "dataclass."
         )
     named = dict(output) if isinstance(output, Mapping) else {str(i): t for i, t in enumerate(output)}
     if which is not None and which != WHOLE:

@@ -62,7 +62,7 @@ def examine(model: Model, x: Tree) -> Findings:
 
     def once(generators: bool = False) -> Tree:
         """Run a training pass on a copy of the samples, which it may write to."""
-        args, kwargs = arguments(tree_map(torch.clone, floats_to(x, model.input_dtype)))
+        args, kwargs = arguments(twin.module, tree_map(torch.clone, floats_to(x, model.input_dtype)))
         with trial.draws(generators=generators):
             output = twin.module(*args, **kwargs)
         return [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]  # it may be a view of a weight

@@ -113,7 +113,7 @@ class Model:
         log.warning("The model's buffers get their shapes from the first batch, so it was called once on a sample.")
         other = self._unshared()
         other.set_mode(True)
-        args, kwargs = arguments(floats_to(x, self.input_dtype))
+        args, kwargs = arguments(other.module, floats_to(x, self.input_dtype))
         with torch.no_grad(), seeded(fixed_key(tree_leaves(x)[0].device)):
             other.module(*args, **kwargs)
         return other
@@ -140,7 +140,7 @@ class Model:
 
     def called(self, module: nn.Module, x: Tree) -> Tree:
         """Return the outputs of a trained module, called as its user calls it."""
-        args, kwargs = arguments(floats_to(x, self.input_dtype))
+        args, kwargs = arguments(module, floats_to(x, self.input_dtype))
         with self._repeating(tree_leaves(x)[0].device):
             return selected(module(*args, **kwargs), self.output)
 
@@ -317,7 +317,7 @@ class Model:
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
         seen = watch or contextlib.nullcontext()
         with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
-            output = self.held.call(self.module, tensors, statistics, *arguments(x))
+            output = self.held.call(self.module, tensors, statistics, *arguments(self.module, x))
         output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may have unexpected strides
             output = tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, output)

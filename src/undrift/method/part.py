@@ -56,6 +56,9 @@ class Part:
     """Whether `gradient` or `step` ignores the gradient it is given, so that parts before it would have no effect."""
     replaces_losses: ClassVar[bool] = False
     """Whether `objective` ignores the losses it is given, so that parts before it would have no effect."""
+    needs_losses: ClassVar[bool] = False
+    """Whether the part needs the losses or gradients of single samples. If True, losses that return one number for a
+    whole batch are refused."""
     stage: ClassVar[str] = "method"
     """What the part's `update` and `transform` are for: "method", "compression" or "privacy". Clients apply `update` in
     this order and the server undoes it in reverse: the `transform` of "privacy" comes first, whatever the order of `+`,

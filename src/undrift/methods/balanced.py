@@ -37,6 +37,7 @@ class BalancedLoss(ByClass):
     power: Number = 1.0
 
     ranges: ClassVar[dict[str, str]] = {"power": "[0, inf)"}
+    needs_losses: ClassVar[bool] = True
 
     def objective(self, losses: Tensor, z: Tensor, batch: Batch, params: Any, client: Client) -> Tensor:
         counts = client.label_counts.to(client.n.dtype)

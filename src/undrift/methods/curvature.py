@@ -96,6 +96,7 @@ class FedCurv(Part):
 
     measures: ClassVar[str | None] = "after"
     reads_rates: ClassVar[bool] = False
+    needs_losses: ClassVar[bool] = True
 
     def start(self, params: Tree, server: Server) -> Tree:
         return {"F": tree_zeros(params), "Fw": tree_zeros(params)}
@@ -148,6 +149,8 @@ class FedCL(Targeted):
 
     weight: Number
     target: TemporalEnsemble | None = None
+
+    needs_losses: ClassVar[bool] = True
 
     def check(self, local: Any, data: Any) -> None:
         if data.server_rows is None:

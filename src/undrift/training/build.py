@@ -29,6 +29,7 @@ from undrift.functional.arguments import WHOLE
 from undrift.functional.copying import Factory, has_hooks, unwrapped
 from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
+from undrift.loss_modules import of_batches
 from undrift.losses import OURS, Loss, directions, for_labels, get_loss, model_loss, name_of
 from undrift.method.calls import call, ours
 from undrift.method.groups import group_factors
@@ -84,7 +85,8 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     data = with_labels(data) if own_loss else data
     module = with_shapes(module_of(given.model, data, seed), data, seed)
     function = Model(module, where, given.precision, output_of(given, method, own_loss))
-    examined = check_data(function, data, where, chosen_loss, chosen_metrics)
+    examined, chosen_loss = check_data(function, data, where, chosen_loss, chosen_metrics)
+    refuse_single(method, chosen_loss)
     if any(has_hooks(p) for p in examined.module.parameters()):
         examined = examined.in_place(HOOKS)
     for part in method.parts:
@@ -211,6 +213,15 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
     return output
 
 
+def refuse_single(method: Method, loss: Loss) -> None:
+    """Reject parts that need the losses of single samples if the loss has none."""
+    names = [type(part).__name__ for part in method.parts if part.needs_losses] if of_batches(loss) else []
+    require(
+        not names,
+        f"{' and '.join(names)} needs a loss for every sample, but the loss returns one number for a batch.",
+    )
+
+
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
     """Return the user's module, or a new one of the name, or from the function, that was given."""
     if isinstance(model, str):
@@ -236,10 +247,10 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
 
 def check_data(
     model: Model, data: FederatedDataset, device: torch.device, loss: Loss, metrics: dict[str, Any]
-) -> Model:
+) -> tuple[Model, Loss]:
     """Try the model, the loss, the metrics and the augmentation on samples of every split.
 
-    Returns the model with what the clients' samples show about it.
+    Returns the model with what the clients' samples show about it, and the loss, as one of whole batches if it is.
     """
     own = Rows(data.store, data.index, data.take)
     splits = {"clients'": own}
@@ -248,12 +259,13 @@ def check_data(
         splits |= {f"{name} data's": rows} if rows else {}
     if (tests := data.client_test) is not None and tests.store is not data.store and len(tests.index):
         splits["clients' own tests'"] = Rows(tests.store, tests.index, tests.take)
-    examined = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
-    checked = check_gradient(examined["clients'"], own, device, loss)
+    found = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
+    examined, loss = found["clients'"]
+    checked = check_gradient(examined, own, device, loss)
     warn_of_rounding(checked, own, device)
     if data.augment:
         check_augment(data.augment, own, device)
-    return checked
+    return checked, loss
 
 
 def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:

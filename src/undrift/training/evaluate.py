@@ -14,7 +14,7 @@ from torch import Tensor
 from undrift.data.dataset import Rows
 from undrift.engine.fallback import out_of_memory
 from undrift.functional.model import Params
-from undrift.loss_modules import PerSample
+from undrift.loss_modules import of_batches
 from undrift.losses import Loss, accuracy, model_loss
 from undrift.metrics import summed
 from undrift.metrics.base import Tally
@@ -235,7 +235,7 @@ def batch_size(run: Run, samples: int, runs: int = 1) -> int:
 
 def one_number(loss: Loss) -> bool:
     """Return whether a loss gives one value for a batch."""
-    return loss is model_loss or (isinstance(loss, PerSample) and loss.whole is not None)
+    return loss is model_loss or of_batches(loss)
 
 
 def halving(run: Run, samples: int, work: Callable[[int], R], runs: int = 1) -> R:

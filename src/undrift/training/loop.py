@@ -110,7 +110,8 @@ def train(
             data.
         seed: Determines the cohorts, the batches, every random draw of the method, and the initial weights of a model
             given by name.
-        loss: A name (`undrift list losses`) or a function `(output, target)` that returns one value per sample.
+        loss: A name (`undrift list losses`), a loss of torch, or a function `(output, target)` that returns one value
+            per sample. One number for a whole batch will do where batches are full, and on the plain engine.
             Defaults to the loss that belongs to the data, otherwise to cross-entropy.
         metrics: Names (`undrift list metrics`), or a dict from names to functions of `(output, target)` or to objects
             with `update` and `compute`, such as those of torchmetrics. Defaults to accuracy for classification.

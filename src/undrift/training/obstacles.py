@@ -14,7 +14,7 @@ from undrift.engine.device_data import DeviceData
 from undrift.functional.draws import fixed_key
 from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model, Params
-from undrift.loss_modules import PerSample
+from undrift.loss_modules import PerSample, WholeBatch
 from undrift.losses import Loss
 from undrift.tree import tree_leaves, tree_map
 
@@ -96,10 +96,11 @@ def reason(model: Model, loss: Loss, data: DeviceData, padded: bool) -> str | No
     """Return why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
     if take_is_foreign(data):
         return "the data's own `take` reads more than the tensors that it is given"
-    coupled = isinstance(loss, PerSample) and loss.couples(data.data.store["y"])
-    if padded and (coupled or samples_interact(model, loss, data)):
-        return (
-            "the samples of a batch interact, which the padding of short batches would change; drop_last=True leaves "
-            "none in training"
-        )
-    return None
+    if not padded:
+        return None
+    coupled = isinstance(loss, PerSample | WholeBatch) and loss.couples(data.data.store["y"])
+    if not (coupled or samples_interact(model, loss, data)):
+        return None
+    whole = isinstance(loss, WholeBatch)
+    what = "the loss returns one number for a batch" if whole else "the samples of a batch interact"
+    return f"{what}, which the padding of short batches would change; drop_last=True leaves none in training"

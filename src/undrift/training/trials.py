@@ -23,7 +23,7 @@ from undrift.functional.copying import deep_copy, holds_a
 from undrift.functional.draws import Trial, fixed_key
 from undrift.functional.loss_draws import repeating, with_draws_of_loss
 from undrift.functional.model import Model
-from undrift.loss_modules import PerSample
+from undrift.loss_modules import PerSample, WholeBatch
 from undrift.losses import CLASSES, IGNORED, Loss, class_axis, squared_hinge
 from undrift.metrics.base import Metric, fresh, plain, streams
 from undrift.models.seeded import Seeded
@@ -45,7 +45,7 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
     if not any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         return module
     made = deep_copy(module, {})
-    args, kwargs = arguments(data.take(data.store, data.index[:1].repeat(2))[0])
+    args, kwargs = arguments(made, data.take(data.store, data.index[:1].repeat(2))[0])
     try:
         with torch.no_grad(), Seeded(torch_seed(seed, "model")):
             made.eval()(*args, **kwargs)
@@ -64,10 +64,10 @@ def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
 
 def check_split(
     model: Model, whose: str, rows: Rows, device: torch.device, loss: Loss, metrics: dict[str, Any]
-) -> Model:
+) -> tuple[Model, Loss]:
     """Check in one forward pass that model, loss and metrics take these samples, outputs and labels.
 
-    Returns the model with what these samples show of it.
+    Returns the model with what these samples show of it, and the loss, as one of whole batches if it is.
     """
     y = rows.store["y"]
     classes = loss in CLASSES
@@ -94,7 +94,7 @@ def check_split(
         check_labels(whose, rows, output, target, loss)
     if isinstance(loss, PerSample) and isinstance(output, Tensor):
         check_mean(examined, loss, rows, device)
-    trial, drew = Trial(device, "the loss"), False
+    trial, drew, checked = Trial(device, "the loss"), False, loss
     for name, function in {"loss": loss, **metrics}.items():
         got = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         given = f"outputs {got} and the {whose} targets {tuple(target.shape)} {target.dtype}"
@@ -107,6 +107,9 @@ def check_split(
             cause = f". {OF_THE_MODEL}" if holds_a(type(model.module), function) else ""
             raise UndriftError(f"The {name} does not take {given}: {error}{cause}") from error
         drew |= draws[0]
+        if name == "loss" and isinstance(values, Tensor) and not values.dim():
+            checked = WholeBatch(loss)
+            continue
         for tensor in () if values is None else values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -117,7 +120,7 @@ def check_split(
             )
     known = with_draws_of_loss(examined, trial, drew)
     refuse_broadcasts(known, {"loss": loss, **metrics}, rows, device)
-    return known
+    return known, checked
 
 
 def _tried(function: Any, output: Any, target: Tensor) -> Any:
