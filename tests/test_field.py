@@ -303,7 +303,9 @@ def test_a_run_that_stopped_goes_on_with_what_methods_keep(name, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         trained(name, on_round=stop, **folder)
     restored, read = [], Checkpoints.restore
-    monkeypatch.setattr(Checkpoints, "restore", lambda self: restored.append(read(self)) or restored[-1])
+    monkeypatch.setattr(
+        Checkpoints, "restore", lambda self, last=None: restored.append(read(self, last)) or restored[-1]
+    )
     run = trained(name, resume=True, **folder)
     assert same_bits(run.params, whole(name).params)
     assert run.history[-1]["by_client"] == whole(name).history[-1]["by_client"]

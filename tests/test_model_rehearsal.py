@@ -631,6 +631,20 @@ def test_models_that_are_right_train_as_without_a_rehearsal(kind, method, precis
     assert not any(words in caplog.text for words in ("the rehearsal of the model", "compared with", "result.model"))
 
 
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_outputs_may_be_views_of_weights(engine):
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            return self.weight.expand(len(x), 4)
+
+    found = trained(Constant(), make_clients([9, 5, 12, 8], torch.float32), engine=engine)
+    assert found.choices["engine"] == engine and found.model.weight.any()
+
+
 # ---- the caller's own module ---------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ MISSING = (None, "drop", "mean")
 """What to do about rows with missing values: refuse them, leave them out, or put in the column's mean."""
 NARROW = 1e-5
 """The standard deviation, as a share of the mean, below which a column may lose some of its differences as float32."""
+AT_ONCE = 2**24
+"""How many of their numbers are read at once."""
 ADDED: Any = {"added": True}
 """Marks fields that earlier versions did not have, so that at their default the data keep their place in the cache."""
 
@@ -91,18 +93,22 @@ class Table:
     def _rounded(self, place: Place, features: list[str], scales: Scales) -> str | None:
         """Return a warning of the first column that loses some of its differences as float32.
 
-        Only those whose numbers are large, compared with their differences, are read again.
+        Only those whose numbers are large, compared with their differences, are read again, some at a time.
         """
-        for i in np.flatnonzero(scales.std <= NARROW * np.abs(scales.mean)):
-            name = features[i]
-            whole = np.concatenate([t[name].to_numpy().astype(np.float64) for t in place.batches("train", [name])])
-            whole = whole[np.isfinite(whole)]
-            if loses(whole[:, None])[0]:
-                return (
-                    f"{place.name}: the column {quoted(name)} is rounded to 32 bits, which loses some of the "
-                    f"differences between its numbers ({example(whole)}). Subtract an offset from them first, such as "
-                    "the smallest, or leave the column out."
-                )
+        narrow = [features[i] for i in np.flatnonzero(scales.std <= NARROW * np.abs(scales.mean))]
+        size = max(1, AT_ONCE // max(1, scales.count))
+        for begin in range(0, len(narrow), size):
+            names = narrow[begin : begin + size]
+            batches = list(place.batches("train", names))
+            for name in names:
+                whole = np.concatenate([t[name].to_numpy().astype(np.float64) for t in batches])
+                whole = whole[np.isfinite(whole)]
+                if loses(whole[:, None])[0]:
+                    return (
+                        f"{place.name}: the column {quoted(name)} is rounded to 32 bits, which loses some of the "
+                        f"differences between its numbers ({example(whole)}). Subtract an offset from them first, such "
+                        "as the smallest, or leave the column out."
+                    )
         return None
 
     def _complete(

@@ -252,7 +252,9 @@ class Comparison:
 
     def _outputs(self, model: Model) -> Tree:
         buffers = self.start.tracked | self.wanted.buffers
-        return model.at(buffers)(self.wanted.params, few_samples(self.run, self.few or FEW))
+        found = model.at(buffers)(self.wanted.params, few_samples(self.run, self.few or FEW))
+        # It may be a view of a weight, and the module gets its own weights back.
+        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, found)
 
     def _outputs_by_pytorch(self) -> Tree:
         with torch.no_grad(), self._module() as module:
