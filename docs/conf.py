@@ -64,8 +64,15 @@ NAVIGATION = {
         "Metrics: metrics",
         "Versions and upgrading: upgrading",
     ],
+    "Papers, run again": [
+        "Overview: papers",
+        "Decay by round and step (2D-LRD): papers/2d-lrd",
+        "Decaying local steps K: papers/k-decay",
+        "Four techniques: papers/four-techniques",
+        "Rates per neuron (FedNLR): papers/fednlr",
+        "Temporal ensembles: papers/temporal-targets",
+    ],
     "Project": [
-        "Papers: papers",
         "Design: design",
         "Testing: testing",
         "Contributing: contributing",
@@ -84,7 +91,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 smartquotes_action = "D"  # dashes, but quotes stay as they are: many are code
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "benchmarks/RESULTS.md", "CHANGELOG.md", "README.md", "SECURITY.md"]
-exclude_patterns = [".*", "site", "dist", "runs", "src", "tests", "papers", "build"]
+exclude_patterns = [".*", "site", "dist", "runs", "src", "tests", "papers/*", "build"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4

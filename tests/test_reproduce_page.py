@@ -272,7 +272,7 @@ def test_where_only_the_other_diverged_the_rest_decides(results: Results, paper:
     add(results, table, "easy", "old", [0.70, 0.71], stopped="the loss is not finite")
     found = judge(CLAIM, table, results)
     assert (found.columns[0].state, found.words) == ("partly", "partly held")
-    assert found.amount == "published +4.00; no size in 1 column; partly in 1 of 1 column"
+    assert found.amount == "published +4.00; effect size undefined (the baseline diverged); partly in 1 of 1 column"
 
 
 def test_a_figure_that_is_no_number_counts_as_diverged(results: Results, paper: Paper) -> None:
@@ -481,13 +481,19 @@ def line(text: str, *words: str) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", found[0])[1:-1]]
 
 
+def text_of(results: Results, quick: bool = False) -> str:
+    """The overview, and the paper's page."""
+    return "\n\n".join(page.pages(results.folder, quick).values())
+
+
 def test_page_shows_published_beside_ours(results: Results, known: Paper) -> None:
     some_results(results, known)
-    text = page.page(results.folder)
+    text = text_of(results)
     cells = line(text, "| easy | old | accuracy |")
     assert cells[:8] == ["easy", "old", "accuracy", "digits", "70.00 ± 0.50", "70.50 ± 0.71", "+0.50", "2"]
     assert cells[8] == (
-        "[seed 0](../papers/results/tests/main/easy/old/0.json) [seed 1](../papers/results/tests/main/easy/old/1.json)"
+        "[seed 0](../../papers/results/tests/main/easy/old/0.json) "
+        "[seed 1](../../papers/results/tests/main/easy/old/1.json)"
     )
     assert "tests/main/easy/old/0.json" in {file.relative_to(results.folder).as_posix() for file in files(results)}
     assert line(text, "| hard\\|er | old | accuracy |")[5:8] == ["diverged (1 of 2 seeds); 60.00 otherwise", "", "2"]
@@ -504,26 +510,27 @@ def files(results: Results) -> list[Path]:
 
 def test_page_opens_with_the_claims_and_the_rule(results: Results, known: Paper) -> None:
     some_results(results, known)
-    text = page.page(results.folder)
+    text = text_of(results)
     opening = text[: text.index("## The rule")]
     assert line(opening, "New is more accurate than old") == [
-        "[A paper of tests](#tests)",
+        "[A paper of tests](papers/tests.md)",
         "New is more accurate than old",
         "**held so far, 1 of 2 columns**",
         "+2.50 points; published +4.00; holds in 1 of 1 column",
+        "+2.50 ± 0.50",
         "2",
-        "[Table 1](#tests-main)",
+        "[Table 1](papers/tests.md#tests-main)",
     ]
     assert "Old comes out as published" not in opening and "Old comes out as published" in text
     assert verdict.__doc__ is not None and verdict.__doc__.split("\n\n")[2] in text
-    for anchor in set(re.findall(r"\]\(#([^)]+)\)", text)):
-        assert f'<a id="{anchor}">' in text
+    anchors = set(re.findall(r"\]\((?:papers/tests.md)?#([^)]+)\)", text))
+    assert "tests-main" in anchors and all(f'<a id="{anchor}">' in text for anchor in anchors)
 
 
 def test_page_sums_up_what_was_run(results: Results, known: Paper) -> None:
     some_results(results, known)
-    text = page.page(results.folder)
-    assert line(text, "[Table 1](#tests-main)", "7 of 12")[3:] == ["10.5 (NVIDIA H200)", "tf32"]
+    text = text_of(results)
+    assert line(text, "[Table 1](papers/tests.md#tests-main)", "7 of 12")[3:] == ["10.5 (NVIDIA H200)", "tf32"]
     assert line(text, "| all |", "H200")[2:4] == ["13 of 26", "19.5 (NVIDIA H200)"]
 
 
@@ -532,29 +539,29 @@ def test_a_shared_run_costs_once(results: Results, known: Paper, tmp_path: Path)
     (tmp_path / "tests.toml").write_text(shared, encoding="utf-8")
     both = catalogue.read(tmp_path / "tests.toml")
     add(results, both.tables["main"], "easy", "old", [0.7, 0.7])
-    lines = "\n\n".join(page._cost([both], results))
+    lines = "\n\n".join(page._cost([both], results, page.Place()))
     assert line(lines, "[Table 3]")[2:4] == ["2 of 6", ""]
     assert line(lines, "| all |")[2:4] == ["4 of 23", "3.0 (NVIDIA H200)"]
 
 
 def test_page_explains_the_variant(results: Results, known: Paper) -> None:
     some_results(results, known)
-    text = page.page(results.folder)
+    text = text_of(results)
     assert line(text, "| first |")[1:3] == ["61.0 ± 1.4", "2"]
     assert line(text, "| second |")[1:3] == ["81.0 ± 1.4", "2"]
     assert line(text, "| third | not run |")[2] == "0 of 2"
     assert "**second** is used: the first that reaches 80.0." in text
-    assert "[tests/open/first/new/0](../papers/results/tests/open/first/new/0.json)" in text  # none disappears
+    assert "[tests/open/first/new/0](../../papers/results/tests/open/first/new/0.json)" in text  # none disappears
     section = text[text.index('id="tests-open"') : text.index('id="tests-single"')]
     assert line(section, "| old |")[2] == "81.0 ± 1.4"
     add(results, known.tables["open"], "", "old", [0.70, 0.72], variant="second")
-    assert "No variant is chosen yet" in page.page(results.folder)
+    assert "No variant is chosen yet" in text_of(results)
     add(results, known.tables["open"], "", "old", [0.60, 0.60], variant="third")
-    assert "**second** is used: none reaches 80.0, and it comes nearest." in page.page(results.folder)
+    assert "**second** is used: none reaches 80.0, and it comes nearest." in text_of(results)
 
 
 def test_page_without_results(results: Results, known: Paper) -> None:
-    text = page.page(results.folder)
+    text = text_of(results)
     assert line(text[: text.index("## The rule")], "New is more")[2] == "not run yet"
     assert text.count("Not run") == 4 and ".svg" not in text
 
@@ -564,36 +571,38 @@ def test_page_is_the_same_every_time(results: Results, known: Paper, tmp_path: P
     written = page.write(results.folder, tmp_path / "docs" / "papers.md")
     assert [file.relative_to(tmp_path).as_posix() for file in written] == [
         "docs/papers.md",
+        "docs/papers/tests.md",
         "docs/papers/tests-main.svg",
         "docs/papers/tests-single.svg",
     ]
     before = [file.read_bytes() for file in written]
     page.write(results.folder, tmp_path / "docs" / "papers.md")
     assert [file.read_bytes() for file in written] == before
-    assert before[0].decode() == page.page(results.folder)  # with the links of docs/papers.md
-    assert "](papers/tests-main.svg)" in before[0].decode()
-    assert b"<dc:date>" not in before[1] and b"1 of 2 diverged" in before[1]
+    assert [text.decode() for text in before[:2]] == list(page.pages(results.folder).values())
+    assert "](tests-main.svg)" in before[1].decode()
+    assert b"<dc:date>" not in before[2] and b"1 of 2 diverged" in before[2]
 
 
 def test_links_lead_from_wherever_the_page_is(results: Results, known: Paper, tmp_path: Path) -> None:
     some_results(results, known)
     page.write(results.folder, tmp_path / "a" / "b" / "mine.md")
-    text = (tmp_path / "a" / "b" / "mine.md").read_text(encoding="utf-8")
-    links = set(re.findall(r"\]\(([^)#]+)\)", text))
-    assert len(links) > 10
-    assert all((tmp_path / "a" / "b" / link).exists() for link in links)
+    for file, least in (("mine.md", 1), ("mine/tests.md", 10)):
+        whole = tmp_path / "a" / "b" / file
+        links = set(re.findall(r"\]\(([^)#]+)[^)]*\)", whole.read_text(encoding="utf-8")))
+        assert len(links) >= least
+        assert all((whole.parent / link).exists() for link in links)
 
 
 def test_the_reading_is_inserted(results: Results, known: Paper, tmp_path: Path) -> None:
     (tmp_path / "tests.md").write_text("An honest reading.\n", encoding="utf-8")
-    assert "Paper 7: A paper of tests\n\nAn honest reading.\n\n|" in page.page(results.folder)
+    assert "the rule for claims](../papers.md).\n\nAn honest reading.\n\n|" in text_of(results)
 
 
 def test_results_of_cells_that_are_gone_are_shown(results: Results, known: Paper, tmp_path: Path) -> None:
     (tmp_path / "gone.toml").write_text(TOML.replace("rounds = 3", "rounds = 30"), encoding="utf-8")
-    assert "belong to no table" not in page.page(results.folder)
+    assert "belong to no table" not in text_of(results)
     add(results, catalogue.read(tmp_path / "gone.toml").tables["main"], "easy", "old", [0.7])
-    text = page.page(results.folder)
+    text = text_of(results)
     assert "[gone/main/easy/old/0](../papers/results/gone/main/easy/old/0.json)" in text
 
 
@@ -601,24 +610,24 @@ def test_quick_results_are_labelled_and_kept_apart(results: Results, known: Pape
     small = catalogue.papers(True)["tests"]
     for row, value in (("old", 0.5), ("new", 0.6)):
         add(results, small.tables["main"], "easy", row, [value])
-    text = page.page(results.folder, quick=True)
+    text = text_of(results, quick=True)
     assert text.count(comparison.QUICK) == 1 + len(small.tables)
     assert line(text[: text.index("## The rule")], "New is more")[2] == "QUICK: **held**"
     assert "70.00" not in text  # the paper has nothing to compare a scaled-down run with
     assert "--quick" in text
     assert comparison.QUICK in comparison.text_table(small.tables["main"], results)
     with pytest.raises(UndriftError, match="has scaled-down results"):
-        page.page(results.folder)
+        text_of(results)
     add(results, known.tables["main"], "easy", "old", [0.7])
     for quick in (False, True):
         with pytest.raises(UndriftError, match="both scaled-down and full results"):
-            page.page(results.folder, quick)
+            text_of(results, quick)
 
 
 def test_full_results_are_not_shown_as_quick(results: Results, known: Paper) -> None:
     add(results, known.tables["main"], "easy", "old", [0.7])
     with pytest.raises(UndriftError, match="has full results"):
-        page.page(results.folder, quick=True)
+        text_of(results, quick=True)
 
 
 def test_table_for_terminals(results: Results, known: Paper) -> None:
@@ -636,7 +645,7 @@ def test_table_for_terminals(results: Results, known: Paper) -> None:
 
 def test_a_curve_without_the_column_has_no_value(results: Results, known: Paper) -> None:
     add(results, known.tables["main"], "easy", "old", [0.7, 0.7])
-    assert line(page.page(results.folder), "| loss |", "2.000")[4:7] == ["2.000", "no value", ""]
+    assert line(text_of(results), "| loss |", "2.000")[4:7] == ["2.000", "no value", ""]
 
 
 def test_page_and_verdict_need_no_libraries() -> None:
@@ -691,7 +700,8 @@ def test_an_unknown_kind_is_refused(results: Results, known: Paper, tmp_path: Pa
 @pytest.mark.skipif(not (ROOT / "docs" / "papers.md").exists(), reason="docs/papers.md is not written yet")
 def test_the_page_is_what_the_results_generate(tmp_path: Path) -> None:
     """If this fails: undrift reproduce --page docs/papers.md."""
-    assert (ROOT / "docs" / "papers.md").read_text(encoding="utf-8") == page.page(ROOT / DEFAULT)
+    for name, text in page.pages(ROOT / DEFAULT).items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text
 
 
 def test_every_result_belongs_to_a_cell() -> None:

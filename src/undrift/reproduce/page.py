@@ -1,4 +1,4 @@
-"""Writes `docs/papers.md` from the results."""
+"""Writes `docs/papers.md` and a page per paper, in `docs/papers/`, from the results."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from pathlib import Path
 
 from undrift.errors import UndriftError, unknown
 from undrift.files import write_text
-from undrift.reproduce import catalogue, drawings, readings, verdict
+from undrift.reproduce import catalogue, drawings, paired, readings, verdict
 from undrift.reproduce.catalogue import Cell, Figure, Paper, Table
 from undrift.reproduce.comparison import NOT_RUN, QUICK, lines_of, ours_of, seeds_of, shown_variant
+from undrift.reproduce.paired import over_seeds
 from undrift.reproduce.readings import chosen_variant, find
 from undrift.reproduce.results import DEFAULT, Result, Results
 from undrift.reproduce.verdict import Verdict, judge
 
 NOT_JUDGED = "not judged yet"
+CLAIM = ["claim", "verdict", "by how much", "last fifth, paired", "seeds", "evidence"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The targets of the page's links, relative to the page."""
+    """Where the pages are: the targets of their links."""
 
     results: str = f"../{DEFAULT.as_posix()}"
-    drawings: str = "papers"
+    """The results, from the overview."""
+    name: str = "papers"
+    """The overview's name without its ending, which is also that of the folder with the papers' pages."""
+
+    def page(self, paper: str) -> str:
+        """Return a paper's page, from the overview."""
+        return f"{self.name}/{catalogue.slug(paper)}.md"
 
 
-def page(results_folder: Path, quick: bool = False, place: Place | None = None) -> str:
-    """The page for the results in a folder.
+def pages(results_folder: Path, quick: bool = False, place: Place | None = None) -> dict[str, str]:
+    """The pages for the results in a folder.
 
     Args:
         results_folder: A folder with one JSON file per run.
@@ -37,36 +45,39 @@ def page(results_folder: Path, quick: bool = False, place: Place | None = None) 
         place: The targets of links; by default those of `docs/papers.md`.
 
     Returns:
-        Markdown.
+        Markdown, by the file's path from the overview, which comes first.
 
     Raises:
         UndriftError: If the folder has both scaled-down and full results, or not the kind that `quick` says.
     """
-    results = Results(results_folder)
+    results, place = Results(results_folder), place or Place()
     _check_kind(results, quick)
     papers = list(catalogue.papers(quick).values())
-    place = place or Place()
-    parts = [
-        *_opening(papers, results, quick),
+    overview = [
+        *_opening(papers, results, quick, place),
         *_rule(),
-        *_cost(papers, results),
-        *(part for paper in papers for part in _paper(paper, results, place, quick)),
+        *_cost(papers, results, place),
         *_strays(papers, results, place),
     ]
-    return "\n\n".join(parts) + "\n"
+    found = {f"{place.name}.md": overview}
+    for paper in papers:
+        found[place.page(paper.name)] = list(_paper(paper, results, Place(f"../{place.results}", place.name), quick))
+    return {name: "\n\n".join(parts) + "\n" for name, parts in found.items()}
 
 
 def write(results_folder: Path, file: Path, quick: bool = False) -> list[Path]:
-    """Write the page, and its drawings into a folder of the same name next to it. Returns all files."""
+    """Write the overview and, into a folder of its name, the papers' pages and drawings. Returns all files."""
     links = Path(os.path.relpath(results_folder, file.parent)).as_posix()
-    text = page(results_folder, quick, Place(links, file.stem))
-    results, written = Results(results_folder), [file]
+    texts = pages(results_folder, quick, Place(links, file.stem))
+    results, written = Results(results_folder), [file, *(file.parent / name for name in list(texts)[1:])]
+    folder = file.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
     for table in catalogue.select(quick=quick):
         if drawings.drawable(table, results):
-            written.append(file.with_suffix("") / _drawing_name(table))
+            written.append(folder / _drawing_name(table))
             drawings.draw(table, results, written[-1])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, text)
+    for target, text in zip(written, texts.values(), strict=False):
+        write_text(target, text)
     return written
 
 
@@ -84,7 +95,7 @@ def _check_kind(results: Results, quick: bool) -> None:
 # ------------------------------------------------------------------------------------------------- the page's opening
 
 
-def _opening(papers: list[Paper], results: Results, quick: bool) -> Iterator[str]:
+def _opening(papers: list[Paper], results: Results, quick: bool, place: Place) -> Iterator[str]:
     yield "# Published results, reproduced"
     if quick:
         yield f"**{QUICK}.**"
@@ -92,27 +103,51 @@ def _opening(papers: list[Paper], results: Results, quick: bool) -> Iterator[str
     yield (
         "The tables and figures of the papers below, run again with undrift, beside the published numbers. "
         f"`undrift reproduce all{flag}` runs every experiment and writes one JSON file per run; "
-        f"`undrift reproduce{flag} --page docs/papers.md` writes this page from those files, and no number in its "
-        "tables is typed by hand. The experiments and the published numbers are in "
+        f"`undrift reproduce{flag} --page docs/papers.md` writes this page and those of the papers from these files, "
+        "and no number in their tables is typed by hand. The experiments and the published numbers are in "
         "`src/undrift/reproduce/papers/*.toml`, which lists every run before it starts. A run that "
         "has not finished is shown as such."
     )
+    links = [[f"[{_escape(paper.title)}]({place.page(paper.name)})", _runs_of(paper, results)] for paper in papers]
+    yield _markdown(["paper", "runs finished"], links)
     chosen = [(paper, claim) for paper in papers for claim in paper.claims if claim.get("headline")]
     if chosen:
-        head = ["paper", "claim", "verdict", "by how much", "seeds", "evidence"]
-        yield _markdown(head, [_claim_cells(paper, claim, results, True) for paper, claim in chosen])
+        yield _markdown(["paper", *CLAIM], [_claim_cells(paper, claim, results, place) for paper, claim in chosen])
         yield (
             "A positive amount is a difference in the claimed direction: the mean over the columns, with the smallest "
-            "and the largest."
+            "and the largest. "
         )
+        yield f"*Last fifth, paired* is beside the verdict, not part of it. {_paired()}"
 
 
-def _claim_cells(paper: Paper, claim: verdict.Claim, results: Results, named: bool) -> list[str]:
+def _claim_cells(paper: Paper, claim: verdict.Claim, results: Results, overview: Place | None = None) -> list[str]:
+    """The cells of a claim on its paper's page or, with the paper's name before them, on the overview."""
     table = _claimed(paper, claim)
     found = judge(claim, table, results)
-    link = f"[{_label(table)}](#{_anchor(table)})"
-    first = [f"[{_escape(paper.title)}](#{catalogue.slug(paper.name)})"] if named else []
-    return [*first, _escape(claim["text"]), _words(found, table), _escape(found.amount), found.seeds, link]
+    link = _link(table, overview)
+    first = [f"[{_escape(paper.title)}]({overview.page(paper.name)})"] if overview else []
+    late = verdict.late(found.columns, find(table, claim["figure"])) if "better" in claim else ""
+    return [*first, _escape(claim["text"]), _words(found, table), _escape(found.amount), late, found.seeds, link]
+
+
+def _link(table: Table, overview: Place | None = None) -> str:
+    """A link to a table, from its paper's page or from the overview."""
+    return f"[{_label(table)}]({overview.page(table.paper) if overview else ''}#{_anchor(table)})"
+
+
+def _runs_of(paper: Paper, results: Results) -> str:
+    """How many of a paper's runs have finished. One that several tables share counts once."""
+    every = [cell for table in paper.tables.values() for cell in _planned(table, results)]
+    return _finished(list({cell.digest: cell for cell in every}.values()), results)
+
+
+def _finished(cells: list[Cell], results: Results) -> str:
+    """How many of these runs have finished: "36 of 60"."""
+    return f"{sum(results.get(cell) is not None for cell in cells)} of {len(cells)}"
+
+
+def _paired() -> str:
+    return " ".join((paired.__doc__ or "").partition("\n\n")[2].split())
 
 
 def _claimed(paper: Paper, claim: verdict.Claim) -> Table:
@@ -131,7 +166,7 @@ def _rule() -> Iterator[str]:
     yield (verdict.__doc__ or "").partition("\n\n")[2].strip()
 
 
-def _cost(papers: list[Paper], results: Results) -> Iterator[str]:
+def _cost(papers: list[Paper], results: Results, place: Place) -> Iterator[str]:
     """What was run, by table. The time of a run that several tables share is counted in the first."""
     yield "## What was run"
     counted: set[str] = set()
@@ -151,8 +186,8 @@ def _cost(papers: list[Paper], results: Results) -> Iterator[str]:
             total = {where: total.get(where, 0.0) + spent.get(where, 0.0) for where in [*total, *spent]}
             precision = ", ".join(sorted({str(result["precision"]) for result in done if result.get("precision")}))
             all_done, all_cells = all_done + len(done), all_cells + len(cells)
-            link = f"[{_label(table)}](#{_anchor(table)})"
-            lines.append([_escape(paper.title), link, f"{len(done)} of {len(cells)}", _minutes(spent), precision])
+            finished = _finished(cells, results)
+            lines.append([_escape(paper.title), _link(table, place), finished, _minutes(spent), precision])
     lines.append(["all", "", f"{all_done} of {all_cells}", _minutes(total), ""])
     yield _markdown(["paper", "table", "runs finished", "minutes", "precision"], lines)
     yield (
@@ -175,32 +210,32 @@ def _minutes(spent: dict[str, float]) -> str:
 
 
 def _paper(paper: Paper, results: Results, place: Place, quick: bool) -> Iterator[str]:
-    yield f'## <a id="{catalogue.slug(paper.name)}"></a>Paper {paper.number}: {paper.title}'
+    yield f"# Paper {paper.number}: {paper.title}"
+    yield f"{_runs_of(paper, results)} runs have finished. [All papers, and the rule for claims](../{place.name}.md)."
     reading = catalogue.FOLDER / f"{paper.name}.md"
     if reading.exists() and not quick:
         yield reading.read_text(encoding="utf-8").strip()
     if paper.claims:
-        head = ["claim", "verdict", "by how much", "seeds", "evidence"]
-        yield _markdown(head, [_claim_cells(paper, claim, results, False) for claim in paper.claims])
+        yield _markdown(CLAIM, [_claim_cells(paper, claim, results) for claim in paper.claims])
     for table in paper.tables.values():
         yield from _table(paper, table, results, place)
 
 
 def _table(paper: Paper, table: Table, results: Results, place: Place) -> Iterator[str]:
-    yield f'### <a id="{_anchor(table)}"></a>{table.title}'
+    cells = _planned(table, results)
+    yield f'## <a id="{_anchor(table)}"></a>{table.title} ({_finished(cells, results)} runs)'
     if readings.quick(table):
         yield f"**{QUICK}.**"
     if table.note:
         yield table.note
     yield from _standins(table)
-    cells = _planned(table, results)
     if not any(results.get(cell) for cell in cells):
         yield f"Not run: none of the {len(cells)} runs has finished." if len(cells) > 1 else "Not run."
     else:
         yield from _variants(table, results, place)
         yield _comparison(table, results, place)
         if drawings.drawable(table, results):
-            yield f"![{_escape(table.title)}]({place.drawings}/{_drawing_name(table)})"
+            yield f"![{_escape(table.title)}]({_drawing_name(table)})"
         for claim in paper.claims:
             if claim["table"] == table.name:
                 yield from _details(claim, table, results)
@@ -306,8 +341,12 @@ def _details(claim: verdict.Claim, table: Table, results: Results) -> Iterator[s
         each = ", ".join(verdict.difference(d, which, claim) for d in column.each)
         expected = verdict.difference(column.published, which, claim) if better else ""
         mean = verdict.difference(column.difference, which, claim)
-        lines.append([_escape(column.name), mean, each, expected, column.state or NOT_JUDGED, column.note])
-    yield _markdown(["setting", "difference", "by seed", "published difference", "verdict", ""], lines)
+        late = verdict.estimate(over_seeds(column.late), which)
+        late += f" ({', '.join(verdict.estimate(one, which) for one in column.late)})" if len(column.late) > 1 else ""
+        state = column.state or NOT_JUDGED
+        lines.append([_escape(column.name), mean, each, late, expected, state, column.note])
+    head = ["setting", "difference", "by seed", "last fifth, paired (by seed)", "published difference", "verdict", ""]
+    yield _markdown(head, lines)
 
 
 def _command(table: Table) -> str:

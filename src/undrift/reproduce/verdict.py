@@ -33,6 +33,7 @@ from typing import Any
 
 from undrift.errors import unknown
 from undrift.reproduce.catalogue import Figure, Table, value_of
+from undrift.reproduce.paired import Estimate, by_seed, over_columns, over_seeds
 from undrift.reproduce.readings import (
     Measured,
     chosen_variant,
@@ -44,7 +45,8 @@ from undrift.reproduce.readings import (
     reading,
     shortfall,
 )
-from undrift.reproduce.results import Result, Results, over_seeds
+from undrift.reproduce.results import Result, Results
+from undrift.reproduce.results import over_seeds as mean_over_seeds
 
 Claim = dict[str, Any]
 HOLDS, PARTLY, FAILS, NOT_JUDGED = "holds", "partly", "fails", ""
@@ -65,6 +67,8 @@ class Column:
     each: list[float] = field(default_factory=list)
     """The difference for each seed; infinite where one of the two runs diverged or missed its target."""
     note: str = ""
+    late: list[Estimate] = field(default_factory=list)
+    """The paired difference over the last fifth for each seed: see `paired.py`. It does not decide the verdict."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +142,14 @@ def _better(claim: Claim, table: Table, which: Figure, column: str, results: Res
     read = [(one, other, _paired(which, one, other, claim)) for one, other in pairs]
     read = [(one, other, d) for one, other, d in read if d is not None]
     each = [d for _, _, d in read if d is not None]
+    late = [found for one, other, d in read if math.isfinite(d or 0.0) and (found := by_seed(which, one, other))]
     if not _enough(table, len(each)):
-        return Column(column, published=expected, seeds=len(each), each=each)
+        return Column(column, published=expected, seeds=len(each), each=each, late=late)
     finite = [(one, other) for one, other, d in read if d is not None and math.isfinite(d)]
     size = _size(which, finite, claim)
     state, note = _state(each, size, expected, claim.get("no_worse"))
-    return Column(column, state, size if len(finite) == len(each) else None, expected, len(each), each, note)
+    whole = size if len(finite) == len(each) else None
+    return Column(column, state, whole, expected, len(each), each, note, late)
 
 
 def _paired(which: Figure, better: Result, than: Result, claim: Claim) -> float | None:
@@ -168,7 +174,7 @@ def _size(which: Figure, pairs: list[tuple[Result, Result]], claim: Claim) -> fl
     if which.take != "peak":
         found = [d for one, other in pairs if (d := _paired(which, one, other, claim)) is not None]
         return statistics.fmean(found) if found else None
-    better, than = (over_seeds(which, side) for side in ([one for one, _ in pairs], [other for _, other in pairs]))
+    better, than = (mean_over_seeds(which, side) for side in ([one for one, _ in pairs], [other for _, other in pairs]))
     return _difference(which, better[0], than[0], claim) if better and than else None
 
 
@@ -285,6 +291,18 @@ def difference(x: float | None, which: Figure, claim: Claim) -> str:
     return f"{signed(100 * x, 1)}%" if claim.get("relative") else signed(x, which.digits)
 
 
+def late(columns: list[Column], which: Figure) -> str:
+    """The paired difference over the last fifth, as the mean over seeds and then over columns; "" if there is none."""
+    return estimate(over_columns([found for column in columns if (found := over_seeds(column.late))]), which)
+
+
+def estimate(x: Estimate | None, which: Figure) -> str:
+    """A difference with its standard error, in print: +0.05 ± 0.07."""
+    if x is None:
+        return ""
+    return signed(x.value, which.digits) + ("" if x.error is None else f" ± {x.error:.{which.digits}f}")
+
+
 def _amount(columns: list[Column], which: Figure, claim: Claim) -> str:
     judged = [column for column in columns if column.state != NOT_JUDGED]
     known = [column.difference for column in judged if column.difference is not None]
@@ -299,8 +317,12 @@ def _amount(columns: list[Column], which: Figure, claim: Claim) -> str:
     expected = [column.published for column in judged if column.published is not None]
     if expected and "matches" not in claim:
         parts.append(f"published {difference(statistics.fmean(expected), which, claim)}")
-    if len(known) < len(judged):
-        parts.append(f"no size in {_many(len(judged) - len(known), 'column')}")
+    without = [column for column in judged if column.difference is None]
+    if without:
+        who = "the baseline" if all(math.inf in column.each for column in without) else "a run"
+        why = f"{who} {'never got there' if which.take == 'reach' else 'diverged'}"
+        where = f" in {_many(len(without), 'column')}" if len(judged) > 1 else ""
+        parts.append(f"effect size undefined{where} ({why})")
     return "; ".join([*parts, _counted(columns, "column")]) if judged else ""
 
 
