@@ -62,7 +62,8 @@ class Local:
         batch_size: The number of samples per batch. None uses all of a client's samples in each step.
         drop_last: Whether to leave out the last batch of each pass if it is short, so that E epochs are `E·⌊n/B⌋`
             steps. Which samples are left out differs from pass to pass. A client with fewer samples than one batch
-            keeps its short batch.
+            keeps its short batch. A step on a few samples can move a client as far as all its other steps; a warning
+            says so if the last batch has less than an eighth of `batch_size`.
         lr: The learning rate.
         momentum: The momentum of SGD, as in `ud.SGD(momentum)`. It starts at zero in every round. A short form, for use
             without `optimizer`.

@@ -45,12 +45,12 @@ from undrift.training.arithmetic import full_precision, threads
 from undrift.training.checks import check_types, cohort_size_of, find_device
 from undrift.training.input_trials import warn_of_rounding
 from undrift.training.labelled import with_labels
+from undrift.training.last_batches import check_singles, warn_of_short
 from undrift.training.model_rehearsal import OwnModule
 from undrift.training.obstacles import reason
 from undrift.training.rehearsal import find_sums, rehearse
 from undrift.training.run import Run
 from undrift.training.settings import Settings
-from undrift.training.singles import check_singles
 from undrift.training.storage import with_files
 from undrift.training.survivors import Conditions
 from undrift.training.threads import thread_count
@@ -99,6 +99,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
     check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
+    warn_of_short(local, data, rounds, method.batches)
     program = drift.observed(program_of(function, method, local, data, chosen_loss), given.drift, cohort_size)
     program = conditions.program(program, cohort_size)
     count, why_so_many = thread_count(given.threads, function, choice, where, local.widest(data.size_counts[0]))

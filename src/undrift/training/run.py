@@ -32,7 +32,7 @@ from undrift.metrics import measure
 from undrift.random import Key, choose, derive
 from undrift.schedule import check_number, value
 from undrift.training.drift import with_places
-from undrift.training.singles import check_round
+from undrift.training.last_batches import check_round
 from undrift.training.state import State
 from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device, tree_clone, tree_to

@@ -1,10 +1,12 @@
-"""Batches of one sample, on which batch norm cannot train.
+"""The last batch of an epoch, which may be short. Batches follow from the clients' sizes and step counts.
 
-Torch rejects them, but in lanes such a batch is padded, and its variance would be meaningless. Batches follow from the
-clients' sizes and step counts, so they are checked before training.
+Batch norm cannot train on one sample: torch rejects it, but in lanes such a batch is padded, and its variance would be
+meaningless. And a step on a few samples has the same learning rate as one on a whole batch, and much more noise.
 """
 
 from __future__ import annotations
+
+import logging
 
 import numpy as np
 
@@ -14,6 +16,11 @@ from undrift.functional.batch_norm import SINGLE
 from undrift.functional.model import Model
 from undrift.method.local import Local
 from undrift.schedule import value, whole_steps
+
+log = logging.getLogger("undrift")
+
+SHORT = 8
+"""A batch is short if it has less than this part of `batch_size`."""
 
 
 def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: int, per_step: int, tuned: bool) -> None:
@@ -34,7 +41,7 @@ def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: in
     first = sizes if local.batch_size is None else np.minimum(sizes, local.batch_size)
     suspects = np.flatnonzero(np.isin(sizes, suspicious))
     if len(suspects):
-        reached = _most_batches(local, suspects, sizes[suspects], rounds, per_step) >= local.per_epoch(sizes[suspects])
+        reached = _reached(local, suspects, sizes[suspects], rounds, per_step)
         suspects = suspects[reached | tuned | (first[suspects] == 1)]
     if not len(suspects):
         return
@@ -49,10 +56,34 @@ def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: in
     )
 
 
+def warn_of_short(local: Local, data: FederatedDataset, rounds: int, per_step: int) -> None:
+    """Warn if epochs of several batches end with a short one, which may move a client as far as all the others."""
+    size, sizes = local.batch_size, data.size_counts[0]
+    if size is None:
+        return
+    found = sizes[(sizes > size) & (SHORT * local.last_batches(sizes) < size)]
+    clients = np.flatnonzero(np.isin(data.sizes, found)) if len(found) else found
+    own = data.sizes[clients]
+    clients = clients[_reached(local, clients, own, rounds, per_step)] if len(clients) else clients
+    if len(clients):
+        last = local.last_batches(data.sizes[clients])
+        log.warning(
+            "%s of %s clients end their epochs with a batch of less than an eighth of batch_size (client %d: %d of %d "
+            "samples), which can move them as far as all their other steps; Local(drop_last=True) leaves it out",
+            f"{len(clients):,}", f"{data.population:,}", clients[last.argmin()], last.min(), size,
+        )  # fmt: skip
+
+
 def check_round(model: Model, counts: np.ndarray) -> None:
     """Check the same for one round, whose step counts parts may have changed, by the sizes of its batches."""
     if (counts == 1).any() and model.refuses_single:
         raise UndriftError(SINGLE)
+
+
+def _reached(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
+    """Return which of these clients take the last batch of an epoch in some round."""
+    found: np.ndarray = _most_batches(local, clients, sizes, rounds, per_step) >= local.per_epoch(sizes)
+    return found
 
 
 def _most_batches(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
