@@ -62,6 +62,10 @@ METHODS = {
         ud.ServerTraining(lr=0.1, epochs=2, batch_size=16, weight_decay=0.01),
         [("ServerTraining", {"lr": 0.1, "epochs": 2, "batch_size": 16, "weight_decay": 0.01})],
     ),
+    "ServerTraining, momentum": (
+        ud.ServerTraining(lr=0.1, epochs=2, batch_size=16, weight_decay=0.01, momentum=0.9),
+        [("ServerTraining", {"lr": 0.1, "epochs": 2, "batch_size": 16, "weight_decay": 0.01, "momentum": 0.9})],
+    ),
     "ServerTraining, clipped": (
         ud.ServerTraining(lr=0.1, epochs=2, batch_size=16, weight_decay=0.01, clip_norm=0.2),
         [("ServerTraining", {"lr": 0.1, "epochs": 2, "batch_size": 16, "weight_decay": 0.01, "clip_norm": 0.2})],

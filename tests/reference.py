@@ -217,10 +217,12 @@ def step_rate(settings, k: int, d: int, t: int) -> float:
 
 def server_training(problem, data, w, setting, seed, t) -> Tensor:
     x, y = data.server
-    words = torch.tensor(derive(seed, "server", t))
+    words, v = torch.tensor(derive(seed, "server", t)), 0.0
     for epoch in range(setting["epochs"]):
         key = Key(words, torch.tensor(REFINE), part_stream(ud.ServerTraining(lr=0)) + (1 << 15) + epoch)
         for rows in torch.argsort(bits(key, len(x)), stable=True).split(setting["batch_size"]):
             g = problem.gradient(w, x[rows], y[rows]) + setting["weight_decay"] * w
-            w = w - setting["lr"] * g * min(1.0, setting.get("clip_norm", torch.inf) / float(g.norm() + 1e-6))
+            g = g * min(1.0, setting.get("clip_norm", torch.inf) / float(g.norm() + 1e-6))
+            v = setting.get("momentum", 0.0) * v + g
+            w = w - setting["lr"] * v
     return w

@@ -74,7 +74,10 @@ DEFAULTS = [
     (ud.ServerAdam(0.1), "ServerAdam(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
     (ud.ServerYogi(0.1), "ServerYogi(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
     (ud.ServerAdagrad(0.1), "ServerAdagrad(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08)"),
-    (ud.ServerTraining(0.1), "ServerTraining(lr=0.1, epochs=1, batch_size=64, weight_decay=0.0, clip_norm=None)"),
+    (
+        ud.ServerTraining(0.1),
+        "ServerTraining(lr=0.1, epochs=1, batch_size=64, weight_decay=0.0, clip_norm=None, momentum=0.0)",
+    ),
     (ud.CCVR(), "CCVR(samples_per_class=200, lr=0.01, epochs=10, batch_size=64)"),
     (ud.FedNLR(), "FedNLR(base=1.0, depth=1.0, width=1.0, ratio=None)"),
     (ud.TwoDLRD(3), "TwoDLRD(window=3, C=0.2)"),

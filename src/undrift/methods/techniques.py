@@ -19,7 +19,7 @@ from undrift.method.optimizers import clip_by_norm
 from undrift.method.part import Part
 from undrift.random import Key, bits, normal_like
 from undrift.schedule import Number
-from undrift.tree import Tree, tree_map
+from undrift.tree import Tree, tree_map, tree_zeros
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class ServerTraining(Part):
         weight_decay: The weight decay.
         clip_norm: The largest norm of the gradient with the weight decay, over all parameters together, as in `Local`;
             None for no limit.
+        momentum: The momentum of SGD: `v ← m·v + g`, `w ← w − η·v`. It starts at zero in every round, as on clients.
     """
 
     lr: Number
@@ -136,8 +137,9 @@ class ServerTraining(Part):
     batch_size: int | None = 64
     weight_decay: Number = 0.0
     clip_norm: Number | None = field(default=None, metadata=ADDED)
+    momentum: Number = field(default=0.0, metadata=ADDED)
 
-    ranges: ClassVar[dict[str, str]] = {"clip_norm": "(0, inf]"}
+    ranges: ClassVar[dict[str, str]] = {"clip_norm": "(0, inf]", "momentum": "[0, 1)"}
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -152,7 +154,7 @@ class ServerTraining(Part):
     def refine(self, params: Tree, state: Tree, server: Server) -> tuple[Tree, Tree]:
         assert server.data is not None
         x, y = server.data
-        statistics = tree_map(torch.clone, server.model.tracked)
+        statistics, velocity = tree_map(torch.clone, server.model.tracked), tree_zeros(params)
         for epoch in range(self.epochs):
             # A new permutation per epoch, as on a client. Of this part's random streams, the first half is for the
             # model (dropout), the second for shuffling, and the very last for augmentation.
@@ -169,6 +171,7 @@ class ServerTraining(Part):
                     g = server.model.gradient(loss, params)
                 g = tree_map(lambda w, g: g + self.weight_decay * w, params, g)
                 g = g if self.clip_norm is None else clip_by_norm(g, self.clip_norm)
-                params = tree_map(lambda w, g: w - self.lr * g, params, g)
+                velocity = tree_map(lambda v, g: self.momentum * v + g, velocity, g)
+                params = tree_map(lambda w, v: w - self.lr * v, params, velocity)
         server.model.track(statistics)
         return params, state
