@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -130,6 +132,35 @@ def test_what_the_user_has_set_stays(default):
     assert chosen() == (3, "set by torch.set_num_threads", 3)
     torch.set_num_threads(2)  # or one thread per physical core, as torch may choose by itself
     assert chosen()[0] == 1
+    torch.set_num_threads(4)
+
+
+def test_a_run_that_starts_during_another_does_not_take_over_its_threads(default):
+    """A Python thread has the number of torch's threads that was set last: later ones kept that of the first run."""
+    torch.set_num_threads(3)
+    started, second, ended = threading.Event(), threading.Event(), threading.Event()
+    data, found = make_clients(SIZES), []
+
+    def train(count, on_round):
+        found.append(ud.train(net(), data, **SETTINGS | {"rounds": 1}, threads=count, on_round=on_round).choices)
+
+    def first():
+        train(1, lambda row: (started.set(), second.wait(30)))
+        ended.set()
+
+    def other():
+        assert started.wait(30)
+        train(None, lambda row: (second.set(), ended.wait(30)))
+
+    def in_a_new_thread(*functions):
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return [running.result() for running in [pool.submit(function) for function in functions]]
+
+    in_a_new_thread(first, other)
+    assert [(own["threads"], own["threads_why"]) for own in found] == [
+        (1, "set by threads"), (3, "set by torch.set_num_threads")
+    ]  # fmt: skip
+    assert in_a_new_thread(torch.get_num_threads) == [3]
     torch.set_num_threads(4)
 
 

@@ -194,7 +194,7 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
 
     `put` may put another engine in the place of the one that was chosen.
     """
-    with launched() as ranks:
+    with torch.inference_mode(False), launched() as ranks:  # within it, nothing has a gradient
         run, rule = ranks.together(lambda: checked(given, ranks, put))
         agree(run, given)
         ranks.use(run.device)

@@ -18,6 +18,7 @@ from undrift.functional.arguments import batch_size
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial
 from undrift.functional.model import Model
+from undrift.training.arithmetic import present_threads
 from undrift.tree import tree_leaves, tree_map
 
 STEP_FLOPS = 1e8
@@ -37,7 +38,7 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
         device: Where the run is trained.
         width: The largest batch.
     """
-    present = torch.get_num_threads()
+    present = present_threads()
     if asked is not None:
         return asked, "set by threads"
     for name in VARIABLES:
