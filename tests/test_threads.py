@@ -102,7 +102,7 @@ def test_clients_with_tests_of_their_own_are_visited_one_at_a_time(three_threads
 def default(monkeypatch):
     """A machine of four cores on which nobody has chosen a number of threads."""
     before = torch.get_num_threads()
-    for name in rule.VARIABLES:
+    for name in rule.THREADS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rule.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(rule.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undrift.cpus import usable_cpus
 from undrift.files import DamagedError, regular, sync
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
@@ -281,7 +282,7 @@ def digests(slots: list[Slot]) -> list[bytes]:
 
 
 def workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    return ThreadPoolExecutor(min(8, usable_cpus()))
 
 
 def damaged(slots: list[Slot]) -> Slot | None:

@@ -13,6 +13,7 @@ import os
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from undrift.cpus import THREADS, usable_cpus
 from undrift.engine.choose import CPU_CONVOLUTION_FLOPS, Choice
 from undrift.functional.arguments import batch_size
 from undrift.functional.copying import deep_copy
@@ -25,7 +26,6 @@ STEP_FLOPS = 1e8
 """Work of all lanes' forward passes in one step from which sharing operations pays (`python -m benchmarks.threads`).
 Where `choose` trains large convolutions one client at a time, its own limit holds: there threads train a client each
 and rarely wait for one another."""
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.device, width: int) -> tuple[int, str]:
@@ -41,7 +41,7 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
     present = present_threads()
     if asked is not None:
         return asked, "set by threads"
-    for name in VARIABLES:
+    for name in THREADS:
         if name in os.environ:
             return present, f"set by {name}"
     if not is_default(present):
@@ -57,6 +57,7 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
 def is_default(number: int) -> bool:
     """Return whether torch may have chosen this number by itself: that of logical or of physical cores."""
     logical = {len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, os.cpu_count() or 1}
+    logical.add(usable_cpus())  # which a sweep's only process gets
     return number in logical | {count // 2 for count in logical}
 
 

@@ -23,7 +23,9 @@ Seeds = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="How many runs train in parallel.", show_default="one per CPU core"),
+    typer.Option(
+        min=1, metavar="N", help="How many runs train in parallel.", show_default="one per CPU that may be used"
+    ),
 ]
 Devices = Annotated[
     str | None,
