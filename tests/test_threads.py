@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -201,3 +207,50 @@ def test_large_convolutions_keep_all_cores(default):
     run = prepare(settings)
     assert run.choices["lanes"] == 1 and run.choices["threads"] == 4
     assert run.engine.engine.threads == 4
+
+
+# ---- forks -------------------------------------------------------------------------------------------------------
+
+FORK = """
+import json, logging, os, sys
+import torch
+import undrift as ud
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+torch.set_num_threads(2)
+data, local = ud.load("digits", ud.IID(), clients=4), ud.Local(steps=2, lr=0.1)
+
+def train(**options):
+    return ud.train("mlp", data, rounds=1, local=local, device="cpu", **options)
+
+first = train({first})
+child = os.fork()
+if not child:
+    x = torch.randn(2000, 2000)
+    (x @ x).exp()
+    found = train({second})
+    alike = all(torch.equal(first.params[name], found.params[name]) for name in found.params)
+    print(json.dumps([found.choices["threads"], found.choices["threads_why"], alike]), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.parametrize(("first", "second"), [("threads=2", "threads=2"), ("threads=2", ""), ("", "")])
+def test_a_fork_after_training_trains_too(first, second):
+    """A21: it hung, as OpenMP waited for threads that the fork does not have."""
+    code = FORK.format(first=first, second=second)
+    env = {name: value for name, value in os.environ.items() if name not in rule.THREADS}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as done:
+        try:
+            said, _ = done.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(done.pid, signal.SIGKILL)
+    *warned, found, after = said.splitlines()
+    assert json.loads(found) == [1, rule.FORKED, True] and after == "2"
+    assert warned == ([f'threads=2: {rule.FORKED}; start processes with the method "spawn" instead.'] if second else [])

@@ -194,12 +194,39 @@ def present_threads() -> int:
     return present
 
 
+@dataclass
+class Forks:
+    """Whether this process was forked from one in which torch had several threads.
+
+    A fork has none of them, and OpenMP would wait for them forever. So such a process gets one thread, as the workers
+    of torch's `DataLoader` do.
+    """
+
+    several: bool = False
+    """Whether torch may have had several threads here."""
+    forked: bool = False
+
+    def look(self, *numbers: int) -> None:
+        if not self.several and max(numbers) > 1:
+            self.several = True
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        self.forked = True
+        torch.set_num_threads(1)
+
+
+FORKS = Forks()
+
+
 @contextlib.contextmanager
 def threads(number: int | None) -> Iterator[None]:
     """A context with this number of torch's CPU threads; None changes nothing."""
     with LOCK:
         before = present_threads()
         holder = threading.get_ident(), number or before, before
+        FORKS.look(*holder[1:])
         _numbers.append(holder)
         torch.set_num_threads(holder[1])
     try:

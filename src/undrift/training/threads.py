@@ -8,6 +8,7 @@ all of them, which costs multiples. So a run gets one thread, unless a step is l
 from __future__ import annotations
 
 import copy
+import logging
 import os
 
 import torch
@@ -19,9 +20,12 @@ from undrift.functional.arguments import batch_size
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial
 from undrift.functional.model import Model
-from undrift.training.arithmetic import present_threads
+from undrift.training.arithmetic import FORKS, present_threads
 from undrift.tree import tree_leaves, tree_map
 
+log = logging.getLogger("undrift")
+
+FORKED = "a process that is forked from one that has trained can only use one of torch's threads"
 STEP_FLOPS = 1e8
 """Work of all lanes' forward passes in one step from which sharing operations pays (`python -m benchmarks.threads`).
 Where `choose` trains large convolutions one client at a time, its own limit holds: there threads train a client each
@@ -39,6 +43,10 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
         width: The largest batch.
     """
     present = present_threads()
+    if FORKS.forked:
+        if asked is not None and asked > 1:
+            log.warning('threads=%d: %s; start processes with the method "spawn" instead.', asked, FORKED)
+        return 1, FORKED
     if asked is not None:
         return asked, "set by threads"
     for name in THREADS:
