@@ -22,6 +22,7 @@ LAYERS = {
         "metrics",
         "expressions",
         "files",
+        "cpus",
     ],
     "data": ["data"],
     "models": ["models"],

@@ -15,6 +15,8 @@ from undrift.tools import config, experiment, sweep
 from undrift.training.arithmetic import CUBLAS, Switches, arithmetic, full_precision
 
 CPU = torch.device("cpu")
+BY_OPERATION = hasattr(torch._C, "_get_fp32_precision_getter")
+EACH = [("generic", "all")] + [(one, op) for one in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
 
 
 def get(seed):
@@ -114,6 +116,90 @@ def test_autocast_around_a_run_changes_nothing():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = ud.train(net().float(), data, **options)
     assert same_bits(plain.params, inside.params)
+
+
+def of_torch():
+    """What torch says about precision; older settings raise if newer ones contradict them."""
+
+    def read(setting):
+        try:
+            return setting()
+        except RuntimeError:
+            return "contradicts"
+
+    older = [torch.get_float32_matmul_precision, lambda: torch.backends.cuda.matmul.allow_tf32]
+    older += [lambda: torch.backends.cudnn.allow_tf32]
+    newer = [torch._C._get_fp32_precision_getter(*each) for each in EACH] if BY_OPERATION else []
+    return [*map(read, older), *newer]
+
+
+def by_operation(backend, operation, value):
+    if not BY_OPERATION:
+        pytest.skip("torch has no such setting before 2.9")
+    torch._C._set_fp32_precision_setter(backend, operation, value)
+
+
+PRECISIONS = {
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "ieee": lambda: torch.set_float32_matmul_precision("highest"),
+    "cuBLAS": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "no cuDNN": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "everything": lambda: by_operation("generic", "all", "tf32"),
+    "everything, bfloat16": lambda: by_operation("generic", "all", "bf16"),
+    "CUDA": lambda: by_operation("cuda", "all", "ieee"),
+    "oneDNN": lambda: by_operation("mkldnn", "all", "bf16"),
+    "oneDNN's products": lambda: by_operation("mkldnn", "matmul", "bf16"),
+    "oneDNN's convolutions": lambda: by_operation("mkldnn", "conv", "bf16"),
+    "cuBLAS, by operation": lambda: by_operation("cuda", "matmul", "tf32"),
+    "cuDNN's convolutions": lambda: by_operation("cuda", "conv", "ieee"),
+}
+
+
+@pytest.fixture
+def switches():
+    before = Switches.current()
+    yield
+    before.set()
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_run_has_the_precision_that_its_choices_say(name, switches):
+    """oneDNN rounded to bfloat16 with "medium", and torch's getter raised after the run."""
+    options = {"rounds": 1, "local": ud.Local(steps=2, batch_size=8, lr=0.1)}
+    data, seen = ud.load("digits", ud.IID(), clients=4), []
+    alone = ud.train("mlp(hidden=64)", data, **options)
+    PRECISIONS[name]()
+    before = of_torch()
+    found = ud.train("mlp(hidden=64)", data, **options, on_round=lambda row: seen.append(of_torch()))
+    assert of_torch() == before
+    assert seen[0][:3] == ["highest", False, False] and not {"tf32", "bf16"} & set(seen[0][3:])
+    assert same_bits(alone.params, found.params)
+    with arithmetic("tf32", False, CPU):
+        assert of_torch()[:3] == ["high", True, True]
+    assert of_torch() == before
+
+
+def test_precision_that_was_inherited_still_is(switches):
+    before = of_torch()
+    by_operation("generic", "all", "tf32")
+    with arithmetic("auto", False, CPU):
+        pass
+    by_operation("generic", "all", "none")
+    assert of_torch() == before
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_inference_mode_around_a_run_changes_nothing(engine):
+    """Models by name were refused for having no gradient."""
+    options = {"rounds": 2, "local": ud.Local(steps=2, batch_size=4, lr=0.1), "engine": engine}
+    alone = ud.train("mlp", ud.load("digits", ud.IID(), clients=4), **options)
+    own = ud.train(net().float(), make_clients([10, 7], torch.float32), **options)
+    with torch.inference_mode():
+        inside = ud.train("mlp", ud.load("digits", ud.IID(), clients=4), **options)
+        own_inside = ud.train(net().float(), make_clients([10, 7], torch.float32), **options)
+        assert torch.is_inference_mode_enabled()
+    assert same_bits(alone.params, inside.params) and same_bits(own.params, own_inside.params)
 
 
 @pytest.mark.parametrize("start", ["a run", "a sweep"])

@@ -237,45 +237,87 @@ def test_a_resumed_run_leaves_both_checkpoints_whole(tmp_path, in_files, monkeyp
     equal(train(folder, rounds=9, resume=True), in_memory(rounds=9))
 
 
-def test_damage_is_found_and_the_other_checkpoint_used(tmp_path, in_files, caplog):
-    folder, whole = tmp_path / "r", in_memory()
+def rounds_after(folder: Path, **options) -> list[int]:
+    """The rounds that a resumed run trains, which must end like one that was not stopped."""
+    starts: list[int] = []
+    equal(train(folder, resume=True, on_round=lambda row: starts.append(row["round"]), **options), in_memory())
+    return starts
+
+
+def test_damage_costs_at_most_one_checkpoint(tmp_path, in_files, caplog):
+    """Every slot of either checkpoint is overwritten, also where a client's state is the same in both."""
+    folder = tmp_path / "r"
     stop(folder, after=6, checkpoint_every=1)
     new, old = named(folder, 6), named(folder, 5)
-    for which, number in ((new - old, 6), (new & old, None), (old - new, 7)):
-        copy = tmp_path / str(number)
+    assert not {name for name, _ in new} & {name for name, _ in old}
+    for (name, slot), number in [*((one, 6) for one in sorted(new)), *((one, 7) for one in sorted(old))]:
+        copy = tmp_path / f"{name}-{slot}"
         shutil.copytree(folder, copy)
-        (name, slot), *_ = sorted(which)
         overwrite(copy, name, slot)
         caplog.clear()
-        if number is None:  # a state that both have lies once
-            with pytest.raises(ud.UndriftError, match="None of the checkpoints"):
-                train(copy, resume=True)
-            continue
-        starts: list[int] = []
-        equal(train(copy, resume=True, on_round=lambda row, s=starts: s.append(row["round"])), whole)
-        assert min(starts) == number and ("kept-" in caplog.text) == (number == 6)
+        assert rounds_after(copy)[0] == number
+        assert (f"{name} is damaged: a client's state" in caplog.text) == (number == 6)
+
+
+def test_a_damaged_state_is_not_copied_into_the_next_checkpoint(tmp_path, in_files, caplog):
+    """The run ends instead, and both of its checkpoints stay; the older one is whole."""
+    folder = tmp_path / "r"
+
+    def spoil(row):
+        for place in named(folder, 3) if row["round"] == 4 else ():
+            overwrite(folder, *place)
+
+    with pytest.raises(ud.UndriftError, match=r"kept-\d\.bin is damaged: .* Resume the run"):
+        train(folder, checkpoint_every=1, on_round=spoil, participation=1)
+    assert {file.name for file in (folder / "checkpoint").glob("*.json")} == {"round-2.json", "round-3.json"}
+    starts: list[int] = []
+    again = train(folder, resume=True, participation=1, on_round=lambda row: starts.append(row["round"]))
+    equal(again, in_memory(participation=1))
+    assert starts[0] == 3 and "is damaged: a client's state" in caplog.text
+
+
+def test_checkpoints_that_share_files_do_not_for_long(tmp_path, in_files, monkeypatch):
+    """Those of earlier versions do."""
+    folder = tmp_path / "r"
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotFiles, "beside", lambda self, slots: slots)
+        stop(folder, after=4, checkpoint_every=1)
+    assert named(folder, 4) & named(folder, 3)
+    stop(folder, after=6, checkpoint_every=1, resume=True)
+    assert not {name for name, _ in named(folder, 5)} & {name for name, _ in named(folder, 6)}
+    assert rounds_after(folder) == [7]
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "link", "table"])
 def test_files_that_are_no_longer_there(tmp_path, in_files, how, caplog):
     folder = tmp_path / "r"
     stop(folder, after=6, checkpoint_every=1)
-    file = folder / "checkpoint" / "kept-0.bin"
-    if how == "missing":
-        file.unlink()
-    elif how == "short":
-        os.truncate(file, 100)
-    elif how == "link":
-        file.rename(tmp_path / "elsewhere")
-        file.symlink_to(tmp_path / "elsewhere")
-    else:
-        (folder / "checkpoint" / "slots-6.safetensors").write_bytes(b"")
-        equal(train(folder, resume=True), in_memory())
-        return
+    own = [sorted({name for name, _ in named(folder, number)})[0] for number in (6, 5)]
+    for number, name in enumerate(["slots-6.safetensors", "slots-5.safetensors"] if how == "table" else own, 6):
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        file = copy / "checkpoint" / name
+        if how in ("missing", "link"):
+            file.rename(tmp_path / "elsewhere")
+        if how == "link":
+            file.symlink_to(tmp_path / "elsewhere")
+        if how in ("short", "table"):
+            os.truncate(file, 100)
+        caplog.clear()
+        assert rounds_after(copy)[0] == number
+        assert (name in caplog.text) == (number == 6)
+        assert how != "link" or file.is_symlink()
+
+
+def test_damage_to_both_checkpoints_is_an_error(tmp_path, in_files, caplog):
+    folder = tmp_path / "r"
+    stop(folder, after=6, checkpoint_every=1)
+    damaged = [sorted(named(folder, number))[0] for number in (6, 5)]
+    for name, slot in damaged:
+        overwrite(folder, name, slot)
     with pytest.raises(ud.UndriftError, match="None of the checkpoints"):
         train(folder, resume=True)
-    assert "kept-0.bin" in caplog.text
-    assert how != "link" or file.is_symlink()
+    assert all(f"{name} is damaged" in caplog.text for name, _ in damaged)
 
 
 def test_files_are_not_left_behind_or_taken_over(tmp_path, in_files):

@@ -16,8 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.experiments import GOOD, changed, toml, undrift
+from undrift.errors import UndriftError
 from undrift.tools.cli import app
 from undrift.tools.compare import Run
+from undrift.tools.launch import alone_in
 from undrift.tools.sweep import Point, summary, unique
 
 FAILS = '''
@@ -166,6 +168,60 @@ def test_a_worker_that_is_killed_costs_its_run_alone(here):
     )
     (beside,) = Path("s").glob("method=FedProx*/model.safetensors")
     assert beside.read_bytes() == Path("alone/model.safetensors").read_bytes()
+
+
+# ---- two at once -------------------------------------------------------------------------------------------------
+
+
+STUDY = """
+[study]
+tuning_seeds = [100]
+seeds = [0]
+[study.tune]
+local.lr = [0.1, 0.2]
+[study.methods]
+FedAvg = "FedAvg()"
+"""
+
+
+def test_two_sweeps_or_studies_do_not_share_a_folder(here):
+    Path("study.toml").write_text(Path("e.toml").read_text() + STUDY)
+    sweep("--seeds", 2, "--workers", 1, "--out", "s")
+    before = Path("s/sweep.json").read_bytes()
+    with alone_in(Path("s")):
+        for command in (("sweep", "e.toml", "--seeds", 3), ("study", "study.toml")):
+            with pytest.raises(UndriftError, match=f"Another process, number {os.getpid()}, uses s; wait for it, or"):
+                undrift(*command, "--workers", 1, "--out", "s")
+        undrift("compare", "s")
+        undrift("report", "s", "--out", "report.html")
+    assert Path("s/sweep.json").read_bytes() == before
+    assert not list(Path("s").glob("*seed=2*")) and not Path("s/tuning").exists() and not Path("s/.in-use").exists()
+    sweep("--seeds", 3, "--workers", 1, "--out", "s")
+    undrift("study", "study.toml", "--workers", 1, "--out", "t")
+    with alone_in(Path("t")):
+        undrift("compare", "t")
+    assert not Path("t/.in-use").exists()
+
+
+def test_a_folder_is_free_again_when_its_process_was_killed(here):
+    code = "import sys, time; from pathlib import Path; from undrift.tools.launch import alone_in; "
+    code += "lock = alone_in(Path('s')); lock.__enter__(); print('locked', flush=True); time.sleep(600)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(UndriftError, match=f"Another process, number {other.pid}, uses s"):
+            sweep("--workers", 1, "--out", "s")
+    finally:
+        end(other)
+    assert Path("s/.in-use").exists()
+    sweep("--workers", 1, "--out", "s")
+    assert Path("s/sweep.json").exists() and not Path("s/.in-use").exists()
+
+
+def test_a_folder_that_nothing_is_written_to_is_not_left_behind(here):
+    with pytest.raises(UndriftError), alone_in(Path("new/s")):
+        raise UndriftError("of this test")
+    assert not Path("new").exists()
 
 
 # ---- signals -----------------------------------------------------------------------------------------------------

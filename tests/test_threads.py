@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -100,7 +108,7 @@ def test_clients_with_tests_of_their_own_are_visited_one_at_a_time(three_threads
 def default(monkeypatch):
     """A machine of four cores on which nobody has chosen a number of threads."""
     before = torch.get_num_threads()
-    for name in rule.VARIABLES:
+    for name in rule.THREADS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rule.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(rule.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
@@ -130,6 +138,35 @@ def test_what_the_user_has_set_stays(default):
     assert chosen() == (3, "set by torch.set_num_threads", 3)
     torch.set_num_threads(2)  # or one thread per physical core, as torch may choose by itself
     assert chosen()[0] == 1
+    torch.set_num_threads(4)
+
+
+def test_a_run_that_starts_during_another_does_not_take_over_its_threads(default):
+    """A Python thread has the number of torch's threads that was set last: later ones kept that of the first run."""
+    torch.set_num_threads(3)
+    started, second, ended = threading.Event(), threading.Event(), threading.Event()
+    data, found = make_clients(SIZES), []
+
+    def train(count, on_round):
+        found.append(ud.train(net(), data, **SETTINGS | {"rounds": 1}, threads=count, on_round=on_round).choices)
+
+    def first():
+        train(1, lambda row: (started.set(), second.wait(30)))
+        ended.set()
+
+    def other():
+        assert started.wait(30)
+        train(None, lambda row: (second.set(), ended.wait(30)))
+
+    def in_a_new_thread(*functions):
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return [running.result() for running in [pool.submit(function) for function in functions]]
+
+    in_a_new_thread(first, other)
+    assert [(own["threads"], own["threads_why"]) for own in found] == [
+        (1, "set by threads"), (3, "set by torch.set_num_threads")
+    ]  # fmt: skip
+    assert in_a_new_thread(torch.get_num_threads) == [3]
     torch.set_num_threads(4)
 
 
@@ -170,3 +207,50 @@ def test_large_convolutions_keep_all_cores(default):
     run = prepare(settings)
     assert run.choices["lanes"] == 1 and run.choices["threads"] == 4
     assert run.engine.engine.threads == 4
+
+
+# ---- forks -------------------------------------------------------------------------------------------------------
+
+FORK = """
+import json, logging, os, sys
+import torch
+import undrift as ud
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+torch.set_num_threads(2)
+data, local = ud.load("digits", ud.IID(), clients=4), ud.Local(steps=2, lr=0.1)
+
+def train(**options):
+    return ud.train("mlp", data, rounds=1, local=local, device="cpu", **options)
+
+first = train({first})
+child = os.fork()
+if not child:
+    x = torch.randn(2000, 2000)
+    (x @ x).exp()
+    found = train({second})
+    alike = all(torch.equal(first.params[name], found.params[name]) for name in found.params)
+    print(json.dumps([found.choices["threads"], found.choices["threads_why"], alike]), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.parametrize(("first", "second"), [("threads=2", "threads=2"), ("threads=2", ""), ("", "")])
+def test_a_fork_after_training_trains_too(first, second):
+    """A21: it hung, as OpenMP waited for threads that the fork does not have."""
+    code = FORK.format(first=first, second=second)
+    env = {name: value for name, value in os.environ.items() if name not in rule.THREADS}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as done:
+        try:
+            said, _ = done.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(done.pid, signal.SIGKILL)
+    *warned, found, after = said.splitlines()
+    assert json.loads(found) == [1, rule.FORKED, True] and after == "2"
+    assert warned == ([f'threads=2: {rule.FORKED}; start processes with the method "spawn" instead.'] if second else [])

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 
 PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
 """The temporary name of a file; the first group is the file's own name."""
@@ -196,8 +196,12 @@ def _restore(paths: Sequence[Path], before: dict[Path, bytes | str | None]) -> N
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """A context in which no other process runs in this folder, on systems with `flock`."""
+def lock(folder: Path, holder: Path | None = None) -> Iterator[None]:
+    """A context in which no other process runs in this folder, on systems with `flock`.
+
+    The lock ends with the process, however that ends. `holder` is a file that has the process's number meanwhile, for
+    the error in others.
+    """
     try:
         import fcntl
     except ImportError:
@@ -208,7 +212,41 @@ def lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UndriftError(f"Another process uses {folder}; wait for it, or choose another folder.") from None
-        yield
+            number = _number_in(holder)
+            who = f", number {number}," if number else ""
+            raise UndriftError(f"Another process{who} uses {folder}; wait for it, or choose another folder.") from None
+        if holder:
+            write_text(holder, f"{os.getpid()}\n")
+        try:
+            yield
+        finally:
+            if holder:
+                holder.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _number_in(file: Path | None) -> int | None:
+    try:
+        return int(file.read_bytes()[:20]) if file and regular(file) else None
+    except (OSError, ValueError):  # it is not written yet, or already removed
+        return None
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """A context with this folder, which is removed again if nothing is left in it.
+
+    Raises `UndriftError` if it cannot be created.
+    """
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UndriftError(f"The folder {quoted(str(folder), 200)} cannot be created ({error.strerror}).") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # something has been written
+            for path in new:
+                path.rmdir()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from undrift.cpus import usable_cpus
 
 CHUNK = 1 << 22
 
@@ -39,7 +40,7 @@ def _by_chunk(data: np.ndarray, hasher: Callable[[Any], Any]) -> bytes:
     chunks = [data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK)]
     if len(chunks) < 2:
         return b"".join(hasher(chunk).digest() for chunk in chunks)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(8, usable_cpus())) as threads:
         return b"".join(threads.map(lambda chunk: hasher(chunk).digest(), chunks))
 
 

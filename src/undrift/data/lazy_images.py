@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from undrift.cpus import usable_cpus
 from undrift.data.cache import Writer, cached
 from undrift.data.dataset import Rows
 from undrift.data.images import ImageFolder, channel_scales, moments, one_size, statistics
@@ -30,7 +31,7 @@ class Images(Reader):
     """
 
     def __init__(self, recipe: ImageFolder, root: str, files: list[Path], threads: int | None) -> None:
-        self.recipe, self.root, self.threads = recipe, root, threads or min(MOST_THREADS, os.cpu_count() or 1)
+        self.recipe, self.root, self.threads = recipe, root, threads or min(MOST_THREADS, usable_cpus())
         self.names = [str(file.relative_to(root)) for file in files]
         self.stamps = np.array([self._stamp(name) for name in self.names], np.int64)
         size = [recipe.resize] if recipe.resize else []

@@ -5,11 +5,15 @@ changed there. A `Slot` is taken as long as anything references it: the run's st
 have to be undone, or one of the last two checkpoints. When the last reference goes, the slot is free. So what has been
 written since a checkpoint is in slots that the checkpoint does not name.
 
+The files have two sides, one for every other checkpoint, so that a damaged file affects one checkpoint only. A state is
+written to the side of the next checkpoint. If the one after that has it too, it is copied to the other side.
+
 States are written with ordinary writes, which report a full disk, and read from the memory-mapped file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -17,7 +21,7 @@ import re
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undrift.cpus import usable_cpus
 from undrift.files import DamagedError, regular, sync
 from undrift.tree import Tree, tree_leaves, tree_structure, tree_unflatten
 
@@ -62,8 +67,8 @@ def kinds(leaves: list[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
 class SlotFile:
     """A file of slots, open for reading and writing."""
 
-    def __init__(self, handle: int, size: int, path: Path | None) -> None:
-        self.handle, self.size, self.path = handle, size, path
+    def __init__(self, handle: int, size: int, path: Path | None, side: int) -> None:
+        self.handle, self.size, self.path, self.side = handle, size, path, side
         self.count = os.fstat(handle).st_size // size
         self.used = 0
         """The first slot that has never been taken."""
@@ -78,9 +83,7 @@ class SlotFile:
         self.used += 1
         return self.used - 1 if self.used <= self.count else None
 
-    def write(self, place: int, tensor: Tensor) -> None:
-        # As bytes, since numpy does not have all of torch's dtypes.
-        view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    def write(self, place: int, view: memoryview) -> None:
         self.dirty = True
         try:
             while len(view):
@@ -107,6 +110,8 @@ class Slot:
         self.finite = True
         """Whether all numbers of the state are finite."""
         self.sha256: bytes | None = None
+        self.copy: Slot | None = None
+        """The same state on the other side."""
 
     def __del__(self) -> None:
         self.file.free.append(self.number)
@@ -127,9 +132,14 @@ class Slot:
                 leaves.append(torch.empty(shape, dtype=dtype))
         return tree_unflatten(leaves, self.layout.structure)
 
+    @contextlib.contextmanager
+    def content(self) -> Iterator[memoryview]:
+        with memoryview(self.file.mapped) as whole, whole[self.begin : self.begin + self.layout.size] as mine:
+            yield mine
+
     def digest(self) -> bytes:
         """Return the SHA-256 of the slot's content."""
-        with memoryview(self.file.mapped) as whole, whole[self.begin : self.begin + self.layout.size] as mine:
+        with self.content() as mine:
             return hashlib.sha256(mine).digest()
 
 
@@ -142,6 +152,8 @@ class SlotFiles:
         self.layouts: dict[int, Layout] = {}
         """The layout of each part's states."""
         self.lock = threading.Lock()
+        self.side = 0
+        """That of the next checkpoint."""
         self._known: dict[str, dict[int, Slot]] = {}
         """By file of an earlier process: the slots that checkpoints name, while checkpoints are being read."""
 
@@ -154,13 +166,15 @@ class SlotFiles:
                 layout = self.layouts[part] = Layout.of(state)
             slot = self._free(layout)
         for leaf, place in zip(leaves, layout.places, strict=True):
-            slot.file.write(slot.begin + place, leaf)
+            if leaf.numel():  # as bytes, since numpy does not have all of torch's dtypes
+                slot.file.write(slot.begin + place, leaf.reshape(-1).view(torch.uint8).numpy().data)
         slot.finite = all(bool(leaf.isfinite().all()) for leaf in leaves if leaf.is_floating_point())
         return slot
 
     def _free(self, layout: Layout) -> Slot:
         for file in self.files.values():
-            if file.size == layout.size and (number := file.take()) is not None:
+            right = file.size == layout.size and file.side == self.side
+            if right and (number := file.take()) is not None:
                 return Slot(file, number, layout)
         file = self._new(layout.size)
         number = file.take()
@@ -178,7 +192,7 @@ class SlotFiles:
             sync(path.parent)
         os.truncate(handle, max(1, FILE_BYTES // size) * size)
         name = path.name if path else str(len(self.files))
-        self.files[name] = SlotFile(handle, size, path)
+        self.files[name] = SlotFile(handle, size, path, self.side)
         return self.files[name]
 
     def _named(self) -> Path:
@@ -202,7 +216,7 @@ class SlotFiles:
             if os.fstat(handle).st_size < size:
                 os.close(handle)
                 raise DamagedError(f"{path} is damaged: it is too short.")
-            file = self.files[name] = SlotFile(handle, size, path)
+            file = self.files[name] = SlotFile(handle, size, path, self.side)
             file.used, self._known[name] = file.count, {}  # until `settle` knows which of them are free
         return self.files[name]
 
@@ -217,13 +231,40 @@ class SlotFiles:
             known[number].sha256 = sha256
         return known[number]
 
-    def settle(self) -> None:
-        """Free the slots that no checkpoint names, after all checkpoints have been read."""
+    def settle(self, restored: Iterable[Slot]) -> None:
+        """Free the slots that no checkpoint names, after all checkpoints have been read.
+
+        The files of those that have been restored are on the other side than the next checkpoint.
+        """
+        other = {id(slot.file) for slot in restored}
+        for file in self.files.values():
+            file.side = 1 - self.side if id(file) in other else self.side
         for name, known in self._known.items():
             file = self.files[name]
             file.used = max(known, default=-1) + 1
             file.free.extend(number for number in range(file.used) if number not in known)
         self._known.clear()
+
+    def beside(self, slots: list[Slot]) -> list[Slot]:
+        """Return the slots, or their copies where they are not on the side of the next checkpoint."""
+        with workers() as threads:
+            return list(threads.map(self._beside, slots))
+
+    def _beside(self, slot: Slot) -> Slot:
+        if slot.file.side == self.side:
+            return slot
+        if slot.copy is None:
+            with self.lock:
+                copy = self._free(slot.layout)
+            with slot.content() as mine:
+                copy.file.write(copy.begin, mine)
+            if slot.sha256 not in (None, copy.digest()):  # the other checkpoint must not be replaced by this
+                raise DamagedError(
+                    f"{slot.file.path} is damaged: a client's state is not what was written. Resume the run, which "
+                    "continues from the last checkpoint without damage."
+                )
+            slot.copy, copy.sha256, copy.finite = copy, slot.sha256, slot.finite
+        return slot.copy
 
     def seal(self, slots: Iterable[Slot]) -> None:
         """Write everything to the disk, with a checksum of each of these slots."""
@@ -236,8 +277,12 @@ class SlotFiles:
 
 def digests(slots: list[Slot]) -> list[bytes]:
     """Return the digests of these slots' current content, computed in threads."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+    with workers() as threads:
         return list(threads.map(Slot.digest, slots))
+
+
+def workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, usable_cpus()))
 
 
 def damaged(slots: list[Slot]) -> Slot | None:

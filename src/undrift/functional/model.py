@@ -368,9 +368,14 @@ class Model:
         return self.module.eval()
 
 
-def _without_cudnn() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
     cudnn = torch.backends.cudnn
-    return cudnn.flags(enabled=False, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32)
+    before, cudnn.enabled = cudnn.enabled, False  # cudnn.flags also reads the precision, which may raise
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 def as_buffer(value: Tensor, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import undrift
 from undrift import __version__
+from undrift.cpus import usable_cpus
 
 PACKAGES = (
     "torch", "triton", "numpy", "safetensors", "datasets", "pyarrow", "pydantic", "pandas", "plotly", "flwr",
@@ -28,7 +29,8 @@ def info() -> dict[str, str]:
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": platform.platform(),
         **{name: _version(name) for name in PACKAGES},
-        "CPU": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {platform.machine()}",
+        "CPU": f"{os.cpu_count()} cores, {usable_cpus()} for this process, torch uses {torch.get_num_threads()} "
+        f"threads; {platform.machine()}",
         "CUDA": torch.version.cuda or "none in this build of torch",
         "cuDNN": str(torch.backends.cudnn.version() or "none"),
         "driver": _driver(),

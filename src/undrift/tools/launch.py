@@ -224,6 +224,19 @@ def grid_points(settings: dict[str, Any], grid: dict[str, list[Any]], where: str
     return points(settings, grid, where)
 
 
+IN_USE = ".in-use"
+"""The file with the number of the process that runs a sweep or a study in its folder."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """A context in which this process alone runs a sweep or a study in a folder, which is created if need be."""
+    from undrift.files import lock, made
+
+    with made(folder), lock(folder, folder / IN_USE):
+        yield
+
+
 def run_points(points: Any, folder: Path, where: str, how: Parallel) -> tuple[list[Any], dict[str, str]]:
     """Run all points, with a board of those in progress. Returns the runs that ended, and the messages of others."""
     from undrift.tools.board import Board

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from undrift.cpus import THREADS, usable_cpus
 from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, regular, write_text
@@ -177,7 +178,8 @@ def sweep(
     left = set(waiting)
     together = [bundle for bundle in bundles(found, max(1, size)) if left.intersection(bundle)]
     places = some[: len(together)]
-    threads = max(1, (os.cpu_count() or 1) // max(len(places), 1))
+    chosen = any(name in os.environ for name in THREADS)  # which torch has read, in every process
+    threads = None if chosen else max(1, usable_cpus() // max(len(places), 1))
     tasks = {
         bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],) for bundle in together
     }
@@ -218,8 +220,8 @@ def _claim(point: Point, out: Path, kind: str) -> None:
 
 
 def _workers(point: Point, where: str) -> int:
-    """How many processes: one per CPU core, as small models gain little from threads, or one on a GPU."""
-    return 1 if _on_gpu(point, where, None) else (os.cpu_count() or 1)
+    """How many processes: one per CPU that may be used, as small models gain little from threads, or one on a GPU."""
+    return 1 if _on_gpu(point, where, None) else usable_cpus()
 
 
 def _on_gpu(point: Point, where: str, place: str | None) -> bool:
@@ -251,7 +253,7 @@ def _finished(tasks: dict[tuple[Point, ...], Any], places: Sequence[str | None])
 
 
 def _several(
-    device: str | None, runs: list[tuple[Document, str, str, int]], check: Callable[[], None]
+    device: str | None, runs: list[tuple[Document, str, str, int | None]], check: Callable[[], None]
 ) -> list[str | None]:
     """Runs in this process, those that can as one program. Returns of each why it did not finish, if so."""
     check()
@@ -267,11 +269,11 @@ def _several(
 
 
 def _one(
-    device: str | None, settings: Document, folder: str, where: str, threads: int, check: Callable[[], None]
+    device: str | None, settings: Document, folder: str, where: str, threads: int | None, check: Callable[[], None]
 ) -> str | None:
     """One run, in this process. Returns why it did not finish, if so; no exception must end the sweep.
 
-    `device` takes the place of that of the settings.
+    `device` takes the place of that of the settings. `threads` is the number of torch's threads; None leaves it.
     """
     mute()  # the reason for a stop is returned
     if parent_process() is not None:  # that process has read the data, and given the warnings about them

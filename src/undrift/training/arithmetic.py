@@ -16,12 +16,84 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 """The environment variable that torch requires to consider cuBLAS deterministic."""
 
 
+PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+"""Backends and operations as torch 2.9 and later name them, from which others that say "none" inherit."""
+CHILDREN = tuple((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn"))
+BY_OPERATION = hasattr(torch._C, "_get_fp32_precision_getter")
+"""Whether this torch has a precision of each of them."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What operations may round float32 to.
+
+    torch has this twice, in older settings and in newer ones by operation. Reading the older ones raises if the newer
+    ones contradict them, and writing the older ones changes only some of the newer.
+    """
+
+    matmul: str
+    """That of `torch.set_float32_matmul_precision`."""
+    cudnn_tf32: bool
+    operations: tuple[str, ...]
+    """Those of `PARENTS` and `CHILDREN`, as they were set, not as they were inherited."""
+
+    @classmethod
+    def of(cls, tf32: bool) -> Rounding:
+        """Return tf32 on a GPU, or no rounding."""
+        set_there = {("cuda", operation): "tf32" for operation in ("matmul", "conv", "rnn") if tf32}
+        operations = tuple(set_there.get(each, "none") for each in (*PARENTS, *CHILDREN)) if BY_OPERATION else ()
+        return cls("high" if tf32 else "highest", tf32, operations)
+
+    @classmethod
+    def current(cls) -> Rounding:
+        operations = read_operations()
+        try:
+            return cls(torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, operations)
+        except RuntimeError:  # the newer settings contradict the older ones
+            write_operations(("none",) * len(operations))
+            matmul = torch.get_float32_matmul_precision()
+            try:
+                cudnn_tf32 = torch.backends.cudnn.allow_tf32
+            except RuntimeError:  # "none" contradicts only this
+                cudnn_tf32 = True
+            write_operations(operations)
+            return cls(matmul, cudnn_tf32, operations)
+
+    def set(self) -> None:
+        now = Rounding.current()
+        if now.matmul != self.matmul:
+            torch.set_float32_matmul_precision(self.matmul)
+        if now.cudnn_tf32 != self.cudnn_tf32:
+            torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        write_operations(self.operations)
+
+
+def read_operations() -> tuple[str, ...]:
+    """Return what is set for each backend and operation. Reading gives what is inherited, so parents are cleared."""
+    if not BY_OPERATION:
+        return ()
+    above = []
+    for parent in PARENTS:
+        above.append(torch._C._get_fp32_precision_getter(*parent))
+        if above[-1] != "none":
+            torch._C._set_fp32_precision_setter(*parent, "none")
+    below = [torch._C._get_fp32_precision_getter(*child) for child in CHILDREN]
+    for parent, value in zip(PARENTS, above, strict=True):
+        if value != "none":
+            torch._C._set_fp32_precision_setter(*parent, value)
+    return (*above, *below)
+
+
+def write_operations(values: tuple[str, ...]) -> None:
+    for each, value in zip((*PARENTS, *CHILDREN), values, strict=False):  # there are none before torch 2.9
+        torch._C._set_fp32_precision_setter(*each, value)
+
+
 @dataclass(frozen=True)
 class Switches:
     """The switches. `lenient`: only warn about operations that are not deterministic."""
 
-    matmul_tf32: bool
-    cudnn_tf32: bool
+    rounding: Rounding
     deterministic: bool
     lenient: bool
     cublas: str | None
@@ -29,8 +101,7 @@ class Switches:
     @classmethod
     def current(cls) -> Switches:
         return cls(
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
+            Rounding.current(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             os.environ.get(CUBLAS),
@@ -38,10 +109,8 @@ class Switches:
 
     def set(self) -> None:
         now = Switches.current()
-        if now.matmul_tf32 != self.matmul_tf32:  # writing it also forgets a precision of "medium"
-            torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
-        if now.cudnn_tf32 != self.cudnn_tf32:
-            torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        if now.rounding != self.rounding:
+            self.rounding.set()
         if (now.deterministic, now.lenient) != (self.deterministic, self.lenient):  # torch imports its compiler for it
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.lenient)
         if self.cublas is None:
@@ -68,7 +137,7 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
         before = _before[0] if _before else Switches.current()
         tf32, strict = precision == "tf32", deterministic or before.deterministic
         wanted = Switches(
-            tf32, tf32, strict, before.lenient and not deterministic,
+            Rounding.of(tf32), strict, before.lenient and not deterministic,
             before.cublas or (":4096:8" if deterministic else None),
         )  # fmt: skip
         if any(thread != me and switches != wanted for thread, switches in _holders):
@@ -92,7 +161,7 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """A context in which float32 is not rounded to tf32, which is torch's default for convolutions on a GPU.
+    """A context in which float32 is not rounded, as convolutions on a GPU are to tf32 by torch's default.
 
     It is for trials that compare results before a run has its own switches. Runs in other threads that start or end
     meanwhile wait. If one is active, its switches remain.
@@ -101,7 +170,7 @@ def full_precision() -> Iterator[None]:
         before = Switches.current()
         alone = all(thread == threading.get_ident() for thread, _ in _holders)
         if alone:
-            replace(before, matmul_tf32=False, cudnn_tf32=False).set()
+            replace(before, rounding=Rounding.of(tf32=False)).set()
         try:
             yield
         finally:
@@ -109,12 +178,60 @@ def full_precision() -> Iterator[None]:
                 before.set()
 
 
+_numbers: list[tuple[int, int, int]] = []
+"""The active runs' threads, their numbers of torch's CPU threads, and the numbers that they restore."""
+
+
+def present_threads() -> int:
+    """Return torch's number of CPU threads here, without what runs in other threads have set.
+
+    A Python thread that is started while a run is active has that run's number.
+    """
+    present, me = torch.get_num_threads(), threading.get_ident()
+    with LOCK:
+        if all(thread != me for thread, *_ in _numbers):
+            return next((before for _, number, before in _numbers if number == present), present)
+    return present
+
+
+@dataclass
+class Forks:
+    """Whether this process was forked from one in which torch had several threads.
+
+    A fork has none of them, and OpenMP would wait for them forever. So such a process gets one thread, as the workers
+    of torch's `DataLoader` do.
+    """
+
+    several: bool = False
+    """Whether torch may have had several threads here."""
+    forked: bool = False
+
+    def look(self, *numbers: int) -> None:
+        if not self.several and max(numbers) > 1:
+            self.several = True
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        self.forked = True
+        torch.set_num_threads(1)
+
+
+FORKS = Forks()
+
+
 @contextlib.contextmanager
 def threads(number: int | None) -> Iterator[None]:
     """A context with this number of torch's CPU threads; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
+    with LOCK:
+        before = present_threads()
+        holder = threading.get_ident(), number or before, before
+        FORKS.look(*holder[1:])
+        _numbers.append(holder)
+        torch.set_num_threads(holder[1])
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with LOCK:
+            _numbers.remove(holder)
+            torch.set_num_threads(before)

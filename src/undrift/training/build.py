@@ -42,8 +42,8 @@ from undrift.models import parse_model
 from undrift.random import derive, torch_seed
 from undrift.training import drift
 from undrift.training.arithmetic import full_precision, threads
-from undrift.training.checks import check_types, cohort_size_of, find_device
-from undrift.training.input_trials import warn_of_rounding
+from undrift.training.checks import check_types, cohort_size_of, find_device, warn_of_one_client
+from undrift.training.input_trials import warn_of_labels, warn_of_pixels, warn_of_rounding, warn_of_trained_test
 from undrift.training.labelled import with_labels
 from undrift.training.last_batches import check_singles, warn_of_short
 from undrift.training.model_rehearsal import OwnModule
@@ -87,6 +87,10 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     function = Model(module, where, given.precision, output_of(given, method, own_loss))
     examined, chosen_loss = check_data(function, data, where, chosen_loss, chosen_metrics)
     refuse_single(method, chosen_loss)
+    if cohort is None and ranks.leads:  # otherwise, the data are not those of all clients
+        warn_of_one_client(given.participation, data.population)
+        warn_of_labels(data, chosen_loss, given.loss is None and data.task.loss is None)
+        warn_of_trained_test(data)
     if any(has_hooks(p) for p in examined.module.parameters()):
         examined = examined.in_place(HOOKS)
     for part in method.parts:
@@ -264,6 +268,7 @@ def check_data(
     examined, loss = found["clients'"]
     checked = check_gradient(examined, own, device, loss)
     warn_of_rounding(checked, own, device)
+    warn_of_pixels(checked, own, device)
     if data.augment:
         check_augment(data.augment, own, device)
     return checked, loss

@@ -8,9 +8,8 @@ valid, and the files that it names with their checksums:
 - `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory (`storage.py`);
 - `rows-M.jsonl`: the history so far, likewise in pieces.
 
-The two checkpoints share no file except `kept-K.bin`: each belongs to its own series, so that a damaged file affects
-one checkpoint only. In `kept-K.bin`, a state that both of them have is stored once. Draws come from keys, so there is
-no generator state to save.
+The two checkpoints share no file: each belongs to its own series, so that a damaged file affects one checkpoint only.
+Draws come from keys, so there is no generator state to save.
 
 A checkpoint does not depend on the number of rounds: that of the last round, which a finished run leaves, is from
 before the method's `finish`, with the row that this round has in a longer run. So a finished run can be continued.
@@ -144,13 +143,16 @@ class Checkpoints:
             "files": {state: write_tensors(self.folder / state, tensors), **series.files()},
         }
         if slots:
-            table = f"slots-{now.round}.safetensors"
-            assert now.clients.files
-            whole |= {"slots": table, "kept": sorted(now.clients.files.files)}
-            whole["files"][table] = write_slots(self.folder / table, now.clients.files, slots)
+            table, files = f"slots-{now.round}.safetensors", now.clients.files
+            assert files
+            slots = {i: dict(zip(own, files.beside([*own.values()]), strict=True)) for i, own in slots.items()}
+            whole |= {"slots": table, "kept": sorted(files.files)}
+            whole["files"][table] = write_slots(self.folder / table, files, slots)
         seal(self.folder / f"round-{now.round}.json", whole)
         self.held[now.round] = [slot for own in slots.values() for slot in own.values()]
         self.series = [*self.series[1:], series]
+        if self.run.files:
+            self.run.files.side = 1 - self.run.files.side
         self._tidy()
 
     def close(self, now: State) -> None:
@@ -264,7 +266,7 @@ class Checkpoints:
             # The other series may be damaged, or have later rounds that are trained again, so it starts over.
             self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
-            self._hold(found)
+            self._hold(found, now)
             return now
         if usable:
             raise UndriftError(
@@ -311,7 +313,7 @@ class Checkpoints:
         trees = {i: {c: slot.read() for c, slot in own.items() if owns(c)} for i, own in slots.items()}
         return clients.updated(trees, number + 1)  # so that the next checkpoint has them
 
-    def _hold(self, found: list[int]) -> None:
+    def _hold(self, found: list[int], now: State) -> None:
         """Protect what checkpoints on disk name from being overwritten, after one of them has been restored."""
         files = self.run.files
         if files is None:
@@ -321,7 +323,7 @@ class Checkpoints:
                 assert self.folder
                 slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
                 self.held[number] = [slot for own in slots.values() for slot in own.values()]
-        files.settle()
+        files.settle(slot for own in now.clients.slots().values() for slot in own.values())
 
     def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
         """Return the slots that a checkpoint names, if any. Raises if its table of them is damaged."""

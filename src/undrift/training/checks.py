@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from undrift.engine.ranks import local_rank
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.local import Local
 from undrift.training.settings import Settings
+
+log = logging.getLogger("undrift")
 
 
 def cohort_size_of(participation: Any, population: int) -> int:
@@ -25,6 +28,15 @@ def cohort_size_of(participation: Any, population: int) -> int:
         return int(participation)
     require(0 < participation <= 1, f"participation as a fraction must be in (0, 1], not {participation}.")
     return max(1, int(participation * population + 0.5))
+
+
+def warn_of_one_client(participation: int | float, population: int) -> None:
+    """Warn of `participation=1`, which looks like all of the clients."""
+    if whole(participation) and participation == 1 and population > 1:
+        log.warning(
+            "participation=1 is one client per round, not all %d: an int is a number of clients, a float a fraction of "
+            "them. Write participation=1.0 for all.", population,
+        )  # fmt: skip
 
 
 def find_device(device: Any) -> torch.device:

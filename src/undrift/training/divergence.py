@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from undrift.errors import quoted
 from undrift.losses import Directions, accuracy, directions, lower_is_better
 from undrift.training.nonfinite import LOSSES, log
 from undrift.training.rows import number
@@ -64,6 +65,19 @@ def warned_of(run: Run, history: Sequence[Row]) -> Divergence | None:
     if found and run.ranks.leads:
         log.warning("%s", found)
     return found
+
+
+def warn_of_nan(run: Run, history: Sequence[Row]) -> None:
+    """Warn of metrics that are NaN in all evaluations."""
+    for name in run.metrics if run.ranks.leads else ():
+        for column in (name, f"validation_{name}"):
+            values = [row[column] for row in history if column in row]
+            if values and all(number(value) and math.isnan(value) for value in values):
+                log.warning(
+                    "The metric %s is NaN in %s, so it measures nothing; check what it divides by, and whether the "
+                    "held-out data have all classes.",
+                    quoted(column), f"all {len(values)} evaluations" if len(values) > 1 else "the only evaluation",
+                )  # fmt: skip
 
 
 def divergence(history: Sequence[Row], metrics: Iterable[str], said: Directions, classes: int = 0) -> Divergence | None:

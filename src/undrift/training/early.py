@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -12,6 +13,9 @@ from undrift.expressions import parse
 from undrift.losses import COLUMNS, Directions, directions, lower_is_better, reserved
 from undrift.metrics import METRICS
 from undrift.training.run import Run
+from undrift.training.settings import Settings
+
+log = logging.getLogger("undrift")
 
 History = Sequence[dict[str, Any]]
 Rule = Callable[[History], Any]
@@ -19,6 +23,8 @@ Rule = Callable[[History], Any]
 
 COLUMN = "stopped_early"
 """The column of the last row with the reason why the run ended."""
+FIGURES = ("", "_std", "_worst")
+"""How the columns of clients' own test data end."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,27 @@ def check_possible(rule: Rule | None, run: Run) -> None:
     names = ["loss", *run.metrics]
     known = [*(names if run.test else ()), *(f"validation_{name}" for name in names if run.validation)]
     if run.data.client_test is not None:
-        endings = [f"{name}{figure}" for name in names for figure in ("", "_std", "_worst")]
+        endings = [f"{name}{figure}" for name in names for figure in FIGURES]
         known += [f"{prefix}_{name}" for prefix in ("client", "tuned") for name in endings]
     if rule.column not in known and rule.column not in COLUMNS - {"loss"}:
         raise no_column(rule, known)
+
+
+def warn_if_late(rule: Rule | None, run: Run, given: Settings) -> None:
+    """Warn if only the last round has the rule's column, so that the rule cannot end the run before it."""
+    if not isinstance(rule, EarlyStopping) or run.rounds == 1 or not run.ranks.leads:
+        return
+    names = ["loss", *run.metrics]
+    of_clients = [f"{name}{figure}" for name in names for figure in FIGURES]
+    evaluated = {*names, *(f"validation_{name}" for name in names), *(f"client_{name}" for name in of_clients)}
+    tuned = rule.column in {f"tuned_{name}" for name in of_clients}
+    setting = "personalize_every" if tuned else "evaluate_every"
+    every = getattr(given, setting)
+    if (tuned or rule.column in evaluated) and (every is None or every >= run.rounds):
+        log.warning(
+            "EarlyStopping cannot end the run early: only its last round, %d, has %s. Choose a smaller %s, which is "
+            "now %s.", run.rounds, rule.column, setting, every,
+        )  # fmt: skip
 
 
 def no_column(rule: EarlyStopping, known: Sequence[str]) -> UndriftError:

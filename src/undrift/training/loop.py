@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.holdings import holdings
@@ -21,13 +21,13 @@ from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.training import arithmetic, divergence, model_file, nonfinite
+from undrift.training import arithmetic, divergence, model_file, nonfinite, nothing_trained
 from undrift.training.beside import check_interrupted, join
 from undrift.training.build import prepare, selected
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
-from undrift.training.early import COLUMN, Rule, as_rule, check_possible
+from undrift.training.early import COLUMN, Rule, as_rule, check_possible, warn_if_late
 from undrift.training.evaluate import Columns, evaluate, warn_without_test
 from undrift.training.identity import identity, versions
 from undrift.training.listeners import Listeners
@@ -195,7 +195,7 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
 
     `put` may put another engine in the place of the one that was chosen.
     """
-    with launched() as ranks:
+    with torch.inference_mode(False), launched() as ranks:  # within it, nothing has a gradient
         run, rule = ranks.together(lambda: checked(given, ranks, put))
         agree(run, given)
         ranks.use(run.device)
@@ -213,6 +213,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     nonfinite.check(given.on_nonfinite)
     rule = as_rule(given.stop_when, directions(run.metrics))
     check_possible(rule, run)
+    warn_if_late(rule, run, given)
     nonfinite.check_start(run.model.start)
     if given.out is not None:
         model_file.check(run.model.module)
@@ -273,6 +274,9 @@ class Loop:
         self.personal, self.clock = Personal(self.run), Clock(self.run.device, not self.run.ranks.several)
         warn_without_test(self.run, len(self.personal.clients))
         self.over = False
+        self.unchanged: Tensor | None = None
+        """Whether the first round has changed the weights, until its row is final."""
+        self.noticed = False
         self.stopped: str | None = None
         self.early: str | None = None
         self.why = self.stops() if self.state.round < self.run.rounds else None
@@ -310,6 +314,10 @@ class Loop:
         ranks, folder = self.run.ranks, self.listeners.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
         diverged = None if self.stopped else divergence.warned_of(self.run, self.state.history)
+        if not self.stopped:
+            divergence.warn_of_nan(self.run, self.state.history)
+            if not self.noticed:
+                nothing_trained.warn_at_the_end(self.run, self.state)
         if self.stopped:
             self.listeners.stopped(self.state, self.stopped)
         else:
@@ -340,6 +348,8 @@ class Loop:
             self.listeners.save(before)
             raise
         state, method = self.state, self.done.method
+        if before.round == 0:
+            self.unchanged = nothing_trained.unchanged(run, before.params, self.state.params)
         self.watch.add(before, self.done.answers)
         self.watch.left(state)
 
@@ -378,7 +388,17 @@ class Loop:
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
         for row in self.clock.settled(wait):
+            if row["round"] == 1:
+                self.notice(row)
             self.listeners.row(self.ended(row), self.state)
+
+    def notice(self, row: dict[str, Any]) -> None:
+        """Warn if the first round has not changed the weights, and no later one will."""
+        same, self.unchanged = self.unchanged, None
+        trained = bool(row["clients"]) and not row.get("round_skipped")
+        if trained and same is not None and bool(same) and nothing_trained.from_the_first_round(self.run):
+            nothing_trained.warn(self.run, 1)
+            self.noticed = True
 
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row, after what follows a last round if the run ends with it."""

@@ -8,23 +8,28 @@ all of them, which costs multiples. So a run gets one thread, unless a step is l
 from __future__ import annotations
 
 import copy
+import logging
 import os
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from undrift.cpus import THREADS, usable_cpus
 from undrift.engine.choose import CPU_CONVOLUTION_FLOPS, Choice
 from undrift.functional.arguments import batch_size
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial
 from undrift.functional.model import Model
+from undrift.training.arithmetic import FORKS, present_threads
 from undrift.tree import tree_leaves, tree_map
 
+log = logging.getLogger("undrift")
+
+FORKED = "a process that is forked from one that has trained can only use one of torch's threads"
 STEP_FLOPS = 1e8
 """Work of all lanes' forward passes in one step from which sharing operations pays (`python -m benchmarks.threads`).
 Where `choose` trains large convolutions one client at a time, its own limit holds: there threads train a client each
 and rarely wait for one another."""
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.device, width: int) -> tuple[int, str]:
@@ -37,10 +42,14 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
         device: Where the run is trained.
         width: The largest batch.
     """
-    present = torch.get_num_threads()
+    present = present_threads()
+    if FORKS.forked:
+        if asked is not None and asked > 1:
+            log.warning('threads=%d: %s; start processes with the method "spawn" instead.', asked, FORKED)
+        return 1, FORKED
     if asked is not None:
         return asked, "set by threads"
-    for name in VARIABLES:
+    for name in THREADS:
         if name in os.environ:
             return present, f"set by {name}"
     if not is_default(present):
@@ -56,6 +65,7 @@ def thread_count(asked: int | None, model: Model, choice: Choice, device: torch.
 def is_default(number: int) -> bool:
     """Return whether torch may have chosen this number by itself: that of logical or of physical cores."""
     logical = {len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, os.cpu_count() or 1}
+    logical.add(usable_cpus())  # which a sweep's only process gets
     return number in logical | {count // 2 for count in logical}
 
 

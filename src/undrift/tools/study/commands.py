@@ -23,7 +23,9 @@ Seeds = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="How many runs train in parallel.", show_default="one per CPU core"),
+    typer.Option(
+        min=1, metavar="N", help="How many runs train in parallel.", show_default="one per CPU that may be used"
+    ),
 ]
 Devices = Annotated[
     str | None,
@@ -123,7 +125,8 @@ def compare(
         from undrift.tools.sweep import Parallel
 
         folder = out or new_folder("compare")
-        more, failed = launch.run_points(points, folder, "compare", Parallel())
+        with launch.alone_in(folder):
+            more, failed = launch.run_points(points, folder, "compare", Parallel())
         runs += more
         labels |= {folder / name: label for name, label in of_files.items()}
     if not runs:
@@ -209,11 +212,12 @@ def sweep(
     folder = out or new_folder(file.stem)
     points = launch.grid_points(settings, wanted, str(file))
     how = swept.parallel(workers, devices, together)
-    runs, failed = launch.run_points(points, folder, str(file), how)
+    with launch.alone_in(folder):
+        runs, failed = launch.run_points(points, folder, str(file), how)
+        found = swept.summary(runs, folder, failed)
     from rich.text import Text
 
     console = launch.new_console()
-    found = swept.summary(runs, folder, failed)
     if runs:
         console.print(launch.sweep_table(found))
         for row in found["settings"]:
@@ -256,22 +260,23 @@ def study(
     folder = out or Path("runs") / file.stem
     how = swept.parallel(workers, devices, together)
     outcomes = [Outcome(cell) for cell in found.cells]
-    try:
-        with live.board(launch.new_console(), outcomes) as board:
-            run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), how))
-    except KeyboardInterrupt:
-        rest = "" if out is None else f" with --out {out}"
-        typer.echo(f"stopped; to continue, repeat the command{rest}", err=True)
-        raise typer.Exit(130) from None
-    blocks, asked = results.write(outcomes, found, folder)
-    _print(blocks, asked)
-    for note in tables.notes(blocks):
-        typer.echo(note)
-    for outcome in outcomes:
-        if outcome.why:
-            where = ", ".join(filter(None, (outcome.cell.partition, outcome.cell.method)))
-            typer.echo(f"{where}: {outcome.why}", err=True)
-    results.draw(outcomes, found, folder / "figures")
+    with launch.alone_in(folder):
+        try:
+            with live.board(launch.new_console(), outcomes) as board:
+                run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), how))
+        except KeyboardInterrupt:
+            rest = "" if out is None else f" with --out {out}"
+            typer.echo(f"stopped; to continue, repeat the command{rest}", err=True)
+            raise typer.Exit(130) from None
+        blocks, asked = results.write(outcomes, found, folder)
+        _print(blocks, asked)
+        for note in tables.notes(blocks):
+            typer.echo(note)
+        for outcome in outcomes:
+            if outcome.why:
+                where = ", ".join(filter(None, (outcome.cell.partition, outcome.cell.method)))
+                typer.echo(f"{where}: {outcome.why}", err=True)
+        results.draw(outcomes, found, folder / "figures")
     typer.echo(f"in {folder}: study.json, study.csv, study.tex, study.md, and figures as .pdf, .svg and .png")
     raise typer.Exit(1 if any(outcome.why for outcome in outcomes) else 0)
 
