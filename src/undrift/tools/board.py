@@ -5,7 +5,6 @@ How far a run is, its folder says, so it makes no difference which process it ru
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from undrift.files import open_regular, parse_json
 from undrift.tools.display import score
 
 EVERY = 30.0
@@ -123,13 +123,13 @@ def _state(rounds: int, row: dict[str, Any]) -> tuple[str, str]:
 
 def last_row(file: Path) -> dict[str, Any]:
     """The last complete row of a history; empty if there is none, or if it is very long."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - TAIL))
         lines = opened.read().splitlines(keepends=True)
     for line in reversed(lines[0 if size <= TAIL else 1 :]):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # being written just now
             continue
         return row if isinstance(row, dict) else {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.tools.study.measures import Asked, Figures
-from undrift.tools.study.statistics import paired
+from undrift.tools.study.statistics import average, paired
 
 Blocks = Mapping[str, Sequence[Figures]]
 """The figures of groups, by partition. The name of the only block of a comparison is empty."""
@@ -130,7 +130,7 @@ def _by_seed(row: Figures) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for seed, value in zip(row["seeds"], row["values"], strict=True):
         found.setdefault(seed, []).append(math.nan if value is None else value)
-    return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
+    return {seed: average(values) for seed, values in found.items()}
 
 
 def best(rows: Sequence[Figures], lower: bool) -> Figures | None:
