@@ -524,3 +524,72 @@ def test_a_run_that_still_trains_is_shown(trained, tmp_path, monkeypatch):
             unsummed("run")
         done = CliRunner().invoke(app, ["report", "run", "--out", "page.html"], catch_exceptions=False)
         assert done.exit_code == 0 and not done.stderr
+
+
+# ---- what a run's folder makes a terminal do ---------------------------------------------------------------------
+
+ESCAPES = ("\x1b", "\x9b", "\x07", "\x08", "\r", "\u202e")
+
+
+@pytest.fixture
+def controlling(trained, tmp_path, monkeypatch):
+    """The folders of runs that control terminals wherever they can: by methods, metrics, and why they ended."""
+    monkeypatch.chdir(tmp_path)
+    evil = "".join(f"{sign}]0;owned" for sign in ESCAPES)
+    for i, name in enumerate(("run", "other")):
+        shutil.copytree(trained, name)
+        lines = [line for line in Path(name, "config.toml").read_text().splitlines() if not line.startswith("met")]
+        own = [f"method = {json.dumps(f'Mine{i}{evil}')}", f"metrics = [{json.dumps(f'm{evil}')}]"]
+        Path(name, "config.toml").write_text("\n".join([*own, *lines]))
+        rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+        named = [{f"m{evil}" if key == "accuracy" else key: value for key, value in row.items()} for row in rows]
+        Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+        reseal(Path(name))
+    record = unseal(Path("other/run.json"))
+    seal(Path("other/run.json"), record | {"diverged": {"kind": "diverged", "what": f"It {evil}."}})
+    for name in ("broken", "stopped"):
+        shutil.copytree("run", name)
+    Path("broken/metrics.jsonl").write_text(json.dumps({evil: 1, "round": evil}))
+    reseal(Path("broken"))
+    Path("stopped/stopped.json").write_text(json.dumps({"why": evil}))
+    shutil.copytree("other", f"{evil}")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_no_command_lets_a_runs_folder_control_the_terminal(controlling, monkeypatch, wide):
+    if wide:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # Rich takes it for a terminal
+        monkeypatch.setenv("TERM", "dumb")
+    own = [str(path) for path in Path().iterdir()]
+    tables = ["--latex", "t.tex", "--csv", "t.csv", "--markdown", "t.md"]
+    commands = [["compare", *own, *tables], ["report", *own, "--out", "page.html"], ["publish", "run", "--to", "hub"]]
+    commands += [[name, folder] for name in ("resume", "run", "sweep", "compare") for folder in own]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-c", "from undrift.tools.cli import main; main()", *command],
+            capture_output=True, check=False,
+        )  # fmt: skip
+        said = (done.stdout + done.stderr).decode()
+        assert "Traceback" not in said
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", said) if wide else said  # colours are ours
+        assert not any(sign in shown for sign in ESCAPES), (command, shown)
+        if command[0] == "compare" and len(command) > 3:
+            assert "Mine0\\x1b]0;owned" in shown and done.returncode == 0
+    for file in ("t.tex", "t.csv", "t.md"):
+        assert not any(sign in Path(file).read_bytes().decode() for sign in ESCAPES)
+
+
+def test_commands_print_with_functions_that_control_nothing():
+    """Of the ways to print, only these: each passes text through `printable`, or prints what undrift itself says."""
+    allowed = {
+        ("tools/launch.py", "typer.echo"), ("tools/help.py", "typer.echo"),
+        ("tools/cli.py", "typer.echo"), ("tools/cli.py", "print"), ("tools/stopping.py", "print"),
+    }  # fmt: skip
+    found = set()
+    for folder in ("tools", "flower"):
+        for file in (ROOT / "src/undrift" / folder).rglob("*.py"):
+            calls = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)]
+            names = {ast.unparse(node.func) for node in calls if "printable(" not in ast.unparse(node)}
+            here = file.relative_to(ROOT / "src/undrift").as_posix()
+            found |= {(here, name) for name in names & {"print", "typer.echo", "click.echo", "Console", "rich.print"}}
+    assert found <= allowed

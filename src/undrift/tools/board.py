@@ -5,7 +5,6 @@ How far a run is, its folder says, so it makes no difference which process it ru
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from undrift.files import open_regular, parse_json
 from undrift.tools.display import score
+from undrift.tools.launch import say
 
 EVERY = 30.0
 """Seconds between two lines where there is no terminal."""
@@ -68,7 +68,7 @@ class Board:
         if self.console.is_terminal:
             self.console.print(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text, err=True)
 
     def running(self) -> Iterable[tuple[Path, int, dict[str, Any]]]:
         """The runs in progress: folder, rounds, and the last row of the history, if there is one."""
@@ -101,7 +101,7 @@ class Board:
 
     def _lines(self) -> None:
         while not self.closed.wait(EVERY):
-            print(self.line(), file=sys.stderr, flush=True)
+            say(self.line(), err=True)
 
     def line(self) -> str:
         """One line about all of it."""
