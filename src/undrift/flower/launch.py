@@ -38,9 +38,15 @@ def launch(
     app, place = folder / "app", folder / "federation"
     found = _app(app, file, nodes, deadline, imports, trust)
     progress = Progress(place, found.rounds, tell)
-    with federation(folder, nodes) as grounds:
-        tell(f"{nodes} nodes and a SuperLink on {grounds.address}, with TLS and keys; logs are in {folder / 'logs'}")
-        well, why = grounds.wait(grounds.submit(app, place, deadline=deadline), place, LONG, progress.show)
+    try:
+        with federation(folder, nodes) as grounds:
+            tell(
+                f"{nodes} nodes and a SuperLink on {grounds.address}, with TLS and keys; logs are in {folder / 'logs'}"
+            )
+            well, why = grounds.wait(grounds.submit(app, place, deadline=deadline), place, LONG, progress.show)
+    except (KeyboardInterrupt, SystemExit):
+        log.warning("stopped; to continue, repeat the command with --out %s", folder)
+        raise
     if not well:
         raise UndriftError(f"The run failed: {why}")
     tell(f"in {place / 'run'}")
