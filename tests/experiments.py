@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from undrift.files import digest, seal, unseal
 from undrift.tools.cli import app
+from undrift.training.result import RESULTS, RUN
 
 GOOD = {
     "model": "mlp",
@@ -44,6 +51,28 @@ def undrift(*arguments: object, exit_code: int = 0) -> str:
     done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert done.exit_code == exit_code, done.output
     return done.output
+
+
+def reseal(folder: Path) -> None:
+    """Record the files of a finished run as they are now, as somebody does who has changed them on purpose."""
+    sums = {name: digest(folder / name) for name in RESULTS}
+    seal(folder / RUN, unseal(folder / RUN) | {"config": (folder / "config.toml").read_text(), "results": sums})
+
+
+@contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Fails what takes longer, as a test that blocks would otherwise hang."""
+
+    def late(*_: object) -> None:
+        pytest.fail(f"this took longer than {seconds} s")  # which nothing catches
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class StopError(Exception):

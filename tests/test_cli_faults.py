@@ -328,6 +328,44 @@ def test_a_reader_who_has_read_enough(here):
     listing.stderr.close()
 
 
+def train_into(redirection: str) -> subprocess.CompletedProcess[str]:
+    """Ten rounds, started by a shell that does this with the output."""
+    Path("e.toml").write_text(toml(changed("rounds", 10)))
+    command = f"{sys.executable} -m undrift run e.toml --out run {redirection}"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and Path("run/model.safetensors").exists(), done.stderr
+    return done
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("redirection", "why"), [("| head -1", "Broken pipe"), ("> /dev/full", "No space left")])
+def test_training_goes_on_when_its_output_cannot_be_written(here, monkeypatch, redirection, why, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    done = train_into(redirection)
+    assert done.returncode == 0 and done.stderr.count("\n") == 1
+    assert "progress is no longer shown" in done.stderr and why in done.stderr and "training goes on" in done.stderr
+
+
+@pytest.mark.parametrize("redirection", ["2>&1 | head -1", ">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(here, redirection):
+    assert train_into(redirection).returncode == 0
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [*range(1, 11)], "nothing else was printed into the file"
+
+
+def test_a_full_standard_output_is_named(here):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "undrift", "list", "losses"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: The standard output cannot be written (No space left on device).\n"
+
+
 # ---- damaged runs ------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import tracemalloc
 import zipfile
 
 import datasets
@@ -17,6 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import undrift as ud
+from tests.experiments import deadline
 from undrift.data.holdings import holdings
 from undrift.data.images import resized
 from undrift.data.pickles import arrays
@@ -294,6 +296,11 @@ def test_leaf(caplog):
         ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2, 3]], "y": [1, 1]}}}', "differ in shape"),
         ('{"users": ["a"], "user_data": {"a": {"x": ["to be"], "y": ["o"]}}}', "are text, not numbers"),
         ('{"users": [], "user_data": {}}', "have no samples"),
+        (
+            '{"users": ["a"], "num_samples": 3, "user_data": {"a": {"x": [[1]], "y": [1]}}}',
+            "num_samples must be a list",
+        ),
+        ('{"users": [], "user_data": {}, "num_samples": 1' + "[" * 100_000, "is not of LEAF's form"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": [3, null]}}}', "user a: the label of sample 1"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": ["no", null]}}}', "the label of sample 1 is None"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1], [2]], "y": [1, "2"]}}}', "the label of sample 0 is 1"),
@@ -421,6 +428,89 @@ def test_a_small_pickle_does_not_become_large():
         with pytest.raises(refused, match="cannot be read") as found:
             ud.load("pfl", ud.ByKey())
         assert len(str(found.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04" + b"(t" * 110_000 + b".",
+        b"\x80\x04" + b"N" * 100_000 + b"(t" * 50_000 + b".",
+        b"\x80\x04}("
+        + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(70_000))
+        + b"u.",
+    ],
+    ids=["marks", "a long stack", "keys with one hash"],
+)
+def test_reading_a_pickle_takes_a_time_proportional_to_its_size(content):
+    forged(content)
+    with deadline(5), pytest.raises(refused, match="cannot be read"):
+        ud.load("pfl", ud.ByKey())
+
+
+def test_a_pickle_without_a_mark_is_damaged():
+    forged(b"\x80\x04NNt.")
+    with pytest.raises(refused, match="its pickle is damaged"):
+        ud.load("pfl", ud.ByKey())
+
+
+def npy(shape: tuple[int, ...], zeros: int) -> bytes:
+    """The beginning of an array's file, and some zeros."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return head.getvalue() + bytes(zeros)
+
+
+@pytest.mark.parametrize("kind", ["compressed", "only its header", "pickled"])
+def test_a_small_file_does_not_fill_the_memory(kind):
+    os.makedirs("pfl/train")
+    with zipfile.ZipFile("pfl/train/0.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        if kind == "pickled":
+            with archive.open("data.npy", "w") as opened:
+                for _ in range(5):
+                    opened.write(bytes(2**26))
+        else:
+            claimed, zeros = ((1 << 26) + 2**20, 2**28 + 2**22) if kind == "compressed" else (1 << 40, 0)
+            archive.writestr("x.npy", npy((claimed,), zeros))
+            archive.writestr("y.npy", npy((1,), 4))
+    tracemalloc.start()
+    with pytest.raises(
+        refused, match=r"0.npz: (x|data).npy unpacks to [\d,]+ bytes of memory, and .* with np.savez\.$"
+    ):
+        ud.load("pfl", ud.ByKey())
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+def test_large_arrays_that_are_hardly_compressed_are_read(monkeypatch):
+    monkeypatch.setattr("undrift.data.pickles.MOST_BYTES", 100)
+    x = RNG.normal(size=(50, 4)).astype("float32")
+    pfl(0, x, np.arange(50) % 2)
+    np.savez_compressed("pfl/train/1.npz", x=x, y=np.arange(50) % 2)
+    assert len(ud.load("pfl", ud.ByKey())) == 2
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [(1.0, 2), (np.ones((2, 3)), 1), (1.0, np.arange(2)), (np.ones((3, 2)), np.arange(2))]
+)
+def test_arrays_without_samples_are_refused(x, y):
+    pfl(0, np.ones((2, 3)), np.arange(2))
+    pfl(1, np.asarray(x), np.asarray(y))
+    with pytest.raises(refused, match=r"1.npz has x of shape .* and y of shape .*; both need one entry per sample\."):
+        ud.load("pfl", ud.ByKey())
+
+
+def test_clients_whose_names_are_numbers_of_other_scripts():
+    for name in ("10", "2", "²", "٣", "9" * 50):
+        pfl(name, np.ones((2, 3)), np.arange(2))
+    assert ud.load("pfl", ud.ByKey()).client_names == ["2", "10", "9" * 50, "²", "٣"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "0.npz"])
+def test_pipes_among_the_files_of_clients(name):
+    os.makedirs("piped/train")
+    os.mkfifo(f"piped/train/{name}")
+    with deadline(20), pytest.raises(refused, match=r"cannot be read .*it is not a regular file"):
+        ud.load("piped", ud.ByKey())
 
 
 def test_leaf_users_who_only_test():

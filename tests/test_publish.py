@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import undrift as ud
-from tests.experiments import undrift
+from tests.experiments import reseal, undrift
 from tests.problems import make_clients, net, same_bits
 from undrift.tools import config
 from undrift.tools import publish as publishing
@@ -106,10 +106,13 @@ def test_what_is_refused(run, tmp_path):
         publish(tmp_path, tmp_path / "out")
     broken = tmp_path / "broken"
     broken.mkdir()
-    for name in ("config.toml", "metrics.jsonl", "partition.json", "model.safetensors"):
+    for name in ("config.toml", "metrics.jsonl", "partition.json", "model.safetensors", "run.json"):
         (broken / name).write_bytes((run[0] / name).read_bytes())
     text = (broken / "config.toml").read_text()
     (broken / "config.toml").write_text(text.replace("hidden=12", "hidden=13"))
+    with pytest.raises(ud.UndriftError, match=r"model was 'mlp\(hidden=12\)', and is 'mlp\(hidden=13\)' now"):
+        publish(broken, tmp_path / "out")
+    reseal(broken)
     with pytest.raises(ud.UndriftError, match=r"The weights in .* cannot be loaded"):
         publish(broken, tmp_path / "out")
     assert not (tmp_path / "out").exists()

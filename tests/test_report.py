@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from benchmarks.report_page import make_run
+from tests.experiments import reseal
 from tests.killing import undrift
 from tests.problems import make_clients
 from undrift.data.holdings import holdings
@@ -296,6 +297,7 @@ def test_where_the_page_goes_and_what_is_refused(runs, tmp_path, monkeypatch):
     shutil.copytree("one", "short")
     Path("short/partition.json").unlink()
     Path("short/metrics.jsonl").write_text(json.dumps({**COSTS, "loss": 1.0}))
+    reseal(Path("short"))
     assert say("report", "short", "--figures", "f").endswith("1 figures, each as .pdf, .svg and .png, in f\n")
     assert {file.name for file in Path("f").iterdir()} == {"loss.pdf", "loss.svg", "loss.png"}
     Path("bare").mkdir()

@@ -461,6 +461,84 @@ def test_an_archive_does_not_replace_results_or_leave_its_folder(tmp_path):
     assert not list(tmp_path.rglob("evil.json"))
 
 
+def archived(folder, files):
+    """An archive with these contents by name, written without `pack`."""
+    with tarfile.open(folder / "odd.tar.gz", "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return folder / "odd.tar.gz"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[1, 2]", b"{", b"3", b"[" * 100_000, b"\xff\xfe", b'{"digest": []}', b'{"digest": "a", "curve": [1]}',
+     b'{"digest": "a", "curve": {"round": [1], "accuracy": []}}', b'{"digest": "a", "curve": {"accuracy": [1]}}',
+     b'{"digest": "a", "seconds": "long"}'],
+)  # fmt: skip
+def test_what_is_no_result_is_not_unpacked(tmp_path, content):
+    archive = archived(tmp_path, {"results/a.json": b'{"digest": "a"}', "results/b/c.json": content})
+    with pytest.raises(
+        UndriftError, match=r"odd.tar.gz: results/b/c.json is not a cell's result .*nothing was unpacked"
+    ):
+        unpack(archive, tmp_path / "home", tmp_path / "parts")
+    assert not [file for folder in ("home", "parts") for file in (tmp_path / folder).rglob("*")]
+    (tmp_path / "home/c.json").write_bytes(content)
+    with pytest.raises(UndriftError, match=r"c.json is not a cell's result .*; remove it, and run the cell again"):
+        Results(tmp_path / "home")
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "cut", "folder", "missing", "twice"])
+def test_what_is_no_archive_is_refused(tmp_path, kind):
+    archive = archived(tmp_path, {"results/a.json": b'{"digest": "a"}' + b" " * 5000})
+    whole = archive.read_bytes()
+    archive.unlink()
+    if kind == "folder":
+        archive.mkdir()
+    elif kind == "twice":
+        with tarfile.open(archive, "w:gz") as tar:
+            for _ in range(2):
+                tar.addfile(tarfile.TarInfo("parts/a/b"))
+    elif kind != "missing":
+        archive.write_bytes({"text": b"hello" * 500, "empty": b"", "cut": whole[: len(whole) // 2]}[kind])
+    with pytest.raises(UndriftError, match=r"odd.tar.gz is not an archive of results, or is damaged \("):
+        unpack(archive, tmp_path / "home", tmp_path / "parts")
+
+
+def test_unfinished_cells_are_taken_over_whole_if_they_trained_for_longer(tmp_path):
+    def cell(seconds, name):
+        return {"parts/abc/part.json": json.dumps({"seconds": seconds, "parts": 1}).encode(), f"parts/abc/{name}": b"x"}
+
+    parts = tmp_path / "parts"
+    for seconds, name, kept in ((5.0, "a", "a"), (4.0, "b", "a"), (6.0, "c", "c")):
+        unpack(archived(tmp_path, cell(seconds, name)), tmp_path / "home", parts)
+        assert sorted(file.name for file in (parts / "abc").iterdir()) == [kept, "part.json"]
+    assert [file.name for file in parts.iterdir()] == ["abc"]
+
+
+@pytest.mark.parametrize("name", ["results/a/b.json", "parts/abc/part.json"])
+def test_an_archive_is_not_unpacked_through_links(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "home/a").symlink_to(victim)
+    (tmp_path / "parts/abc").symlink_to(victim)
+    with pytest.raises(UndriftError, match="link"):
+        unpack(archived(tmp_path, {name: b'{"digest": "a"}'}), tmp_path / "home", tmp_path / "parts")
+    assert not list(victim.iterdir())
+
+
+def test_the_command_says_what_is_wrong_with_an_archive(tmp_path, capsys):
+    (tmp_path / "a.tar.gz").write_text("hello")
+    assert (
+        main(["--unpack", str(tmp_path / "a.tar.gz"), "--out", str(tmp_path / "o"), "--parts", str(tmp_path / "p")])
+        == 2
+    )
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 # ---- the command -------------------------------------------------------------------------------------------------
 
 

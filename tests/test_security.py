@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import undrift as ud
-from tests.experiments import GOOD, toml
+from tests.experiments import GOOD, deadline, reseal, toml
+from undrift import files
 from undrift.errors import UndriftError
-from undrift.files import file_name, seal
+from undrift.files import file_name, seal, unseal
 from undrift.tools import launch, plugins, trust
 from undrift.tools.cli import app
 from undrift.training import provenance
@@ -185,6 +186,7 @@ def test_nor_when_it_is_published(foreign):
     assert CliRunner().invoke(app, ["run", "evil", "--out", "run"]).exit_code == 0
     with Path("run/config.toml").open("a") as opened:
         opened.write('\n[""]\nimports = ["evil.payload"]\n')
+    reseal(Path("run"))
     done = CliRunner().invoke(app, ["publish", "run", "--to", "hub"])
     assert "asks to import 'evil.payload'" in str(done.exception) and not Path("executed").exists()
 
@@ -351,6 +353,7 @@ def renamed(trained, tmp_path, monkeypatch):
         rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
         named = [{name if key == "accuracy" else key: value for key, value in row.items()} for row in rows]
         Path("run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+        reseal(Path("run"))
 
     return write
 
@@ -393,3 +396,200 @@ def test_file_names_stay_apart_and_in_the_folder():
     made = [file_name(text) for text in other]
     assert len(set(made)) == len(made) and all(re.fullmatch(r"\w[\w .-]*", name) for name in made)
     assert all(len(name.encode()) <= 200 for name in made)
+
+
+# ---- files that are no files -------------------------------------------------------------------------------------
+
+PIPES = [
+    ("metrics.jsonl", ["compare", "run", "other"]),
+    ("metrics.jsonl", ["report", "run", "other", "--out", "page.html"]),
+    ("config.toml", ["compare", "run", "other"]),
+    ("config.toml", ["report", "run", "other", "--out", "page.html"]),
+    ("config.toml", ["run", "run", "--out", "again"]),
+    ("partition.json", ["report", "run", "other", "--out", "page.html"]),
+    ("run.json", ["compare", "run", "other"]),
+    ("stopped.json", ["compare", "run", "other"]),
+    ("metrics.jsonl", ["publish", "run", "--to", "hub"]),
+    ("metrics.jsonl", ["resume", "run"]),
+    ("config.toml", ["resume", "run"]),
+]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(("name", "command"), PIPES)
+def test_pipes_and_devices_in_a_runs_folder_are_not_read(trained, tmp_path, monkeypatch, name, command, kind):
+    """A pipe without a writer blocks whoever opens it, and a device may never end."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    shutil.copytree(trained, "other")
+    Path("run", name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(Path("run", name))
+    else:
+        Path("run", name).symlink_to("/dev/zero")
+    with deadline(20):
+        done = CliRunner().invoke(app, command)
+    if "other" in command:  # which is shown without it
+        assert done.exit_code == 0 and "It is left out." in done.stderr
+    elif command[0] != "resume" or name != "config.toml":  # of which run.json has a copy
+        assert isinstance(done.exception, UndriftError)
+
+
+def test_what_was_replaced_by_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    stat = os.stat
+    monkeypatch.setattr("os.stat", lambda path, **how: stat(tmp_path / "file" if "pipe" in str(path) else path, **how))
+    with deadline(20), pytest.raises(OSError, match="not a regular file"):
+        files.open_regular(tmp_path / "pipe")
+
+
+# ---- results that were changed -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def edited(trained, tmp_path, monkeypatch):
+    """Two copies of a run, the first with a better accuracy than it had."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "other"):
+        shutil.copytree(trained, name)
+    rows = [json.loads(line) | {"accuracy": 0.987} for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    Path("run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_changed_figures_are_neither_compared_nor_reported_nor_published(edited):
+    for command in (["compare", "run", "other"], ["report", "run", "other", "--out", "page.html"]):
+        done = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert "warning: run/metrics.jsonl has been changed since the run ended" in done.stderr
+        assert "0.987" not in done.stdout and done.exit_code == 0
+    assert "0.987" not in Path("page.html").read_text("utf-8")
+    for command in (["compare", "run"], ["report", "run"], ["publish", "run", "--to", "hub"]):
+        assert "changed since the run ended" in str(CliRunner().invoke(app, command).exception)
+    assert not Path("hub").exists()
+
+
+def test_resuming_restores_figures_that_were_changed(edited):
+    assert CliRunner().invoke(app, ["resume", "run"]).exit_code == 0
+    assert CliRunner().invoke(app, ["compare", "run"]).exit_code == 0
+    assert "0.987" not in Path("run/metrics.jsonl").read_text()
+
+
+def unsummed(folder: str) -> None:
+    """Remove the checksums of the results, which a run writes last."""
+    record = unseal(Path(folder, "run.json"))
+    del record["results"]
+    seal(Path(folder, "run.json"), record)
+
+
+@pytest.mark.parametrize("change", ["weights", "run.json", "no run.json", "no sums"])
+def test_nothing_is_published_that_the_run_did_not_write(trained, tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    if change == "weights":
+        with Path("run/model.safetensors").open("r+b") as opened:
+            opened.seek(-4, 2)
+            opened.write(b"\x01\x02\x03\x04")
+    elif change == "no run.json":
+        Path("run/run.json").unlink()
+    elif change == "no sums":
+        unsummed("run")
+    else:
+        Path("run/run.json").write_text(Path("run/run.json").read_text().replace("0", "1"))
+    done = CliRunner().invoke(app, ["publish", "run", "--to", "hub"])
+    assert isinstance(done.exception, UndriftError) and "run.json" in str(done.exception)
+    assert not Path("hub").exists()
+
+
+def test_changed_settings_are_not_compared(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    config = Path("run/config.toml")
+    config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
+    for command in (["compare", "run"], ["report", "run"], ["publish", "run", "--to", "hub"]):
+        said = str(CliRunner().invoke(app, command).exception)
+        assert "seed was 0, and is 7 now. Change it back." in said
+    config.write_text(Path(trained, "config.toml").read_text().replace("rounds = 2", "rounds = 3"))  # for resume
+    assert CliRunner().invoke(app, ["compare", "run"]).exit_code == 0
+
+
+def test_a_run_that_still_trains_is_shown(trained, tmp_path, monkeypatch):
+    """It has no checksums yet; nor is one that is resumed just now taken for one that ended."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    with Path("run/metrics.jsonl").open("a") as opened:
+        opened.write('{"round": 3, "cli')
+    Path("run/model.safetensors").unlink()
+    for sums in (True, False):
+        if not sums:
+            unsummed("run")
+        done = CliRunner().invoke(app, ["report", "run", "--out", "page.html"], catch_exceptions=False)
+        assert done.exit_code == 0 and not done.stderr
+
+
+# ---- what a run's folder makes a terminal do ---------------------------------------------------------------------
+
+ESCAPES = ("\x1b", "\x9b", "\x07", "\x08", "\r", "\u202e")
+
+
+@pytest.fixture
+def controlling(trained, tmp_path, monkeypatch):
+    """The folders of runs that control terminals wherever they can: by methods, metrics, and why they ended."""
+    monkeypatch.chdir(tmp_path)
+    evil = "".join(f"{sign}]0;owned" for sign in ESCAPES)
+    for i, name in enumerate(("run", "other")):
+        shutil.copytree(trained, name)
+        lines = [line for line in Path(name, "config.toml").read_text().splitlines() if not line.startswith("met")]
+        own = [f"method = {json.dumps(f'Mine{i}{evil}')}", f"metrics = [{json.dumps(f'm{evil}')}]"]
+        Path(name, "config.toml").write_text("\n".join([*own, *lines]))
+        rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+        named = [{f"m{evil}" if key == "accuracy" else key: value for key, value in row.items()} for row in rows]
+        Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+        reseal(Path(name))
+    record = unseal(Path("other/run.json"))
+    seal(Path("other/run.json"), record | {"diverged": {"kind": "diverged", "what": f"It {evil}."}})
+    for name in ("broken", "stopped"):
+        shutil.copytree("run", name)
+    Path("broken/metrics.jsonl").write_text(json.dumps({evil: 1, "round": evil}))
+    reseal(Path("broken"))
+    Path("stopped/stopped.json").write_text(json.dumps({"why": evil}))
+    shutil.copytree("other", f"{evil}")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_no_command_lets_a_runs_folder_control_the_terminal(controlling, monkeypatch, wide):
+    if wide:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # Rich takes it for a terminal
+        monkeypatch.setenv("TERM", "dumb")
+    own = [str(path) for path in Path().iterdir()]
+    tables = ["--latex", "t.tex", "--csv", "t.csv", "--markdown", "t.md"]
+    commands = [["compare", *own, *tables], ["report", *own, "--out", "page.html"], ["publish", "run", "--to", "hub"]]
+    commands += [[name, folder] for name in ("resume", "run", "sweep", "compare") for folder in own]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-c", "from undrift.tools.cli import main; main()", *command],
+            capture_output=True, check=False,
+        )  # fmt: skip
+        said = (done.stdout + done.stderr).decode()
+        assert "Traceback" not in said
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", said) if wide else said  # colours are ours
+        assert not any(sign in shown for sign in ESCAPES), (command, shown)
+        if command[0] == "compare" and len(command) > 3:
+            assert "Mine0\\x1b]0;owned" in shown and done.returncode == 0
+    for file in ("t.tex", "t.csv", "t.md"):
+        assert not any(sign in Path(file).read_bytes().decode() for sign in ESCAPES)
+
+
+def test_commands_print_with_functions_that_control_nothing():
+    """Of the ways to print, only these: each passes text through `printable`, or prints what undrift itself says."""
+    allowed = {
+        ("tools/launch.py", "typer.echo"), ("tools/help.py", "typer.echo"),
+        ("tools/cli.py", "typer.echo"), ("tools/cli.py", "print"), ("tools/stopping.py", "print"),
+    }  # fmt: skip
+    found = set()
+    for folder in ("tools", "flower"):
+        for file in (ROOT / "src/undrift" / folder).rglob("*.py"):
+            calls = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)]
+            names = {ast.unparse(node.func) for node in calls if "printable(" not in ast.unparse(node)}
+            here = file.relative_to(ROOT / "src/undrift").as_posix()
+            found |= {(here, name) for name in names & {"print", "typer.echo", "click.echo", "Console", "rich.print"}}
+    assert found <= allowed

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,33 @@ def test_bold_is_every_mean_that_the_runs_do_not_show_to_be_worse():
     lost = measure({"FedAvg": [*AVG[:2], run("FedAvg()", 2, 0.9, stopped="Round 2: …")], "FedProx": PROX}, asked)
     assert [row["name"] for row in tables.leaders(lost, lower=False)] == ["FedProx"]
     assert tables.leaders(rows[:1], lower=False) == []
+
+
+def test_no_row_begins_with_an_argument_of_the_line_before():
+    names = ["[2em]", "*", " [x]", "plain"]
+    text = tables.latex({"": measure(dict.fromkeys(names, AVG), Asked("accuracy"))}, Asked("accuracy"))
+    assert not re.search(r"(\\\\|midrule)\n\s*[\[*]", text)
+    for name in names:
+        assert f"{name} & " in text
+
+
+def test_names_stay_in_their_cells_and_comments():
+    name = "a\n\\input{x} & b\n| c"
+    row = measure({name: AVG}, Asked("accuracy"))[0] | {"remark": "of\n\\input{x}"}
+    text = tables.latex({"": [row]}, Asked("accuracy"))
+    assert not re.search(r"(?m)^\\input", text) and "% " + "a \\input{x} & b | c: of \\input{x}\n" in text
+    assert len(tables.markdown({"": [row]}, Asked("accuracy")).splitlines()) == 5
+
+
+def test_no_cell_of_a_csv_file_is_a_formula():
+    names = ["=1+1", "@x", "+cmd|' /C calc'!A0", "-x", "\t=1", "＝1", "-1.5", "1 -2 nan"]
+    blocks = {"=a": measure(dict.fromkeys(names, AVG), Asked("accuracy"))}
+    found = list(csv.DictReader(io.StringIO(tables.csv_text(blocks))))
+    assert [row["name"] for row in found] == [*(f"'{name}" for name in names[:6]), *names[6:]]
+    assert {row["partition"] for row in found} == {"'=a"}
+    lower = measure({"A": [run("A()", 0, -0.5)], "B": [run("B()", 0, -0.7)]}, Asked("accuracy", baseline="A"))
+    (_, worse) = csv.DictReader(io.StringIO(tables.csv_text({"": lower})))
+    assert worse["mean"] == worse["values"] == "-0.7" and float(worse["difference_mean"]) == pytest.approx(-0.2)
 
 
 def test_csv_has_every_number():

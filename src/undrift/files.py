@@ -8,7 +8,9 @@ checksum; `digest` computes that of any other file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -102,9 +104,51 @@ def regular(file: Path) -> bool:
         return False
 
 
+def open_regular(file: Path) -> io.BufferedReader:
+    """Open a regular file, or a link to one, for reading. Anything else is not opened: a pipe may block, and a device
+    may never end.
+
+    Raises:
+        OSError: If it is something else, or cannot be opened.
+    """
+    _refuse_irregular(os.stat(file).st_mode, file)
+    # Without waiting for a writer, in case the file has been replaced by a pipe since.
+    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _refuse_irregular(os.fstat(handle).st_mode, file)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _refuse_irregular(mode: int, file: Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+
+
+def read_bytes(file: Path) -> bytes:
+    """Return the contents of a regular file."""
+    with open_regular(file) as opened:
+        return opened.read()
+
+
+def read_text(file: Path, encoding: str = "utf-8") -> str:
+    """Return the text of a regular file."""
+    return read_bytes(file).decode(encoding)
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return what JSON says, as `json.loads` does, but raise `ValueError` also if it is nested too deeply."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def digest(file: Path) -> str:
     """Return the file's sha256, in hexadecimal."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -130,13 +174,13 @@ def unseal(file: Path) -> Any:
     if not regular(file):
         raise DamagedError(f"{file} is missing.")
     try:
-        whole = json.loads(file.read_bytes())
+        whole = parse_json(read_bytes(file))
         body, expected = whole["body"], whole["sha256"]
         if _checksum(body) == expected:
             return body
     except OSError as error:
         raise DamagedError(f"{file} cannot be read ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # what was read may be nested too deeply to write again
         pass
     raise DamagedError(f"{file} is damaged: its checksum is not the one that was recorded.")
 

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
+from undrift import files
 from undrift.errors import UndriftError, shortened
 
 MOST_BYTES = 1 << 28
@@ -61,14 +62,11 @@ def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """Return the contents of a regular file. Nothing else is opened: a pipe may block, a device may never end."""
+    """Return the contents of a regular file that holds one image or sound."""
     if kind(file) not in ("file", None):
         raise ValueError(f"{file} is not a regular file")
-    # Non-blocking, in case the file has been replaced by a pipe since.
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{file} is not a regular file")
-        if status.st_size > MOST_BYTES:
-            raise ValueError(f"{file} has {status.st_size:,} bytes; the limit is {MOST_BYTES:,}")
-        return stream.read(status.st_size)  # not MOST_BYTES, since that much memory would be allocated first
+    with files.open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"{file} has {size:,} bytes; the limit is {MOST_BYTES:,}")
+        return stream.read(size)  # not MOST_BYTES, since that much memory would be allocated first

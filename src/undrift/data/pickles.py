@@ -9,20 +9,30 @@ made afterwards, from bytes whose number fits their shape and of a type that is 
 from __future__ import annotations
 
 import io
+import math
 import pickletools
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy
 
+from undrift.files import open_regular
+
 KINDS = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"}
 """The types of numbers that arrays may have, as numpy writes them, but for the byte order."""
-MOST_BYTES = 1 << 34
-"""The largest size of an unpacked array, since a file of a few kilobytes may claim any size."""
+MOST_BYTES = 1 << 28
+"""The largest size of an unpacked array that is more than `MOST_TIMES` as large as its file. Zeros can be compressed a
+thousand times, so a file of a few megabytes could fill any memory."""
+MOST_TIMES = 20
+"""What compressed images and features stay below."""
+
+
+class TooLargeError(ValueError):
+    """Raised for an array that would take much more memory than its file has bytes."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,12 @@ class Machine:
 
     def since_mark(self) -> list[Any]:
         """Return what was put on the stack since the last mark."""
-        place = max(i for i, value in enumerate(self.stack) if value is MARK)
-        found = self.stack[place + 1 :]
-        del self.stack[place:]
-        return found
+        for place in range(len(self.stack) - 1, -1, -1):  # from the end, so that what is searched is also removed
+            if self.stack[place] is MARK:
+                found = self.stack[place + 1 :]
+                del self.stack[place:]
+                return found
+        raise ValueError("its pickle is damaged")
 
     def popped(self, count: int) -> list[Any]:
         if len(self.stack) < count:
@@ -118,8 +130,11 @@ class Machine:
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Return alternating keys and values. Keys must be strings or numbers, since others may take forever to hash."""
-    if not all(isinstance(key, str | int) for key in values[::2]):
+    """Return alternating keys and values.
+
+    Keys must be strings or small numbers: others may take forever to hash, and large numbers may all have one hash.
+    """
+    if not all(isinstance(key, str) or (isinstance(key, int) and abs(key) < 2**60) for key in values[::2]):
         raise ValueError("it has a dict whose keys are neither words nor numbers")
     return zip(values[::2], values[1::2], strict=True)
 
@@ -182,10 +197,10 @@ def arrays(file: Path, wanted: tuple[str, ...] = ("x", "y")) -> dict[str, np.nda
 
     Raises `ValueError`, or whatever damaged bytes lead to, for anything else.
     """
-    with zipfile.ZipFile(file) as archive:
+    with open_regular(file) as opened, zipfile.ZipFile(opened) as archive:
         held = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
         if set(wanted) <= held.keys():
-            return {name: _plain(_content(archive, held[name])) for name in wanted}
+            return {name: _plain(archive, held[name]) for name in wanted}
         if "data" not in held:
             raise ValueError(f"it has neither {' and '.join(wanted)} nor a dict called data")
         found = _pickled(_content(archive, held["data"]))
@@ -195,21 +210,40 @@ def arrays(file: Path, wanted: tuple[str, ...] = ("x", "y")) -> dict[str, np.nda
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    if entry.file_size > MOST_BYTES:
-        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes; the limit is {MOST_BYTES:,}")
+    _check_size(archive, entry, entry.file_size)
     return archive.read(entry)
 
 
-def _plain(content: bytes) -> np.ndarray:
-    return np.asarray(npy.read_array(io.BytesIO(content)))  # which refuses pickles
+def _check_size(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> None:
+    assert archive.fp is not None
+    whole = archive.fp.seek(0, io.SEEK_END)
+    if size > max(MOST_BYTES, MOST_TIMES * whole):
+        raise TooLargeError(
+            f"{entry.filename} unpacks to {size:,} bytes of memory, and the file has {whole:,}; if that is right, "
+            "write it again without compression, with np.savez"
+        )
+
+
+def _plain(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(entry) as stream:
+        shape, kind = _header(stream)
+        _check_size(archive, entry, max(math.prod(shape) * kind.itemsize, entry.file_size))
+    with archive.open(entry) as stream:
+        return np.asarray(npy.read_array(stream))  # which refuses pickles
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the type of an array, from the beginning of its file."""
+    version = npy.read_magic(stream)
+    shape, _, kind = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
+    return shape, kind
 
 
 def _pickled(content: bytes) -> Any:
     """Return the one object in an array of Python objects without axes."""
     stream = io.BytesIO(content)
-    version = npy.read_magic(stream)
-    shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
-    if dtype != np.dtype(object) or shape != ():
+    shape, kind = _header(stream)
+    if kind != np.dtype(object) or shape != ():
         raise ValueError("its data are no dict")
     kept = unpickled(stream)
     inside = _state(kept)[4] if isinstance(kept, Kept) else None

@@ -6,7 +6,6 @@ PFLlib (Zhang et al., 2023): `train/0.npz`, `train/1.npz`, … and the same belo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from undrift.data.paths import kind
 from undrift.data.source import Source
 from undrift.data.stacking import partition_labels
 from undrift.errors import UndriftError, first_line, listed, quoted
+from undrift.files import parse_json, read_text
 
 Pairs = dict[str, tuple[Any, Any]]
 """A pair (x, y) per client, by name."""
@@ -104,10 +104,7 @@ def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
 def _read(folder: Path, split: str) -> Pairs:
     found: Pairs = {}
     files = _files(folder, split)
-    by_number = sorted(
-        files, key=lambda file: (not file.stem.isdigit(), int(file.stem) if file.stem.isdigit() else 0, file)
-    )
-    for file in by_number:
+    for file in sorted(files, key=_by_number):
         own = _of_json(file) if file.suffix.lower() == ".json" else {file.stem: _of_npz(file)}
         if twice := found.keys() & own.keys():
             raise UndriftError(
@@ -119,27 +116,43 @@ def _read(folder: Path, split: str) -> Pairs:
     return found
 
 
+def _by_number(file: Path) -> tuple[bool, int, Path]:
+    """The order of files: 2.npz before 10.npz, and all of these before those that are not called after a number."""
+    number = file.stem.isascii() and file.stem.isdecimal() and len(file.stem) < 20
+    return not number, int(file.stem) if number else 0, file
+
+
 def _of_npz(file: Path) -> tuple[Any, Any]:
     try:
         found = pickles.arrays(file)
+    except OSError as error:
+        raise UndriftError(f"{file} cannot be read ({error.strerror or first_line(error)}).") from error
+    except pickles.TooLargeError as error:
+        raise UndriftError(f"{file}: {error}.") from error
     except Exception as error:  # damaged bytes, and pickles that are not of arrays, raise all kinds of errors
         raise UndriftError(f"{file} cannot be read ({first_line(error)}); if it is yours, {RE_SAVE}") from error
+    if not all(array.ndim for array in found.values()) or len(found["x"]) != len(found["y"]):
+        shapes = " and ".join(f"{name} of shape {array.shape}" for name, array in found.items())
+        raise UndriftError(f"{file} has {shapes}; both need one entry per sample.")
     return found["x"], found["y"]
 
 
 def _of_json(file: Path) -> Pairs:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_text(file))
         users, data = content["users"], content["user_data"]
         pairs = {str(user): (data[user]["x"], data[user]["y"]) for user in users}
     except OSError as error:
         raise UndriftError(f"{file} cannot be read ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UndriftError(
             f"{file} is not of LEAF's form: users, and user_data with x and y per user ({type(error).__name__}: "
             f"{first_line(error)})."
         ) from error
-    counts = dict(zip(map(str, users), content.get("num_samples") or (), strict=False))
+    counted = content.get("num_samples") or []
+    if not isinstance(counted, list):
+        raise UndriftError(f"{file}: num_samples must be a list with a number per user, not {quoted(counted)}.")
+    counts = dict(zip(map(str, users), counted, strict=False))
     return {user: _numbers(x, y, counts.get(user), f"{file}, user {user}") for user, (x, y) in pairs.items()}
 
 

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from undrift.errors import UndriftError, quoted
+from undrift.errors import UndriftError, printable, quoted
 from undrift.files import write_text
 from undrift.flower.engine import Trouble
 from undrift.flower.node import Node
@@ -123,7 +123,7 @@ def run_server(experiment: Experiment, grid: Grid, given: Mapping[str, Any]) -> 
 
 def tell(rounds: int, row: dict[str, Any]) -> None:
     """Write a line about a round to the server's log."""
-    print(described(row, rounds), flush=True)
+    print(printable(described(row, rounds)), flush=True)
 
 
 @contextmanager

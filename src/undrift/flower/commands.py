@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from undrift.tools import launch
 from undrift.tools.help import Command, Group, examples
 from undrift.tools.options import Import, Trust
 
@@ -36,7 +37,7 @@ def new(
     from undrift.flower.new import write_app
 
     write_app(folder, file, nodes=nodes, deadline=deadline, imports=imports or [], trust=trust)
-    typer.echo(f"written: {folder}; start it with: flwr run {folder} SUPERLINK --stream")
+    launch.say(f"written: {folder}; start it with: flwr run {folder} SUPERLINK --stream")
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower up experiment.toml --nodes 3"))
@@ -59,10 +60,11 @@ def up(
 
     To continue an interrupted run, repeat the command with the same --out.
     """
-    from undrift.flower.launch import launch, simulated
+    from undrift.flower.launch import launch as real
+    from undrift.flower.launch import simulated
 
-    started = simulated if simulate else launch
-    started(file, nodes, out, deadline, typer.echo, imports or [], trust)
+    started = simulated if simulate else real
+    started(file, nodes, out, deadline, launch.say, imports or [], trust)
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower certificates certs --host superlink.example.org"))
@@ -79,7 +81,7 @@ def certificates(
     from undrift.flower.certificates import make_certificates
 
     make_certificates(folder, host)
-    typer.echo(f"written: ca.crt (for every node), server.crt and server.key (for the SuperLink alone), in {folder}")
+    launch.say(f"written: ca.crt (for every node), server.crt and server.key (for the SuperLink alone), in {folder}")
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower key keys hospital-1"))
@@ -91,4 +93,4 @@ def key(
     from undrift.flower.certificates import make_key
 
     private, public = make_key(folder, name)
-    typer.echo(f"written: {private} (stays on the node) and {public} (register it with the SuperLink)")
+    launch.say(f"written: {private} (stays on the node) and {public} (register it with the SuperLink)")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from undrift.errors import UndriftError, require
+from undrift.errors import UndriftError, first_line, require
 from undrift.flower.new import write_app
 from undrift.flower.server import described
 from undrift.flower.up import QUIET, federation, standing
@@ -15,6 +16,8 @@ from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import new_folder, title
 from undrift.tools.launch import read_settings
+
+log = logging.getLogger("undrift")
 
 Tell = Callable[[str], None]
 LONG = 30 * 24 * 3600.0
@@ -35,9 +38,15 @@ def launch(
     app, place = folder / "app", folder / "federation"
     found = _app(app, file, nodes, deadline, imports, trust)
     progress = Progress(place, found.rounds, tell)
-    with federation(folder, nodes) as grounds:
-        tell(f"{nodes} nodes and a SuperLink on {grounds.address}, with TLS and keys; logs are in {folder / 'logs'}")
-        well, why = grounds.wait(grounds.submit(app, place, deadline=deadline), place, LONG, progress.show)
+    try:
+        with federation(folder, nodes) as grounds:
+            tell(
+                f"{nodes} nodes and a SuperLink on {grounds.address}, with TLS and keys; logs are in {folder / 'logs'}"
+            )
+            well, why = grounds.wait(grounds.submit(app, place, deadline=deadline), place, LONG, progress.show)
+    except (KeyboardInterrupt, SystemExit):
+        log.warning("stopped; to continue, repeat the command with --out %s", folder)
+        raise
     if not well:
         raise UndriftError(f"The run failed: {why}")
     tell(f"in {place / 'run'}")
@@ -110,4 +119,7 @@ class Progress:
             return
         for line in (line for line in lines[self.shown :] if line.endswith("\n")):
             self.shown += 1
-            self.tell(described(json.loads(line), self.rounds))
+            try:
+                self.tell(described(json.loads(line), self.rounds))
+            except OSError as error:  # a pipe that nobody reads any more
+                log.warning("progress is no longer shown (%s), but training goes on", first_line(error))

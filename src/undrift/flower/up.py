@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,53 @@ LOOK = 20.0
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class Signals:
+    """What is done about signals that end a process: they raise, so that contexts are left and processes are ended."""
+
+    def __init__(self) -> None:
+        self.before: dict[int, Any] = {}
+        self.holding, self.waiting = 0, list[int]()
+
+    def handle(self) -> None:
+        """Raise `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for SIGTERM and SIGHUP, from now on."""
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            return
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
+                self.before[number] = signal.signal(number, self._arrived)
+
+    def _arrived(self, number: int, frame: object) -> None:
+        if self.holding:
+            self.waiting.append(number)
+        else:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which signals wait for its end: a process that has started is also noted."""
+        self.holding += 1
+        try:
+            yield
+        finally:
+            self.holding -= 1
+        if self.waiting and not self.holding:
+            self._end(self.waiting.pop(0))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context after which signals do what they did before."""
+        try:
+            yield
+        finally:
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
+            self.before = {}
+
+
 def command(name: str) -> str:
     """Return the path of one of Flower's commands, in the environment of this Python."""
     beside = Path(sys.executable).with_name(name)
@@ -53,12 +101,16 @@ def free_port() -> int:
 
 @dataclass
 class Grounds:
-    """A federation on this machine: its folder, its processes. Use it as a context, which ends what it started."""
+    """A federation on this machine: its folder, its processes. Use it as a context, which ends what it started.
+
+    Ctrl-C, SIGTERM and SIGHUP end it too.
+    """
 
     folder: Path
     secure: bool = True
     port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    signals: Signals = field(default_factory=Signals)
 
     @property
     def home(self) -> Path:
@@ -85,16 +137,18 @@ class Grounds:
         way = f"root-certificates = {json.dumps(str(self.authority.resolve()))}" if self.secure else "insecure = true"
         text = f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{self.address}"\n{way}\n'
         (self.home / "config.toml").write_text(text, encoding="utf-8")
+        self.signals.handle()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in reversed(list(self.processes)):
-            self.stop(name)
+        with self.signals.restored(), self.signals.held():
+            for name in reversed(list(self.processes)):
+                self.stop(name)
 
     # ---- processes -------------------------------------------------------------------------------------------
     def start(self, name: str, words: Sequence[str]) -> None:
         """Start a process in a group of its own, with its output in a log file."""
-        with (self.folder / "logs" / f"{name}.log").open("ab") as log:
+        with (self.folder / "logs" / f"{name}.log").open("ab") as log, self.signals.held():
             self.processes[name] = subprocess.Popen(
                 words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self.environment,
                 start_new_session=True,

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from undrift.errors import DEBUG, UndriftError
+from undrift.errors import DEBUG, UndriftError, printable
 from undrift.reproduce import catalogue
 from undrift.reproduce.catalogue import Cell, Table
 from undrift.reproduce.results import DEFAULT, Results, pack, unpack
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UndriftError as error:
         if DEBUG in os.environ:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
 
 

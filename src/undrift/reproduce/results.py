@@ -7,14 +7,19 @@ numbers are computed from curves (`figure`), so that several tables can use the 
 from __future__ import annotations
 
 import json
+import lzma
+import os
+import shutil
 import statistics
 import tarfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from undrift.errors import UndriftError
-from undrift.files import write_text
+from undrift.errors import UndriftError, first_line
+from undrift.files import parse_json, read_text, write_text
 from undrift.reproduce.catalogue import Cell, Figure
 
 DEFAULT = Path("papers", "results")
@@ -32,10 +37,11 @@ class Results:
 
     def _take(self, file: Path) -> None:
         try:
-            result = json.loads(file.read_text(encoding="utf-8"))
-            self.by_digest[result["digest"]] = {**result, "file": file.relative_to(self.folder).as_posix()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UndriftError(f"{file} is not a cell's result ({error}); remove it, and run the cell again.") from None
+            result = parse(read_text(file))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise UndriftError(f"{file} is not a cell's result ({why}); remove it, and run the cell again.") from None
+        self.by_digest[result["digest"]] = {**result, "file": file.relative_to(self.folder).as_posix()}
 
     def get(self, cell: Cell) -> Result | None:
         """Return the cell's result, which may come from another table's cell with the same settings."""
@@ -48,6 +54,21 @@ class Results:
         write_text(file, render({"cell": cell.key, "digest": cell.digest, **result}))
         self._take(file)
         return file
+
+
+def parse(content: str | bytes) -> Result:
+    """Return the result that a file holds. Raises `ValueError` if it holds none."""
+    result = parse_json(content)
+    if not isinstance(result, dict) or not isinstance(result.get("digest"), str):
+        raise ValueError("it has no digest")
+    curve = result.get("curve", {})
+    if not isinstance(curve, dict) or not all(isinstance(column, list) for column in curve.values()):
+        raise ValueError("its curve has no columns")
+    if len({len(column) for column in curve.values()}) > 1 or (curve and "round" not in curve):
+        raise ValueError("its curve has no rounds")
+    if not isinstance(result.get("seconds", 0.0), int | float):
+        raise ValueError("its seconds are no number")
+    return result
 
 
 def render(result: Result) -> str:
@@ -121,24 +142,85 @@ def pack(files: Iterable[tuple[str, Path]], archive: Path) -> int:
 def unpack(archive: Path, results: Path, parts: Path) -> list[str]:
     """Extract an archive's results and unfinished cells. Returns the names of the results.
 
-    Existing results are not replaced.
+    Existing results are not replaced; of a cell that is unfinished here too, the one that has trained for longer stays.
+    Nothing is written unless all of the archive is as `pack` writes it.
     """
-    taken = []
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            where = PurePosixPath(member.name)
-            safe = member.isfile() and ".." not in where.parts and not where.is_absolute() and len(where.parts) > 1
-            if not safe or where.parts[0] not in ("results", "parts"):
-                raise UndriftError(f"{archive} contains {member.name!r}, so it is not an archive of results.")
-            opened = tar.extractfile(member)
-            assert opened is not None
-            content = opened.read()
-            target = (results if where.parts[0] == "results" else parts).joinpath(*where.parts[1:])
-            if where.parts[0] == "results":
-                json.loads(content)
-                if target.exists():
-                    continue
-                taken.append(str(PurePosixPath(*where.parts[1:])))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-    return taken
+    for folder in (results, parts):
+        folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".unpack-", dir=parts) as name:
+        fresh = Path(name)
+        found = _extract(archive, fresh)
+        for inner in found["results"]:
+            _inside(results, results / inner)
+        for cell in {inner.parts[0] for inner in found["parts"]}:
+            if (parts / cell).is_symlink():
+                raise UndriftError(f"{parts / cell} is a link; remove it, or unpack with another --parts.")
+        for cell in {inner.parts[0] for inner in found["parts"]}:
+            _take_over(fresh / "parts" / cell, parts / cell)
+        taken = [inner for inner in found["results"] if not os.path.lexists(results / inner)]
+        for inner in taken:
+            (results / inner).parent.mkdir(parents=True, exist_ok=True)
+            write_text(results / inner, read_text(fresh / "results" / inner))
+    return [str(inner) for inner in taken]
+
+
+def _extract(archive: Path, folder: Path) -> dict[str, list[PurePosixPath]]:
+    """Write an archive's files into a new folder. Raises `UndriftError` if they are not what `pack` writes."""
+    found: dict[str, list[PurePosixPath]] = {"results": [], "parts": []}
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                where = PurePosixPath(member.name)
+                safe = member.isfile() and ".." not in where.parts and not where.is_absolute() and len(where.parts) > 1
+                if not safe or where.parts[0] not in found:
+                    raise UndriftError(f"{archive} contains {member.name!r}, so it is not an archive of results.")
+                opened, target = tar.extractfile(member), folder / where
+                assert opened is not None
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("xb") as out:
+                    shutil.copyfileobj(opened, out)
+                if where.parts[0] == "results":
+                    _check(target, f"{archive}: {where}")
+                found[where.parts[0]].append(PurePosixPath(*where.parts[1:]))
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
+        if isinstance(error, UndriftError):
+            raise
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UndriftError(f"{archive} is not an archive of results, or is damaged ({why}).") from error
+    return found
+
+
+def _check(file: Path, name: str) -> None:
+    try:
+        parse(read_text(file))
+    except ValueError as error:
+        raise UndriftError(f"{name} is not a cell's result ({first_line(error)}); nothing was unpacked.") from None
+
+
+def _inside(folder: Path, file: Path) -> None:
+    """Raise if a file would be written somewhere else, through a link."""
+    if not Path(os.path.realpath(file.parent)).is_relative_to(os.path.realpath(folder)):
+        raise UndriftError(
+            f"{file.parent} is outside of {folder}, by a link; remove the link, or choose another --out."
+        )
+
+
+def _take_over(fresh: Path, there: Path) -> None:
+    """Move an unfinished cell to its place, unless the one there has trained for longer."""
+    if fresh.is_dir() and there.is_dir():
+        if _seconds(there) >= _seconds(fresh):
+            return
+        shutil.rmtree(there)
+    elif there.exists() and (fresh.is_dir() or there.is_dir()):
+        raise UndriftError(
+            f"{there} is not what the archive has under this name; remove it, or choose another --parts."
+        )
+    fresh.replace(there)
+
+
+def _seconds(cell: Path) -> float:
+    """How long an unfinished cell has trained."""
+    try:
+        return float(parse_json(read_text(cell / "part.json"))["seconds"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0.0

@@ -16,7 +16,7 @@ import torch
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.errors import UndriftError
-from undrift.files import write_text
+from undrift.files import parse_json, read_text, write_text
 from undrift.method.local import Local
 from undrift.method.parse import as_method, parse_method
 from undrift.method.part import Method
@@ -70,8 +70,9 @@ def run(cell: Cell, folder: Path, late: Late = lambda t: False, device: str = "a
 def _earlier(folder: Path) -> dict[str, Any]:
     """Return the time that earlier parts of the cell took, and their number."""
     try:
-        return dict(json.loads((folder / "part.json").read_text()))
-    except (OSError, ValueError):
+        found = parse_json(read_text(folder / "part.json"))
+        return {"seconds": float(found["seconds"]), "parts": int(found["parts"])}
+    except (OSError, ValueError, LookupError, TypeError):
         return {"seconds": 0.0, "parts": 0}
 
 

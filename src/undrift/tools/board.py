@@ -5,8 +5,6 @@ How far a run is, its folder says, so it makes no difference which process it ru
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +16,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from undrift.files import open_regular, parse_json
 from undrift.tools.display import score
+from undrift.tools.launch import say
 
 EVERY = 30.0
 """Seconds between two lines where there is no terminal."""
@@ -68,7 +68,7 @@ class Board:
         if self.console.is_terminal:
             self.console.print(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text, err=True)
 
     def running(self) -> Iterable[tuple[Path, int, dict[str, Any]]]:
         """The runs in progress: folder, rounds, and the last row of the history, if there is one."""
@@ -101,7 +101,7 @@ class Board:
 
     def _lines(self) -> None:
         while not self.closed.wait(EVERY):
-            print(self.line(), file=sys.stderr, flush=True)
+            say(self.line(), err=True)
 
     def line(self) -> str:
         """One line about all of it."""
@@ -123,13 +123,13 @@ def _state(rounds: int, row: dict[str, Any]) -> tuple[str, str]:
 
 def last_row(file: Path) -> dict[str, Any]:
     """The last complete row of a history; empty if there is none, or if it is very long."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - TAIL))
         lines = opened.read().splitlines(keepends=True)
     for line in reversed(lines[0 if size <= TAIL else 1 :]):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # being written just now
             continue
         return row if isinstance(row, dict) else {}

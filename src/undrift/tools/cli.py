@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -14,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from undrift import __version__
-from undrift.errors import DEBUG, said_elsewhere
+from undrift.errors import DEBUG, printable, said_elsewhere
 from undrift.flower.commands import flower
-from undrift.tools import launch
+from undrift.tools import launch, streams
 from undrift.tools.help import Command, Group, examples
 from undrift.tools.options import DataDir, File, Import, Out, Set, Trust
 from undrift.tools.study.commands import register
@@ -184,22 +183,22 @@ def report(
     if watch:
         from undrift.tools.report.watch import wait_for
 
-        wait_for(runs, typer.echo)
+        wait_for(runs, launch.say)
     found = folders(runs)
     payload = gather(found)
     launch.warn_left_out(payload["left_out"])
     file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
     write(file, payload)
     count = len(payload["runs"])
-    typer.echo(f"{count} run{'s' if count > 1 else ''}, in {file}")
+    launch.say(f"{count} run{'s' if count > 1 else ''}, in {file}")
     if figures:
         from undrift.tools.report.figures import draw
 
-        typer.echo(f"{len(draw(payload, figures))} figures, each as .pdf, .svg and .png, in {figures}")
+        launch.say(f"{len(draw(payload, figures))} figures, each as .pdf, .svg and .png, in {figures}")
     if watch:
         from undrift.tools.report.watch import watch as follow
 
-        follow(runs, file, port, typer.echo)
+        follow(runs, file, port, launch.say)
 
 
 @app.command(
@@ -233,9 +232,9 @@ def publish(
     require(bool(repo) or not upload, "--upload needs the model's name on the hub: --repo me/name.")
     launch.allow_imports(run, Run.read(run).settings.get("imports", []), imports or [], trust)
     files = publishing.publish(run, to, repo, license)
-    typer.echo(f"{len(files)} files, in {to}")
+    launch.say(f"{len(files)} files, in {to}")
     if upload and repo:
-        typer.echo(f"uploaded to {publishing.upload(to, repo)}")
+        launch.say(f"uploaded to {publishing.upload(to, repo)}")
 
 
 class Kind(StrEnum):
@@ -282,7 +281,7 @@ def info() -> None:
     from undrift.tools.info import info
 
     for name, value in info().items():
-        typer.echo(f"{name:<12}{value}")
+        launch.say(f"{name:<12}{value}")
 
 
 @data.command(
@@ -349,7 +348,7 @@ def show(
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     shown.picture(loaded, title, file)
     launch.new_console().print(shown.report(loaded, title))
-    typer.echo(f"\ndrawn in {file}")
+    launch.say(f"\ndrawn in {file}")
 
 
 def main() -> None:
@@ -357,9 +356,7 @@ def main() -> None:
 
     The exit status is 2 for bad input, 130 for Ctrl-C, and 1 for any other error (a full disk, no memory).
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for file names that a terminal cannot show
+    streams.prepare()
     try:
         try:
             app()
@@ -369,18 +366,19 @@ def main() -> None:
         if ended.code:  # another Ctrl-C must not show a traceback of torch's exit handlers
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         status, message = _describe(error)
+        if streams.is_of_output(error):
+            if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+                sys.exit(1)
+            message = f"The standard output cannot be written ({getattr(error, 'strerror', error)})."
         if DEBUG in os.environ or message is None:
             raise
         if not said_elsewhere(error):
             who = "" if speaks() else f"process {os.environ['RANK']}: "
-            print(f"{who}error: {message}", file=sys.stderr)
+            print(printable(f"{who}error: {message}"), file=sys.stderr)
         sys.exit(status)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -18,9 +21,10 @@ from undrift.losses import Directions, direction, lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
+from undrift.tools.experiment import FREE
 from undrift.training.divergence import CHANCE, DIVERGED, Divergence, divergence
 from undrift.training.record import flat, repeats
-from undrift.training.result import RUN, finished, history, stopped
+from undrift.training.result import RUN, finished, parse_history, stopped
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
@@ -60,20 +64,25 @@ class Run:
         with damage(folder, "config.toml"):
             # What folders of earlier versions do not mention.
             older = {"on_nonfinite": "stop", "local.optimizer_state": "reset", "local.sampling": "shuffle"}
-            settings = older | flat(read(folder))
+            written = flat(read(folder))
+            settings = older | written
             _check_settings(settings)
-            if not repeats((folder / "config.toml").read_text(encoding="utf-8-sig")):
+            if not repeats(files.read_text(folder / "config.toml", "utf-8-sig")):
                 settings["run"] = (
                     folder.name
                 )  # configured with Python objects, which cannot be compared: a group of its own
+        with damage(folder, RUN):
+            known = _recorded(folder)
+            if ended:
+                _refuse_edited(folder, known, written)
         with damage(folder, "metrics.jsonl"):
-            rows = history(folder)
+            content = _history(folder, known)
+            rows = parse_history(content)
             for t, row in enumerate(rows):
                 _check_row(row, t)
             if ended and not rows:
                 raise ValueError("the run is finished, but there are no rounds in it")
         with damage(folder, RUN):
-            known = _recorded(folder)
             run = cls(folder, settings, rows, why, _directions(known))
             return replace(run, diverged=_diverged(known, run)) if ended and not why else run
 
@@ -160,11 +169,40 @@ def damage(folder: Path, file: str) -> Iterator[None]:
 
 def _recorded(folder: Path) -> dict[str, Any]:
     """The contents of `run.json`, which runs of the first versions do not have."""
-    try:
-        found = files.unseal(folder / RUN)
-    except files.DamagedError:
+    if not os.path.lexists(folder / RUN):
         return {}
-    return found if isinstance(found, dict) else {}
+    found = files.unseal(folder / RUN)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {quoted(found)}")
+    return found
+
+
+def _refuse_edited(folder: Path, known: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise if `config.toml` has other settings than the run was trained with."""
+    if "config" not in known:
+        return
+    before = flat(tomllib.loads(known["config"]))
+    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in FREE]
+    if changed:
+        key = changed[0]
+        raise DamagedError(
+            f"{folder}/config.toml has been changed since the run ended: {key} was {quoted(before.get(key))}, and is "
+            f"{quoted(now.get(key))} now. Change it back."
+        )
+
+
+def _history(folder: Path, known: dict[str, Any]) -> bytes:
+    """The contents of `metrics.jsonl`. Raises if the run has ended, and the file is not the one that it wrote then."""
+    file = folder / "metrics.jsonl"
+    content = files.read_bytes(file) if os.path.lexists(file) else b""
+    sums = known.get("results", {})
+    written = hashlib.sha256(content).hexdigest() == sums.get(file.name)
+    if sums and not written and finished(folder):  # not, as before, one that has been resumed since
+        raise DamagedError(
+            f"{file} has been changed since the run ended: its checksum is not the one in {RUN}. Restore the file, "
+            f"or have it written again: undrift resume {folder}"
+        )
+    return content
 
 
 def _directions(known: dict[str, Any]) -> dict[str, bool]:
@@ -201,8 +239,14 @@ def _check_row(row: Any, t: int) -> None:
     for key in ("round", "total_steps", "total_bytes", "seconds"):
         if not number(row.get(key)) or not math.isfinite(row[key]):
             raise ValueError(f"line {t + 1} has no {key}")
-    for key, kind in {"clients": list, "skipped": list, "local_steps": dict, "class_accuracy": list}.items():
+        if abs(row[key]) >= 2**63:
+            raise ValueError(f"in line {t + 1}, {key} is too large a number")
+    kinds = {"clients": list, "skipped": list, "left_out": list, "local_steps": dict, "class_accuracy": list}
+    for key, kind in kinds.items():
         if not isinstance(row.get(key, kind()), kind):
+            raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
+    for key in ("clients", "skipped", "left_out"):
+        if not all(isinstance(client, int | str) for client in row.get(key, ())):
             raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
     for key, value in row.items():
         for x in value.values() if isinstance(value, dict) else (value,):

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from undrift.errors import UndriftError, first_line, nearest, quoted
+from undrift.files import open_regular
 from undrift.training.settings import FIELDS, ROLES, Form
 
 Number = StrictInt | StrictFloat | StrictStr
@@ -142,9 +143,11 @@ LARGEST = 2**24
 def read(file: str | Path) -> Document:
     """A file's settings, as they stand there. A folder is a run's, whose `config.toml` is meant."""
     path = Path(file)
-    path = path / "config.toml" if path.is_dir() else path
+    inside = path.is_dir()
+    path = path / "config.toml" if inside else path
     try:
-        with path.open("rb") as opened:
+        # A file that the user names may be a pipe; one that lies in a folder may be anything.
+        with open_regular(path) if inside else path.open("rb") as opened:
             content = opened.read(LARGEST + 1)
     except FileNotFoundError:
         raise UndriftError(f"The experiment file {path} does not exist.") from None

@@ -20,6 +20,7 @@ from undrift.data.load import load
 from undrift.data.partition_names import parse_partition
 from undrift.errors import UndriftError, first_line, listed, quoted
 from undrift.expressions import parse_number
+from undrift.files import read_text
 from undrift.losses import direction, directions
 from undrift.method.faults import Faults
 from undrift.method.local import Local
@@ -147,10 +148,10 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
     file, known = folder / "config.toml", recorded(folder) if (folder / RUN).exists() else None
     copy = str(known["config"]) if known else None
     if copy is None:
-        return read(file), file.read_text(encoding="utf-8-sig")
+        return read(folder), read_text(file, "utf-8-sig")
     before = flat(tomllib.loads(copy))
     try:
-        given = read(file)
+        given = read(folder)
         if missing := before.keys() - flat(given).keys() - {"stop_when"}:
             raise UndriftError(f"{file} lacks the key {min(missing)!r}.")
     except UndriftError as error:

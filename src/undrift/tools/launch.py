@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from undrift.errors import printable
 from undrift.tools.torchrun import speaks
 from undrift.tools.trust import check, gate, run_folder
 
@@ -27,23 +28,37 @@ if TYPE_CHECKING:
 
 
 def new_console() -> Console:
-    """A console for tables, without markup and emoji, since names that users choose are printed literally."""
-    from rich.console import Console
+    """A console for tables, without markup and emoji, since names that users choose are printed literally.
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    Control characters in what it is given to print have no effect on the terminal.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.text import Text
+
+    class Literal(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):  # of objects such as Text, which are no strings
+                yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    console = Literal(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 160  # a file has no width, so tables need not be narrow
     return console
 
 
 def say(text: str, err: bool = False) -> None:
+    """Print a line, in which control characters have no effect on the terminal. All commands print with it."""
     if speaks():
-        typer.echo(text, err=err)
+        typer.echo(printable(text), err=err)
 
 
 def warn_left_out(problems: list[str]) -> None:
     for problem in problems:
-        typer.echo(f"warning: {problem} It is left out.", err=True)
+        say(f"warning: {problem} It is left out.", err=True)
 
 
 @contextmanager
@@ -246,7 +261,7 @@ def run_points(points: Any, folder: Path, where: str, how: Parallel) -> tuple[li
             return run_on(board, points, folder, where, how, lambda point: None)
         except KeyboardInterrupt:
             board.__exit__()
-            typer.echo(f"stopped; to continue, repeat the command with --out {folder}", err=True)
+            say(f"stopped; to continue, repeat the command with --out {folder}", err=True)
             raise typer.Exit(130) from None
 
 

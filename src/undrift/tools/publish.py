@@ -13,7 +13,7 @@ from typing import Any
 from undrift import __version__
 from undrift.data.sources import RECIPES
 from undrift.errors import UndriftError, first_line, require
-from undrift.files import file_name
+from undrift.files import file_name, read_text
 from undrift.method.parse import parse_method
 from undrift.models import parse_model
 from undrift.tools.compare import Run, brief
@@ -26,7 +26,7 @@ from undrift.tools.report.gather import gather
 from undrift.tools.report.summary import duration, last, size
 from undrift.training.build import module_of
 from undrift.training.record import repeats
-from undrift.training.result import finished
+from undrift.training.result import RUN, finished, intact, recorded
 
 WORDS = {
     "test": "test set", "validation": "validation data", "client": "clients' own data, mean",
@@ -65,12 +65,18 @@ def publish(folder: Path, to: Path, repo: str | None = None, license: str | None
         The names of the files.
 
     Raises:
-        UndriftError: If the run is not finished, its weights do not load, or `to` is not empty.
+        UndriftError: If the run is not finished, its files have changed since, its weights do not load, or `to` is not
+            empty.
     """
     run = Run.read(folder)
     require(finished(folder), f"The run in {folder} stopped before its last round, so it has no model to publish.")
+    require(
+        intact(folder, recorded(folder) or {}),
+        f"The results in {folder} are not those that the run wrote, by the checksums in {RUN}, so they are not "
+        f"published. Restore the files, or have them written again: undrift resume {folder}",
+    )
     require(not to.exists() or (to.is_dir() and not any(to.iterdir())), f"{to} is not empty; choose a new folder.")
-    config = (folder / "config.toml").read_text(encoding="utf-8")
+    config = read_text(folder / "config.toml")
     arguments = model_arguments(run, config)
     to.mkdir(parents=True, exist_ok=True)
     for name in ("model.safetensors", "metrics.jsonl"):

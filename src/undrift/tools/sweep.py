@@ -23,7 +23,7 @@ import torch
 from undrift.cpus import THREADS, usable_cpus
 from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
-from undrift.files import lock, regular, write_text
+from undrift.files import lock, parse_json, read_bytes, regular, write_text
 from undrift.tools.compare import Run, agreed, counted, decided, groups, leading_metric, remark
 from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
@@ -203,7 +203,7 @@ def _refuse_others(out: Path) -> None:
     if not os.path.lexists(file):
         return
     try:
-        ours = regular(file) and {"chosen_by", "settings"} <= json.loads(file.read_bytes()).keys()
+        ours = regular(file) and {"chosen_by", "settings"} <= parse_json(read_bytes(file)).keys()
     except (OSError, ValueError, AttributeError):
         ours = False
     if not ours:
@@ -214,7 +214,7 @@ def _claim(point: Point, out: Path, kind: str) -> None:
     """Record the settings of a run's folder; raise if it has other settings, so that a sweep only continues itself."""
     file = out / f"{point.name}.json"
     mine = json.dumps(point.settings, sort_keys=True)
-    if file.exists() and file.read_bytes() != mine.encode():
+    if file.exists() and read_bytes(file) != mine.encode():
         raise UndriftError(f"{out / point.name} is a run with other settings; choose another --out for this {kind}.")
     write_text(file, mine)
 

@@ -7,14 +7,19 @@ all it needs; where Rich is installed, it keeps warnings and the line apart on a
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
+from undrift.errors import first_line
 from undrift.training.rows import number
 from undrift.training.run import Run
+
+log = logging.getLogger("undrift")
 
 SHARE = 0.05
 """The fraction of the rounds between two log lines."""
@@ -59,7 +64,7 @@ class Progress:
         self.names = [f"{prefix}{name}" for prefix in ("", "validation_", "client_") for name in metrics]
         self.losses = ["loss", "validation_loss", "client_loss"]
         self.stream = stream or sys.stdout
-        self.kind = kind_of(self.stream)
+        self.kind = kind_of(self.stream) if self.stream else "nothing"  # a program without a standard output
         self.screen: Screen | None = None
         self.figures: list[str] = []
         self.samples = 0
@@ -69,18 +74,32 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self.began = self.shown = self.clock()
-        print(self.about, file=self.stream, flush=True)
-        if self.kind == "terminal":
-            self.screen = RichLine(self.stream) if importlib.util.find_spec("rich") else PlainLine(self.stream)
-        elif self.kind == "notebook":
-            self.screen = PlainLine(self.stream)
+        with self._optional():
+            if self.kind != "nothing":
+                print(self.about, file=self.stream, flush=True)
+            if self.kind == "terminal":
+                self.screen = RichLine(self.stream) if importlib.util.find_spec("rich") else PlainLine(self.stream)
+            elif self.kind == "notebook":
+                self.screen = PlainLine(self.stream)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.last not in (None, self.latest):  # a run that ends early
             self._show(self.latest, self.clock())
         if self.screen:
-            self.screen.close()
+            with self._optional():
+                self.screen.close()
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """A context that writes to the stream. If that fails, such as in a pipe that nobody reads any more, training
+        goes on without progress.
+        """
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: a stream that was closed
+            self.kind, self.screen = "nothing", None
+            log.warning("progress is no longer shown (%s), but training goes on", first_line(error))
 
     def row(self, row: dict[str, Any]) -> None:
         """Note that a round is over, and show a line if one is due."""
@@ -92,10 +111,11 @@ class Progress:
 
     def _show(self, t: int, now: float) -> None:
         self.shown, self.last = now, t
-        if self.screen:
-            self.screen.show(self.line(t, now, width_of(self.stream)))
-        else:
-            print(self.log_line(t, now), file=self.stream, flush=True)
+        with self._optional():
+            if self.screen:
+                self.screen.show(self.line(t, now, width_of(self.stream)))
+            elif self.kind != "nothing":
+                print(self.log_line(t, now), file=self.stream, flush=True)
 
     def _due(self, t: int, now: float) -> bool:
         if self.last is None or t >= self.rounds:

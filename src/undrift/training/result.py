@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor, nn
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, first_line
 from undrift.files import (
     PARTIAL,
     DamagedError,
     digest,
     lock,
+    parse_json,
+    read_bytes,
+    read_text,
     regular,
     remove_partial,
     replacing,
@@ -137,12 +140,18 @@ def _without_nan(x: Any) -> Any:
 
 
 def stopped(folder: Path) -> str | None:
-    """Return why the run in this folder stopped at a NaN or infinite value, or None if it did not."""
+    """Return why the run in this folder stopped at a NaN or infinite value, or None if it did not.
+
+    Raises:
+        DamagedError: If its `stopped.json` cannot be read.
+    """
     file = folder / STOPPED
+    if not os.path.lexists(file):
+        return None
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["why"]) if file.exists() else None
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return f"{file} cannot be read"
+        return str(parse_json(read_text(file))["why"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DamagedError(f"{file} cannot be read ({first_line(error)}).") from error
 
 
 def finished(folder: Path) -> bool:
@@ -152,11 +161,16 @@ def finished(folder: Path) -> bool:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of `metrics.jsonl` up to the first incomplete one, which a crash or a running run leaves."""
-    rows: list[dict[str, Any]] = []
     file = folder / "metrics.jsonl"
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    return parse_history(read_bytes(file)) if file.exists() else []
+
+
+def parse_history(content: bytes) -> list[dict[str, Any]]:
+    """Return the rows of a history, up to the first incomplete one. Raises `ValueError` for what no run writes."""
+    rows: list[dict[str, Any]] = []
+    for line in content.decode("utf-8").splitlines():
         try:
-            rows.append(json.loads(line))
+            rows.append(parse_json(line))
         except json.JSONDecodeError:
             break
     return rows
@@ -194,7 +208,7 @@ def intact(folder: Path, known: dict[str, Any]) -> bool:
 
 def _text(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError):
         return None
 

@@ -180,7 +180,7 @@ def rows_of(folder: Folder) -> int:
     """Return how many rounds the history has, as far as it can be read."""
     try:
         return len(folder.rows())
-    except UnicodeDecodeError:  # damaged; the checkpoints have a copy
+    except (ValueError, OSError):  # damaged; the checkpoints have a copy
         return 0
 
 

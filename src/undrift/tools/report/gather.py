@@ -6,7 +6,6 @@ Runs that differ only in their seed form a group, with curves of mean and standa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from undrift import __version__
 from undrift.errors import UndriftError
+from undrift.files import parse_json, read_text
 from undrift.tools.compare import Run, damage, groups, read_runs
 from undrift.tools.display import number
 from undrift.tools.report import summary
@@ -125,7 +125,7 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         "nonfinite": run.nonfinite,
         "diverged": run.diverged.what if run.diverged else None,
         "stopped": run.stopped,
-        "config": (run.folder / "config.toml").read_text(encoding="utf-8"),
+        "config": read_text(run.folder / "config.toml"),
     }
     found["layers"], found["axes"] = layers(run)
     by_class = [row for row in run.rows if "class_accuracy" in row]
@@ -140,7 +140,7 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         found["clients"] = by_client(clients)
     file = run.folder / "partition.json"
     if file.exists():
-        partition = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
+        partition = parse_json(read_text(file), parse_constant=_no_number)
         if not isinstance(partition, dict) or missing(partition):
             raise ValueError("partition.json does not describe a partition")
         if partition not in partitions:

@@ -117,7 +117,7 @@ def compare(
     runs, problems = compared.read_runs(list(given.folders)) if given.folders else ([], [])
     launch.warn_left_out(problems)
     if given.skipped:
-        typer.echo(given_paths.describe(given.skipped), err=True)
+        launch.say(given_paths.describe(given.skipped), err=True)
     failed: dict[str, str] = {}
     labels = dict(given.folders)
     if points:
@@ -133,10 +133,10 @@ def compare(
         raise UndriftError("There is nothing to compare: no run finished.")
     groups = given_paths.grouped(runs, labels)
     for sentence in given_paths.mismatches(groups):
-        typer.echo(f"warning: {sentence}", err=True)
+        launch.say(f"warning: {sentence}", err=True)
     by = compared.chosen_metric(runs, metric)
     if compared.undecided(runs, by):
-        typer.echo(
+        launch.say(
             f"warning: nothing says whether lower or higher values of {by} are better; higher ones are taken to be. "
             f"{compared.DECLARE} and train again to change that.", err=True,
         )  # fmt: skip
@@ -144,7 +144,7 @@ def compare(
     blocks = {"": measure(groups, asked)}
     _print(blocks, asked)
     for note in tables.notes(blocks):
-        typer.echo(note)
+        launch.say(note)
     _write(blocks, asked, csv, latex, markdown)
     if figures:
         from undrift.tools.report.figures import DOUBLE, SINGLE, draw
@@ -152,7 +152,7 @@ def compare(
 
         by_folder = {run.folder: name for name, own in groups.items() for run in own}
         made = draw(gather(list(by_folder), by_folder), figures, DOUBLE if double else SINGLE)
-        typer.echo(f"{len(made)} figures, each as .pdf, .svg and .png, in {figures}")
+        launch.say(f"{len(made)} figures, each as .pdf, .svg and .png, in {figures}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -222,7 +222,7 @@ def sweep(
         console.print(launch.sweep_table(found))
         for row in found["settings"]:
             if row["remark"]:
-                typer.echo(f"{row['name']}: {row['remark']}")
+                launch.say(f"{row['name']}: {row['remark']}")
     if found["best"] is not None and len(found["settings"]) > 1:
         tied = f" (tied with {listed(found['tied'], 3)})" if found["tied"] else ""
         by = found["chosen_by"].replace("_", " ")
@@ -266,18 +266,18 @@ def study(
                 run_study(outcomes, found, folder, str(file), live.Runner(board, str(file), how))
         except KeyboardInterrupt:
             rest = "" if out is None else f" with --out {out}"
-            typer.echo(f"stopped; to continue, repeat the command{rest}", err=True)
+            launch.say(f"stopped; to continue, repeat the command{rest}", err=True)
             raise typer.Exit(130) from None
         blocks, asked = results.write(outcomes, found, folder)
         _print(blocks, asked)
         for note in tables.notes(blocks):
-            typer.echo(note)
+            launch.say(note)
         for outcome in outcomes:
             if outcome.why:
                 where = ", ".join(filter(None, (outcome.cell.partition, outcome.cell.method)))
-                typer.echo(f"{where}: {outcome.why}", err=True)
+                launch.say(f"{where}: {outcome.why}", err=True)
         results.draw(outcomes, found, folder / "figures")
-    typer.echo(f"in {folder}: study.json, study.csv, study.tex, study.md, and figures as .pdf, .svg and .png")
+    launch.say(f"in {folder}: study.json, study.csv, study.tex, study.md, and figures as .pdf, .svg and .png")
     raise typer.Exit(1 if any(outcome.why for outcome in outcomes) else 0)
 
 

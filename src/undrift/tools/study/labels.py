@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from undrift.files import write_text
+from undrift.files import parse_json, read_bytes, write_text
 
 FILE = "labels.json"
 
@@ -32,7 +32,7 @@ def write(out: Path, labels: Mapping[str, Label]) -> None:
 def read(out: Path) -> dict[str, Label]:
     """The labels of the runs in a folder; none, if no study has written the file."""
     try:
-        found = {name: Label(**label) for name, label in json.loads((out / FILE).read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        found = {name: Label(**label) for name, label in parse_json(read_bytes(out / FILE)).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return found if all(isinstance(text, str) for label in found.values() for text in label) else {}

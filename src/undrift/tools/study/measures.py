@@ -10,7 +10,7 @@ from typing import Any
 from undrift.errors import UndriftError, nearest, quoted
 from undrift.tools.compare import Run, counted, remark
 from undrift.tools.display import number
-from undrift.tools.study.statistics import deviation, mean, paired
+from undrift.tools.study.statistics import average, deviation, mean, paired
 
 Figures = dict[str, Any]
 """The figures of one group."""
@@ -50,7 +50,7 @@ def values_by_seed(runs: Sequence[Run], asked: Asked) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for run in runs:
         found.setdefault(run.seed, []).append(run.last(asked.metric, asked.last))
-    return {seed: math.fsum(values) / len(values) for seed, values in sorted(found.items())}
+    return {seed: average(values) for seed, values in sorted(found.items())}
 
 
 def _group(name: str, runs: Sequence[Run], by_seed: Mapping[str, dict[int, float]], asked: Asked) -> Figures:

@@ -12,7 +12,7 @@ from pathlib import Path
 from undrift.errors import UndriftError, listed, quoted
 from undrift.tools.compare import Run, groups
 from undrift.tools.study.run import FINAL
-from undrift.training.result import RUN, finished, recorded, stopped
+from undrift.training.result import RUN, STOPPED, finished, recorded
 
 
 @dataclass
@@ -47,7 +47,7 @@ def understand(arguments: Sequence[str]) -> Given:
         for folder in runs_in(path) or [path]:
             if not (folder / "metrics.jsonl").exists():
                 given.skipped[str(folder)] = "not a run"
-            elif not finished(folder) and not stopped(folder):
+            elif not finished(folder) and not os.path.lexists(folder / STOPPED):
                 given.skipped[str(folder)] = "not finished"
             else:
                 if given.folders.get(folder, label) != label:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 def mean(values: Sequence[float]) -> float:
     """The mean of the finite values; NaN if there are none."""
     known = [v for v in values if math.isfinite(v)]
-    return math.fsum(known) / len(known) if known else math.nan
+    return average(known) if known else math.nan
+
+
+def average(values: Sequence[float]) -> float:
+    """The mean of all values, also where their sum is larger than any float."""
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        return math.fsum(v / len(values) for v in values)
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -19,7 +27,10 @@ def deviation(values: Sequence[float]) -> float:
     if len(known) < 2:
         return math.nan
     middle = mean(known)
-    return math.sqrt(math.fsum((v - middle) ** 2 for v in known) / (len(known) - 1))
+    try:
+        return math.sqrt(math.fsum((v - middle) ** 2 for v in known) / (len(known) - 1))
+    except OverflowError:  # of a square; hypot scales what it squares
+        return math.hypot(*(v - middle for v in known)) / math.sqrt(len(known) - 1)
 
 
 @dataclass(frozen=True)

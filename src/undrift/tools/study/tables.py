@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from undrift.errors import printable
 from undrift.tools.study.measures import Asked, Figures
-from undrift.tools.study.statistics import paired
+from undrift.tools.study.statistics import average, paired
 
 Blocks = Mapping[str, Sequence[Figures]]
 """The figures of groups, by partition. The name of the only block of a comparison is empty."""
@@ -130,7 +131,7 @@ def _by_seed(row: Figures) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for seed, value in zip(row["seeds"], row["values"], strict=True):
         found.setdefault(seed, []).append(math.nan if value is None else value)
-    return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
+    return {seed: average(values) for seed, values in found.items()}
 
 
 def best(rows: Sequence[Figures], lower: bool) -> Figures | None:
@@ -171,12 +172,17 @@ def markdown(blocks: Blocks, asked: Asked) -> str:
             cells = [column.cell(row) for column in found]
             cells[1] = f"**{cells[1]}**" if row in leading else cells[1]
             lines.append(_line([*([name] if named else []), row["name"], *cells]))
-    below = "".join(f"\n- {note}" for note in notes(blocks))
+    below = "".join(f"\n- {one_line(note)}" for note in notes(blocks))
     return "\n".join(lines) + "\n" + (f"{below}\n" if below else "")
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    return "| " + " | ".join(one_line(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def one_line(text: str) -> str:
+    """Text without control characters and ends of lines, after which it would be no cell or comment any more."""
+    return " ".join(printable(text).splitlines())
 
 
 def latex(blocks: Blocks, asked: Asked) -> str:
@@ -185,7 +191,7 @@ def latex(blocks: Blocks, asked: Asked) -> str:
     lines = [
         r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds. Bold: the best mean, and every mean",
         "% whose difference to it, paired by seed, has a 95% confidence interval that contains 0.",
-        *(f"% {note}" for note in notes(blocks)),
+        *(f"% {one_line(note)}" for note in notes(blocks)),
         rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
         r"\toprule",
         " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
@@ -199,8 +205,13 @@ def latex(blocks: Blocks, asked: Asked) -> str:
         for row in rows:
             cells = [escaped(column.cell(row)) for column in found]
             cells[main] = rf"\textbf{{{cells[main]}}}" if row in leading else cells[main]
-            lines.append(" & ".join([escaped(row["name"]), *cells]) + r" \\")
+            lines.append(" & ".join([_first(escaped(row["name"])), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _first(cell: str) -> str:
+    r"""The first cell of a row. After \\ and \midrule, a star or a bracket would be taken for an argument of these."""
+    return f"{{}}{cell}" if cell.lstrip().startswith(("[", "*")) else cell
 
 
 def _head(header: str) -> str:
@@ -222,7 +233,7 @@ SPECIAL = {
 
 def escaped(text: str) -> str:
     """Text for LaTeX; a minus or plus before a number becomes mathematics."""
-    plain = "".join(SPECIAL.get(letter, letter) for letter in text)
+    plain = "".join(SPECIAL.get(letter, letter) for letter in one_line(text))
     return re.sub(r"(?<![\w.])([+-])(?=\d)", r"$\1$", plain)
 
 
@@ -233,7 +244,7 @@ def csv_text(blocks: Blocks) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, keys, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _inert(value) for key, value in row.items()} for row in rows)
     return text.getvalue()
 
 
@@ -249,3 +260,23 @@ def _flat(row: Figures) -> dict[str, Any]:
         else:
             found[key] = " ".join("nan" if x is None else str(x) for x in value) if isinstance(value, list) else value
     return found
+
+
+FORMULAS = tuple("=+-@＝＋－＠")
+"""What formulas begin with in spreadsheets, also in those for scripts with wide letters."""
+
+
+def _inert(value: Any) -> Any:
+    """A cell of text that spreadsheets show. One that begins like a formula would be computed, and may do harm."""
+    if not isinstance(value, str) or _numbers(value):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.lstrip().startswith(FORMULAS) else text
+
+
+def _numbers(text: str) -> bool:
+    """Whether these are numbers, separated by spaces."""
+    try:
+        return [float(word) for word in text.split()] != []
+    except ValueError:
+        return False
