@@ -8,7 +8,7 @@ view made in `__init__`, a hook on the parameter. Here the values are written in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,13 @@ class InPlace(Held):
         """The parameters that hold the weights of the first call, with what shows whether the module changes them."""
 
     def call(
-        self, module: nn.Module, tensors: Params, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        tensors: Params,
+        buffers: Params,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: AbstractContextManager[None],
     ) -> Any:
         first = self.stack is not None and not self.taken
         given = {**tensors, **buffers}
@@ -51,7 +57,7 @@ class InPlace(Held):
         if first:
             self.taken = True
             self.written = {n: (p, p._version, p.data_ptr()) for n, p in own.items() if isinstance(p, nn.Parameter)}
-        with nullcontext() if first else _constant(own):
+        with nullcontext() if first else _constant(own), mode:
             output = module(*args, **kwargs)
         now = named_tensors(module) if buffers else {}
         buffers |= {name: now[name].detach().clone() for name in buffers if name in now}
