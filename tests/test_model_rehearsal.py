@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import undrift as ud
 from tests.handloop import everything, own_loop, put
@@ -268,6 +269,28 @@ class Merging(Caching):
         return super().train(mode)
 
 
+class Checkpointed(Net):
+    """Counts, as batch norm does, in a pass that is computed again for the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()).double())
+
+    def counted(self, x):
+        if self.training:
+            self.calls += 1
+        return super().hidden(x)
+
+    def hidden(self, x):
+        return checkpoint(self.counted, x, use_reentrant=False)
+
+
+def checkpointed_and_hooked() -> nn.Module:
+    module = Checkpointed()
+    module.last.weight.register_hook(lambda g: 3 * g)
+    return module
+
+
 class Recording(Net):
     """Counts its calls in a buffer, in evaluation mode too, as observers for quantization record."""
 
@@ -372,6 +395,8 @@ RIGHT: dict[Callable[[], Any], str] = {
     Potentials: "lanes",
     Caching: "in lanes the output in evaluation mode is off by",
     Merging: "lanes",
+    Checkpointed: "training changes its buffer 'calls'",
+    checkpointed_and_hooked: "its parameters have hooks",
     Recording: "training changes its buffer 'calls'",
     AlwaysTraining: "lanes",
     BackwardInside: "vmap",
