@@ -22,8 +22,8 @@ from tests import reference
 
 CASES = {case.name: case for case in collect()}
 QUICK = [case for case in CASES.values() if case.quick]
-FAULTS = {f"S{i}" for i in range(1, 12)}
-"""The faults of the review, each of which was a silently wrong number."""
+FAULTS = {f"S{i}" for i in range(1, 12)} | {f"M{i}" for i in range(1, 10)} | {"MT", "MR"}
+"""The faults of two reviews: silently wrong numbers, and tracebacks (MT) and refusals (MR) of what torch trains."""
 
 
 @pytest.fixture(autouse=True)

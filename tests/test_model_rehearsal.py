@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import undrift as ud
-from tests.handloop import everything, own_loop
+from tests.handloop import everything, own_loop, put
 from tests.problems import distance, make_clients, same_bits
 from undrift.functional import gradient
 from undrift.functional.batch_norm import LaneNorms
@@ -220,6 +221,88 @@ class Remembering(Net):
         return super().forward(x) + self.cache[len(x)]
 
 
+class Supervised(Net):
+    """What deep supervision and spiking neurons keep: features, with their history, in a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.states = [torch.zeros(1)], {"h": None}
+
+    def hidden(self, x):
+        self.features[0] = self.states["h"] = super().hidden(x)
+        return self.features[0]
+
+
+class Potentials(Net):
+    """A buffer of the shape of the batch, which is not a part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("potential", torch.zeros(0).double(), persistent=False)
+
+    def hidden(self, x):
+        self.potential = torch.zeros(len(x), 8).double()
+        for _ in range(2):
+            self.potential = 0.5 * self.potential + self.first(x)
+        return torch.tanh(self.potential)
+
+
+class Caching(Net):
+    """A product of weights, without a gradient, serves in evaluation mode until the next step."""
+
+    kept = None
+
+    def forward(self, x):
+        if self.training:
+            self.kept = None
+            return super().forward(x)
+        if self.kept is None:
+            self.kept = self.last.weight.detach() @ self.first.weight.detach()
+        return x @ self.kept.T
+
+
+class Merging(Caching):
+    """Or until the mode changes."""
+
+    def train(self, mode=True):
+        self.kept = None
+        return super().train(mode)
+
+
+class Checkpointed(Net):
+    """Counts, as batch norm does, in a pass that is computed again for the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()).double())
+
+    def counted(self, x):
+        if self.training:
+            self.calls += 1
+        return super().hidden(x)
+
+    def hidden(self, x):
+        return checkpoint(self.counted, x, use_reentrant=False)
+
+
+def checkpointed_and_hooked() -> nn.Module:
+    module = Checkpointed()
+    module.last.weight.register_hook(lambda g: 3 * g)
+    return module
+
+
+class Recording(Net):
+    """Counts its calls in a buffer, in evaluation mode too, as observers for quantization record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()).double())
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
 class AlwaysTraining(Net):
     """`eval` is overridden, as some libraries do to keep a layer in training mode."""
 
@@ -308,6 +391,13 @@ RIGHT: dict[Callable[[], Any], str] = {
     hooked_backward: "vmap",
     ByBatch: "interact",
     Remembering: "lanes",
+    Supervised: "lanes",
+    Potentials: "lanes",
+    Caching: "in lanes the output in evaluation mode is off by",
+    Merging: "lanes",
+    Checkpointed: "training changes its buffer 'calls'",
+    checkpointed_and_hooked: "its parameters have hooks",
+    Recording: "training changes its buffer 'calls'",
     AlwaysTraining: "lanes",
     BackwardInside: "vmap",
     FixedFeatures: "a generator that it seeds itself",
@@ -318,6 +408,10 @@ RIGHT: dict[Callable[[], Any], str] = {
 """The engine that trains it, or words of the reason for which the plain engine does."""
 
 
+NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch warns once per process
+
+
+@NESTED
 @pytest.mark.parametrize("tested", [True, False], ids=["tested", "untested"])
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 def test_the_weights_are_those_of_ordinary_pytorch(kind, tested):
@@ -403,6 +497,16 @@ class CountingEvaluations(Net):
         return super().forward(x) * (1 if self.training else self.calls)
 
 
+class Keeping(Net):
+    """Keeps features with their history, which the next call uses, if only in principle."""
+
+    kept = 0.0
+
+    def hidden(self, x):
+        self.kept = super().hidden(x).mean() + 0 * self.kept
+        return super().hidden(x) + self.kept
+
+
 FACTORY = "model=lambda: Net(…)"
 REFUSED: dict[Callable[[], Any], tuple[str, ...]] = {
     Weak: ("'last.weight' is off by", "'head' is a weak reference", FACTORY),
@@ -410,6 +514,7 @@ REFUSED: dict[Callable[[], Any], tuple[str, ...]] = {
     TiedByData: ("two parameters in the same memory", "decoder.weight = encoder.weight"),
     Counting: ("counts its calls",),
     WarmingUp: ("counts its calls",),
+    Keeping: ("PyTorch cannot take two steps with this model", "a gradient through the first", "Reset it in forward"),
     CountingEvaluations: ("output in evaluation mode is off by", "keeps something in Python from one call to the next"),
 }
 
@@ -510,8 +615,8 @@ def forgets_hooks(monkeypatch) -> None:
 
     right = model.copy_of
 
-    def copied(module, device):
-        found = right(module, device)
+    def copied(*args, **options):
+        found = right(*args, **options)
         for layer in found.modules():
             layer._forward_hooks.clear()
         return found
@@ -538,8 +643,8 @@ def loses_a_gradient(monkeypatch) -> None:
     """A parameter's gradient ends on the way."""
     right = Held.call
 
-    def call(self, module, tensors, buffers, args, kwargs):
-        return right(self, module, {**tensors, "first.weight": tensors["first.weight"].detach()}, buffers, args, kwargs)
+    def call(self, module, tensors, *args):
+        return right(self, module, {**tensors, "first.weight": tensors["first.weight"].detach()}, *args)
 
     monkeypatch.setattr(Held, "call", call)
 
@@ -616,6 +721,7 @@ def zeros(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
+@NESTED
 @pytest.mark.parametrize("precision", ["auto", "bfloat16"])
 @pytest.mark.parametrize("method", [ud.FedAvg(), ud.Scaffold() + ud.FedProx(0.1), ud.FedNLR()], ids=str)
 @pytest.mark.parametrize("kind", SOUND)
@@ -676,6 +782,44 @@ def test_the_callers_module_is_as_it_was():
     with pytest.raises(ZeroDivisionError):
         fails()
     assert same_bits(module.state_dict(), before) and module.seen == [7]
+
+
+class LowRank(nn.Linear):
+    """Merges its update into the frozen weight when it goes into evaluation mode, as loralib's layers do."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, sizes[0])), nn.Parameter(torch.randn(sizes[1], 2))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (1 - 2 * mode) * (self.up @ self.down)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.merged else x @ self.down.T @ self.up.T)
+
+
+@pytest.mark.parametrize("engine", ["lanes", "plain"])
+def test_weights_are_merged_for_evaluation_with_the_weights_of_that_call(engine):
+    def kind():
+        return nn.Sequential(LowRank(6, 8), nn.Tanh(), LowRank(8, 4)).double()
+
+    data, module = make_clients(UNEVEN), made(kind)
+    before = copy.deepcopy(everything(module))
+    found = trained(module, data, engine=engine)
+    assert same_bits(everything(module), before) and not module[0].merged
+    wanted = made(kind)
+    put(wanted, own_loop(made(kind), data, LOCAL, ROUNDS))
+    with torch.no_grad():
+        loss = F.cross_entropy(wanted.eval()(data.test[0]), data.test[1])
+    assert found.history[-1]["loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert distance(everything(found.model), everything(wanted)) < 1e-12
+    assert distance(everything(found.model.train()), everything(wanted.train())) < 1e-12
 
 
 # ---- after training ------------------------------------------------------------------------------------------------

@@ -18,14 +18,15 @@ from undrift.functional.gradient import slots_of
 from undrift.models.seeded import Seeded
 
 
-def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
+def copy_of(module: nn.Module, device: torch.device, whole: bool = False) -> nn.Module:
     """Return the module on `device`, with weights of its own, without wrappers for several GPUs or for compiling.
 
-    Frozen parameters that are on `device` already are shared with the caller, so that a large backbone is not copied.
+    Frozen parameters that are on `device` already are shared with the caller, so that a large backbone is not copied,
+    unless the copy is to be `whole`.
     """
     module = unwrapped(module)
     _check_values(module)
-    memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device}
+    memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device and not whole}
     return deep_copy(module, memo).to(device)
 
 
@@ -135,14 +136,16 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     try:
         if "__deepcopy__" in vars(module):  # which knows better
             return copy.deepcopy(module, known)
-        functions = [_Function(f, reaching) for f, reaching in _closures(module)]
+        held = _reached(module)
+        functions = [_Function(f, reaching) for f, reaching in _closures(module, held)]
         known |= {id(f.original): f.copy for f in functions}
         # Other tensors with a history cannot be copied. Older forms of weight norm and pruning keep a weight that they
-        # computed as an attribute, which the next forward pass computes anew. Nor can some sparse and lazy buffers.
+        # computed as an attribute, and deep supervision and spiking layers what they computed last in a list or a dict;
+        # the next forward pass computes them anew. Nor can some sparse and lazy buffers.
+        for t, _ in held.values():
+            if isinstance(t, Tensor) and t.grad_fn is not None:
+                known[id(t)] = _view(t, known) if _is_view_of_parameter(t) else t.detach().clone()
         for layer in module.modules():
-            for t in vars(layer).values():
-                if isinstance(t, Tensor) and t.grad_fn is not None:
-                    known[id(t)] = _view(t, known) if _is_view_of_parameter(t) else t.detach().clone()
             for b in (*layer._buffers.values(), *vars(layer).values()):
                 if isinstance(b, UninitializedBuffer):
                     new = UninitializedBuffer(device=b.device, dtype=b.dtype)  # type: ignore[call-arg]
@@ -222,10 +225,9 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def _closures(module: nn.Module) -> list[tuple[FunctionType, set[int]]]:
-    """Return the functions among a module's attributes that close over parts of it, and what leads to these."""
+def _closures(module: nn.Module, held: dict[int, tuple[Any, list[Any]]]) -> list[tuple[FunctionType, set[int]]]:
+    """Return the functions that close over parts of a module which holds them, and what leads to these."""
     parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
-    held = _reached(module)
     # Backwards from the module's parts, through everything but modules: those are copied as attributes anyway.
     users: dict[int, list[int]] = {}
     for holder, (x, content) in held.items():

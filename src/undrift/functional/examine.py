@@ -13,6 +13,7 @@ from undrift.errors import UndriftError, first_sentence
 from undrift.functional.arguments import arguments, batch_size, floats_to
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial, fixed_key
+from undrift.functional.generators import seeded
 from undrift.functional.layouts import equal, overwrite
 from undrift.functional.norm_trials import find_norm_obstacle
 from undrift.functional.recurrent.layers import THEIRS
@@ -54,7 +55,7 @@ def examine(model: Model, x: Tree) -> Findings:
     twin = copy.copy(model)
     frozen = {n: p for n, p in model.module.named_parameters() if n not in model.start}
     twin.module = deep_copy(model.module, {} if model.owns_frozen else {id(p): p for p in frozen.values()})
-    before = {n: t for n, t in named_tensors(twin.module).items() if n not in model.start}
+    before = {n: t for n, t in named_tensors(twin.module).items() if n not in model.start and n not in model.scratch}
     values = {n: t.detach().clone() for n, t in before.items() if model.owns_frozen or n not in frozen}
     versions = {n: before[n]._version for n in values}
     data = {n: p.data for n, p in twin.module.named_parameters()}
@@ -116,6 +117,23 @@ def examine(model: Model, x: Tree) -> Findings:
             "which undrift draws from the client's key, and buffers for what must change."
         )
     return Findings(output, changed, trial.unkeyed, draws_in_evaluation[0], rebinds)
+
+
+def shaped_by_batch(model: Model, x: Tree) -> list[str]:
+    """Return the names of the buffers whose shape is that of the last batch, as spiking neurons keep potentials."""
+    twin = deep_copy(model.module, {}).train()
+    shapes: list[dict[str, torch.Size]] = []
+    with torch.no_grad(), contextlib.suppress(Exception), seeded(fixed_key(tree_leaves(x)[0].device)):
+        for rows in (2, 3):
+            few = tree_map(lambda t, n=rows: _rows(t, n), floats_to(x, model.input_dtype))
+            args, kwargs = arguments(twin, few)
+            twin(*args, **kwargs)
+            shapes.append({name: b.shape for name, b in twin.named_buffers()})
+    return [name for name, shape in shapes[0].items() if len(shapes) == 2 and shapes[1][name] != shape]
+
+
+def _rows(t: Tensor, n: int) -> Tensor:
+    return t[:1].expand(n, *t.shape[1:]).clone()
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,9 +64,15 @@ class Held:
             return ordinary_gradient(loss, params)
 
     def call(
-        self, module: nn.Module, tensors: Params, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        tensors: Params,
+        buffers: Params,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: AbstractContextManager[None],
     ) -> Any:
-        """Call the module with these tensors and buffers; `buffers` gets those that the module replaces."""
+        """Call the module with these tensors and buffers, in `mode`; `buffers` gets those that the module replaces."""
         lasting = self.stack is not None and not self.taken
         slots = self.slots if self.taken else slots_of(module)
         with ExitStack() as here:
@@ -75,7 +81,8 @@ class Held:
             stack = self.stack if lasting else here
             assert stack is not None
             stack.enter_context(replaced(slots, {**tensors, **buffers}))
-            output = module(*args, **kwargs)
+            with mode:
+                output = module(*args, **kwargs)
             for name, old in buffers.items():
                 (place, attribute), *_ = slots[name]
                 if place[attribute] is not old:

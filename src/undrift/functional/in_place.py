@@ -7,8 +7,8 @@ view made in `__init__`, a hook on the parameter. Here the values are written in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from undrift.errors import UndriftError
 from undrift.functional.examine import named_tensors
 from undrift.functional.gradient import Held, Params, explaining
-from undrift.functional.layouts import overwrite
+from undrift.functional.layouts import equal, overwrite
 
 WHY = "the module is trained in place, since it is another function with other tensors in the place of its weights"
 HOOKS = "its parameters have hooks, which .backward() calls on the parameters themselves"
@@ -37,9 +37,17 @@ class InPlace(Held):
         self.why = why
         self.written: dict[str, tuple[Tensor, int, int]] = {}
         """The parameters that hold the weights of the first call, with what shows whether the module changes them."""
+        self.called: nn.Module | None = None
+        """The module of the first call."""
 
     def call(
-        self, module: nn.Module, tensors: Params, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        tensors: Params,
+        buffers: Params,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: AbstractContextManager[None],
     ) -> Any:
         first = self.stack is not None and not self.taken
         given = {**tensors, **buffers}
@@ -49,9 +57,9 @@ class InPlace(Held):
         before = {name: own[name].detach().clone() for name in given} if self.taken else {}
         _write(own, given)
         if first:
-            self.taken = True
+            self.taken, self.called = True, module
             self.written = {n: (p, p._version, p.data_ptr()) for n, p in own.items() if isinstance(p, nn.Parameter)}
-        with nullcontext() if first else _constant(own):
+        with nullcontext() if first else _constant(own), mode:
             output = module(*args, **kwargs)
         now = named_tensors(module) if buffers else {}
         buffers |= {name: now[name].detach().clone() for name in buffers if name in now}
@@ -69,10 +77,14 @@ class InPlace(Held):
             leaves = {name: w.detach().clone().requires_grad_() for name, w in params.items()}
             try:
                 value, buffers = loss(leaves)
+                after = self._buffers(buffers)
                 with _without_gradients([p for p, *_ in self.written.values()]):
                     if value.requires_grad:
                         value.backward()
                     found = {name: self._sum(name, leaf) for name, leaf in leaves.items()}
+                for name, b in self._buffers(buffers).items():  # gradient checkpointing computes them again
+                    if not equal(b, after[name]):
+                        buffers[name] = b
                 for name, (p, version, place) in self.written.items():
                     if name in params and (p._version, p.data_ptr()) != (version, place):
                         params[name].copy_(p.detach())
@@ -81,6 +93,11 @@ class InPlace(Held):
                 for p, value in outer.items():
                     p.data.copy_(value)
         return found, {name: b.detach() for name, b in buffers.items()}
+
+    def _buffers(self, names: Iterable[str]) -> Params:
+        """Return copies of the module's own buffers of these names."""
+        own = named_tensors(self.called) if self.called else {}
+        return {name: own[name].detach().clone() for name in names if name in own}
 
     def _sum(self, name: str, leaf: Tensor) -> Tensor:
         """Return the gradient through the module and that through `leaf`, which hooks get."""

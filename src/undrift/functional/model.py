@@ -18,7 +18,7 @@ from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, release
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
 from undrift.functional.copying import copy_of, deep_copy
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
-from undrift.functional.examine import BufferShapeError, examine, find_obstacle, named_tensors
+from undrift.functional.examine import BufferShapeError, examine, find_obstacle, named_tensors, shaped_by_batch
 from undrift.functional.generators import seeded
 from undrift.functional.gradient import Held
 from undrift.functional.gradient import Params as Params
@@ -48,7 +48,9 @@ class Model:
         self, module: nn.Module, device: torch.device, precision: str = "auto", output: str | None = None
     ) -> None:
         """`output` names the output for the loss, if the module returns several."""
-        self.module = copy_of(module, device)
+        self.switches = _switches(module)
+        """Whether the module does something when its mode changes, such as merging weights for evaluation."""
+        self.module = copy_of(module, device, whole=self.switches)
         # Submodules that the caller has set to evaluation mode stay there, unless that is the whole module.
         self.still = [n for n, layer in self.module.named_modules() if not layer.training] if module.training else []
         self.module.eval()  # so that the first training pass calls `train`, which the module may have overridden
@@ -68,6 +70,8 @@ class Model:
         self.norms = _of_norms(self.module)
         self.output, self.outputs = output, 0
         self.tracked: Params = {}
+        self.scratch: list[str] = []
+        """The buffers that take the shape of a batch: every call finds them as they were at first."""
         self.unkeyed = ""
         """Why draws in training cannot come from the client's key but need seeded generators; empty if they can."""
         self.draws_in_evaluation = False
@@ -77,7 +81,7 @@ class Model:
         """Whether the loss, or a metric, draws."""
         self.sample: Tree = None
         self.held = Held()
-        self.owns_frozen = not any(not p.requires_grad for p in self.module.parameters())
+        self.owns_frozen = self.switches or not any(not p.requires_grad for p in self.module.parameters())
         """Whether this model has its own copy of frozen parameters, which a forward pass may then change."""
         self.vectorized = False
         """Whether this is the model as lanes train it."""
@@ -93,7 +97,8 @@ class Model:
         except FrozenWriteError:  # which the caller may own; from now on they are copies
             return self._unshared().examined(x)
         except BufferShapeError:
-            return self._shaped(x).examined(x)
+            scratch = [] if self.scratch else shaped_by_batch(self, x)
+            return (self._unshared()._with(scratch=scratch) if scratch else self._shaped(x)).examined(x)
         if not self.owns_frozen and any(name not in self.norms for name in found.changed):
             # It creates and changes buffers of its own, so it may occasionally write to frozen weights too.
             return self._unshared().examined(x)
@@ -149,7 +154,7 @@ class Model:
         return {
             n: (id(t), t._version)
             for n, t in named_tensors(self.module).items()
-            if n not in self.start and n not in self.tracked
+            if n not in self.start and n not in self.tracked and n not in self.scratch
         }
 
     def trial(self) -> Params:
@@ -307,6 +312,9 @@ class Model:
             rest = dict(self.module.named_parameters()) | dict(self.module.named_buffers()) | tracked | params
             whole = {n: t for n, t in rest.items() if n in self.norms or not t.is_floating_point()}
             tensors = {n: t.to(self.compute_dtype) for n, t in rest.items() if n not in whole} | whole
+        if self.scratch and not isinstance(self.held, InPlace):
+            own = dict(self.module.named_buffers())
+            tensors = tensors | {name: own[name].clone() for name in self.scratch}
         if isinstance(watch, Watch | LastInput | Uses):
             own = dict(self.module.named_parameters())
             called = own if isinstance(self.held, InPlace) else tensors
@@ -317,7 +325,8 @@ class Model:
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
         seen = watch or contextlib.nullcontext()
         with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
-            output = self.held.call(self.module, tensors, statistics, *arguments(self.module, x))
+            switch = self._evaluating() if self.switches and not training else none
+            output = self.held.call(self.module, tensors, statistics, *arguments(self.module, x), switch)
         output = selected(output, self.output)
         if isinstance(mode, ConvolutionMode):  # its outputs may have unexpected strides
             output = tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, output)
@@ -327,10 +336,19 @@ class Model:
     def _mode(self, training: bool) -> Iterator[None]:
         """The module in training or evaluation mode, and after a call within another as that needs it."""
         before, within = self.module.training, self.held.taken
-        self.set_mode(training)
+        self.set_mode(training or self.switches)
         yield
         if within:
             self.set_mode(before)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The module in evaluation mode for one call, with the weights of that call when its mode changes."""
+        self.set_mode(False)
+        try:
+            yield
+        finally:
+            self.set_mode(True)
 
     def set_mode(self, training: bool) -> None:
         if self.module.training != training:
@@ -376,6 +394,13 @@ def _without_cudnn() -> Iterator[None]:
         yield
     finally:
         cudnn.enabled = before
+
+
+def _switches(module: nn.Module) -> bool:
+    """Return whether some layer has a `train` or an `eval` of its own."""
+    own = [(type(layer), vars(layer)) for layer in module.modules()]
+    torchs = nn.Module.train, nn.Module.eval
+    return any((kind.train, kind.eval) != torchs or {"train", "eval"} & held.keys() for kind, held in own)
 
 
 def as_buffer(value: Tensor, like: Tensor) -> Tensor:

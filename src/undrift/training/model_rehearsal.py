@@ -106,11 +106,21 @@ def rehearsed(run: Run) -> Run:
             if machine_trouble(error):
                 raise
             failed = error
+    if KEPT in str(failed):
+        raise UndriftError(
+            "PyTorch cannot take two steps with this model: its forward pass keeps from one call to the next what has "
+            "a gradient through the first. Reset it in forward, as with functional.reset_net(self) or "
+            "utils.reset(self) for layers of spiking neurons, or keep it detached."
+        ) from failed
     if isinstance(failed, PyTorchError):
         log.warning("the model could not be compared with ordinary PyTorch, which failed: %s", first_sentence(failed))
     else:
         log.info("the rehearsal of the model was given up, training will tell: %s", failed)
     return run
+
+
+KEPT = "Trying to backward through the graph a second time"
+"""Words of torch's error."""
 
 
 class MismatchError(UndriftError):
@@ -214,9 +224,16 @@ class Comparison:
     # ---- what differs ---------------------------------------------------------------------------------------------
     def off(self, engine: Engine, model: Model) -> Off | None:
         """Return what an engine trains otherwise than PyTorch, or evaluates otherwise; None if nothing."""
+        # What a forward pass keeps of weights in evaluation mode must not outlast the next steps. The plain engine
+        # calls the module in these; lanes do so only once, while they trace it.
+        plain = isinstance(engine, PlainEngine)
+        if plain:
+            self._evaluated(model)
         found = self.by(engine)
         if found is None:
             return None
+        if not plain:
+            self._evaluated(model)
         training = self._training(found)
         return max(training, key=lambda off: off.share) if training else self._evaluation(model)
 
@@ -246,19 +263,28 @@ class Comparison:
     def _evaluation(self, model: Model) -> Off | None:
         """Return how outputs in evaluation mode differ from those of the caller's own module; None if they do not."""
         with torch.no_grad():
-            mine = self._outputs(model)
+            mine = self._outputs(model, *self._after())
         share = apart(mine, self._outputs_by_pytorch())
         return Off("the output in evaluation mode", share) if share > bound(self.run) else None
 
-    def _outputs(self, model: Model) -> Tree:
-        buffers = self.start.tracked | self.wanted.buffers
-        found = model.at(buffers)(self.wanted.params, few_samples(self.run, self.few or FEW))
+    def _evaluated(self, model: Model) -> None:
+        """Evaluate the first weights."""
+        with torch.no_grad():
+            self._outputs(model, self.start.params, self.start.tracked)
+
+    def _after(self) -> Trained:
+        """Return what the caller's own module has after its steps."""
+        return self.wanted._replace(buffers=self.start.tracked | self.wanted.buffers)
+
+    def _outputs(self, model: Model, params: Params, buffers: Params) -> Tree:
+        params = tree_map(torch.clone, params)  # which a forward pass may write to
+        found = model.at(buffers)(params, few_samples(self.run, self.few or FEW))
         # It may be a view of a weight, and the module gets its own weights back.
         return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, found)
 
     def _outputs_by_pytorch(self) -> Tree:
         with torch.no_grad(), self._module() as module:
-            return self._outputs(self.own.model.in_place(WHY, module))
+            return self._outputs(self.own.model.in_place(WHY, module), *self._after())
 
     @property
     def eps(self) -> float:
@@ -374,7 +400,7 @@ def warn_of_another_evaluation(run: Run, outputs: Tree, trained: nn.Module) -> N
     if outputs is None:
         return
     try:
-        with torch.no_grad():
+        with torch.no_grad(), borrowed(trained, run.device, frozen=True):  # observers record in evaluation mode, too
             share = apart(outputs, run.model.called(trained, few_samples(run)))
     except Exception as error:  # whatever a user's module may raise
         log.warning("result.model fails on samples that undrift has evaluated it on: %s", first_sentence(error))

@@ -209,16 +209,17 @@ def refuse_rounding(model: Model, whose: str, x: Samples, rows: Rows) -> None:
 
 
 def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -> Model:
-    """Check in one backward pass, in evaluation mode, that the loss depends on the parameters differentiably.
+    """Check in one backward pass that the loss depends on the parameters differentiably.
 
-    Returns the model that knows of draws in the backward pass, which have no key.
+    In evaluation mode, which takes any number of samples; where that uses constants that it made of the weights, in
+    training mode. Returns the model that knows of draws in the backward pass, which have no key.
     """
     x, target = two_samples(rows, device)
     leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
     with torch.enable_grad():
         output = model(leaves, x)
         value = repeating(model, loss)(output, target).sum()
-    if not value.requires_grad:
+    if not value.requires_grad and not has_gradient(model, x, target, loss):
         known = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output))
         whose = "loss" if known else "model"
         raise UndriftError(
@@ -229,18 +230,32 @@ def check_gradient(model: Model, rows: Rows, device: torch.device, loss: Loss) -
     return model._with(unkeyed=model.unkeyed or drawn) if drawn else model
 
 
+def has_gradient(model: Model, x: Samples, target: Tensor, loss: Loss) -> bool:
+    """Return whether the loss has a gradient in training mode."""
+    with contextlib.suppress(Exception), torch.enable_grad(), model.held.open():
+        return loss_of_a_step(model, model.trial(), x, target, loss).requires_grad
+    return False
+
+
+def loss_of_a_step(model: Model, leaves: dict[str, Tensor], x: Samples, target: Tensor, loss: Loss) -> Tensor:
+    """Return the loss in training mode, of which parameters with these values are leaves."""
+    key = fixed_key(target.device)
+    for w in leaves.values():
+        w.requires_grad_()
+    with model.seeding(key):
+        return repeating(model, loss)(model.train(leaves, x, key), target).sum()
+
+
 def draws_backward(model: Model, x: Samples, target: Tensor, loss: Loss) -> str:
     """Return what draws in the backward pass of a step, as gradient checkpointing does by repeating the forward pass.
 
     Torch's generators are restored for that, but keys are not. A message, empty if nothing draws.
     """
-    key = fixed_key(target.device)
     trial = Trial(target.device, "its backward pass")
     # A pass that fails here fails in training too, where the error says what it is about.
     with contextlib.suppress(Exception), torch.enable_grad(), model.held.open():
-        leaves = {name: w.requires_grad_() for name, w in model.trial().items()}
-        with model.seeding(key):
-            value = repeating(model, loss)(model.train(leaves, x, key), target).sum()
+        leaves = model.trial()
+        value = loss_of_a_step(model, leaves, x, target, loss)
         with trial.draws(keyed=False):
             torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     return trial.unkeyed
