@@ -37,6 +37,7 @@ METHODS = {
     "FedLC": (ud.FedLC(tau=0.5), [("FedLC", 0.5)]),
     "FedCurv": (ud.FedCurv(weight=1.5), [("FedCurv", 1.5)]),
     "FedCL": (ud.FedCL(weight=2.0), [("FedCL", {"weight": 2.0})]),
+    "FedCL, summed": (ud.FedCL(weight=0.02, fisher="sum"), [("FedCL", {"weight": 0.02, "sum": True})]),
     "FedCL-TE": (ud.FedCL(weight=2.0, target=TE), [("FedCL", {"weight": 2.0, "beta": 0.6})]),
     "TwoDLRD": (ud.TwoDLRD(window=1, C=0.5), [("TwoDLRD", {"window": 1, "C": 0.5})]),
     "AllDecreasing": (ud.AllDecreasing(window=1), [("AllDecreasing", {"window": 1, "factor": 0.8})]),

@@ -78,6 +78,8 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, 
         beta = next((s["beta"] for s in settings.values() if isinstance(s, dict) and "beta" in s), None)
         target = start if beta is None or not rounds_seen else ensemble / (1 - beta**rounds_seen)
         fisher_server = problem.fisher(start, *data.server) if "FedCL" in settings else None
+        if settings.get("FedCL", {}).get("sum"):
+            fisher_server = fisher_server * len(data.server[0])
         updates, works, weights, signs, new_curvature = [], [], [], [], {}
         c_changes = zeros
         for i in cohort:

@@ -7,7 +7,7 @@ the true label's log-likelihood, which is the negative loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from undrift.data.samples import Samples, split
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 from undrift.functional.model import Model
 from undrift.method.context import Batch, Client, Server
+from undrift.method.local import ADDED
 from undrift.method.part import Part
 from undrift.methods.temporal import Targeted, TemporalEnsemble
 from undrift.schedule import Number
@@ -136,6 +137,9 @@ class FedCL(Targeted):
     penalty `α·(w − w₀)ᵀ diag(F)(w − w₀)`, so the gradient becomes `g + 2α·F·(w − w₀)`, where w₀ are the weights
     received. The server computes F at the global model, on its own data (`data.server`).
 
+    Averaged over samples, F is so small in a trained network that a weight of 0.1 is next to no penalty. The paper does
+    not say whether it averages.
+
     Needs data at the server: `ud.load(…, server_fraction=0.01)`.
 
     Example:
@@ -145,12 +149,18 @@ class FedCL(Targeted):
     Args:
         weight: The strength α.
         target: With `TemporalEnsemble(beta)`, w₀ is an average of the global models. F is still computed at the latest.
+        fisher: `"mean"` or `"sum"`: whether F is the mean or the sum of the squared gradients of the server's samples.
     """
 
     weight: Number
     target: TemporalEnsemble | None = None
+    fisher: str = field(default="mean", metadata=ADDED)
 
     needs_losses: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.fisher not in ("mean", "sum"):
+            raise UndriftError(f'FedCL(fisher) must be "mean" or "sum", not {quoted(self.fisher)}.')
 
     def check(self, local: Any, data: Any) -> None:
         if data.server_rows is None:
@@ -160,7 +170,8 @@ class FedCL(Targeted):
         assert server.data is not None
         x, y = server.data
         sums = squared_gradients(server.model, server.loss, params, Batch(x, y, torch.ones(len(y), device=y.device)))
-        return {**super().broadcast(params, state, server), "F": tree_map(lambda f: f / len(y), sums)}
+        fisher = tree_map(lambda f: f / len(y), sums) if self.fisher == "mean" else sums
+        return {**super().broadcast(params, state, server), "F": fisher}
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:
         fisher, anchor = client.received["F"], self.anchor(client)
