@@ -97,7 +97,8 @@ def test_identifiers_that_are_whole_stay_exact(caplog):
     assert (data[0][0][0] == torch.tensor(IDS)[data.index[data.offsets[0] : data.offsets[1]]]).all()
 
 
-def test_columns_of_a_table_that_are_rounded(caplog, monkeypatch):
+def test_columns_of_a_table_that_are_rounded(caplog, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(notices, "given", set())
     table = pd.DataFrame({"when": 1.7e9 + 60 * RNG.random(60), "one": 1.0, "other": OTHER, "label": LABELS})
     table.assign(when=table["when"] - 1.7e9).to_csv("fine.csv", index=False)
@@ -112,7 +113,8 @@ def test_columns_of_a_table_that_are_rounded(caplog, monkeypatch):
         assert "the column 'when' is rounded to 32 bits" in caplog.text and " becomes 17000000" in caplog.text
 
 
-def test_the_warning_of_a_table_comes_from_the_cache_too(caplog, monkeypatch):
+def test_the_warning_of_a_table_comes_from_the_cache_too(caplog, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     pd.DataFrame({"number": 2**24 + np.arange(60), "label": LABELS}).to_csv("numbers.csv", index=False)
     for _ in range(2):
         monkeypatch.setattr(notices, "given", set())

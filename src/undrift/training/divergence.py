@@ -6,6 +6,7 @@ does, and a model that is bad for all clients may be good for each of them after
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def warn_of_nan(run: Run, history: Sequence[Row]) -> None:
         for column in (name, f"validation_{name}"):
             values = [row[column] for row in history if column in row]
             if values and all(number(value) and math.isnan(value) for value in values):
-                log.warning(
+                logging.getLogger("undrift").warning(  # no caller reports this one
                     "The metric %s is NaN in %s, so it measures nothing; check what it divides by, and whether the "
                     "held-out data have all classes.",
                     quoted(column), f"all {len(values)} evaluations" if len(values) > 1 else "the only evaluation",

@@ -395,8 +395,12 @@ class Loop:
     def notice(self, row: dict[str, Any]) -> None:
         """Warn if the first round has not changed the weights, and no later one will."""
         same, self.unchanged = self.unchanged, None
-        trained = bool(row["clients"]) and not row.get("round_skipped")
-        if trained and same is not None and bool(same) and nothing_trained.from_the_first_round(self.run):
+        if (
+            nothing_trained.trained(row)
+            and same is not None
+            and bool(same)
+            and nothing_trained.from_the_first_round(self.run)
+        ):
             nothing_trained.warn(self.run, 1)
             self.noticed = True
 

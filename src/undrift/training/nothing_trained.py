@@ -7,6 +7,8 @@ comes with undrift, without schedules, since other methods may wait for several 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from undrift.training.personal import has_own_models
 from undrift.training.run import Run
 from undrift.training.state import State
 
+Row = Mapping[str, Any]
 log = logging.getLogger("undrift")
 
 
@@ -34,6 +37,12 @@ def from_the_first_round(run: Run) -> bool:
     return all(map(ours, run.method.parts)) and run.local.step_schedule is None and not scheduled
 
 
+def trained(row: Row) -> bool:
+    """Return whether clients have trained in a round, and count."""
+    absent = {client for name in ("skipped", "dropped", "left_out") for client in row.get(name, ())}
+    return not row.get("round_skipped") and not absent.issuperset(row["clients"])
+
+
 def warn(run: Run, rounds: int) -> None:
     if run.ranks.leads:
         log.warning(
@@ -45,7 +54,6 @@ def warn(run: Run, rounds: int) -> None:
 
 def warn_at_the_end(run: Run, state: State) -> None:
     """Warn if all rounds have left the weights as they were, and clients have trained."""
-    trained = any(row["clients"] and not row.get("round_skipped") for row in state.history)
-    same = unchanged(run, run.model.start, state.params) if trained else None
+    same = unchanged(run, run.model.start, state.params) if any(map(trained, state.history)) else None
     if same is not None and bool(same):
         warn(run, state.round)
