@@ -91,6 +91,7 @@ add("torchvision DenseNet", densenet, LARGER)
 add("torchvision DenseNet, memory_efficient", partial(densenet, memory_efficient=True), LARGER, review=("S1",))
 add("torchvision FrozenBatchNorm2d", frozen_norm, SMALL)
 
+
 # Stochastic depth and attention.
 def maxvit() -> nn.Module:
     from torchvision.models import MaxVit
