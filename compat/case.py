@@ -19,6 +19,7 @@ GROUPS = {
     "sequences": "Sequences, graphs and tables",
     "dense": "Dense outputs, several outputs, generative models",
     "odd": "Unusual modules",
+    "idioms": "Idioms of PyTorch",
     "data": "Losses, labels and data",
 }
 BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 6e-3}
@@ -39,21 +40,27 @@ class Case:
             where their libraries are missing.
         samples: Makes the samples.
         needs: The packages that `build` imports, by import name.
-        review: The faults of the review that this case would show again, such as "S1".
+        review: The faults of a review that this case would show again: "S1" to "S11" of the first, "M1" to "M9" of the
+            one about models, whose "MT" and "MR" are the tracebacks and the refusals.
         loss: As in `ud.train`.
+        reads: Whether `loss` is instead a function of the module that returns the loss, which reads the module.
         batch_loss: The loss of a batch as plain PyTorch computes it, where it is not the mean of `loss`.
         output: Which output the loss is about, where the model has several and none is called logits.
         draws: Whether training draws random numbers, so that no other loop can agree to the last digit.
         hand: Whether to compare with the hand-written loop. Never where the model draws or another method trains.
         method: As in `ud.train`.
         dtype: What the module and its samples are converted to; None leaves them as they are made.
+        samples_dtype: What the samples alone are converted to, where the module is made in its precision.
         bound: The largest difference that rounding explains. By default that of the module's precision.
         sizes: Samples per client.
         test: How many samples are held out; with 0 there is no evaluation.
         local: Changes to the local work.
         options: More arguments of `ud.train`.
         dataset: Makes the federated data, where `from_clients` does not.
+        factory: Whether `ud.train` is given the function that makes the module, instead of the module.
+        saved: Whether the run is saved in a folder, and read from there again.
         refused: The core of the sentence with which this model must be refused.
+        warned: The core of the warning with which it must train, and without which it would be wrong.
         note: Why it is refused, or why the case is not in float64: for the reader of the table.
         quick: Whether it belongs to the subset that runs with the project's tests.
     """
@@ -65,19 +72,24 @@ class Case:
     needs: tuple[str, ...] = ()
     review: tuple[str, ...] = ()
     loss: Any = None
+    reads: bool = False
     batch_loss: Callable[[Any, Tensor], Tensor] | None = None
     output: str | None = None
     draws: bool = False
     hand: bool = True
     method: str | None = None
     dtype: torch.dtype | None = torch.float64
+    samples_dtype: torch.dtype | None = None
     bound: float | None = None
     sizes: tuple[int, ...] = (12, 7, 6)
     test: int = 8
     local: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     dataset: Callable[[], ud.FederatedDataset] | None = None
+    factory: bool = False
+    saved: bool = False
     refused: str = ""
+    warned: str = ""
     note: str = ""
     quick: bool = False
 
@@ -89,7 +101,7 @@ class Case:
     @property
     def by_hand(self) -> bool:
         """Whether it is held against the hand-written loop."""
-        return self.hand and not (self.draws or self.method or self.refused)
+        return self.hand and not (self.draws or self.method or self.refused or self.warned)
 
     def limit(self, module: nn.Module) -> float:
         """The largest difference that rounding explains: that of the least precise parameter."""
@@ -102,6 +114,21 @@ class Case:
         torch.manual_seed(0)
         module = self.build()
         return module if self.dtype is None else module.to(self.dtype)
+
+    def criterion(self, module: nn.Module) -> Any:
+        """The loss as `ud.train` takes it."""
+        return self.loss(module) if self.reads else self.loss
+
+    def function(self) -> Callable[[], nn.Module]:
+        """A function that makes the module, as if from a checkpoint: undrift draws initial weights of its own."""
+        weights = {name: t.clone() for name, t in self.module().state_dict().items()}
+
+        def make() -> nn.Module:
+            module = self.module()
+            module.load_state_dict(weights)
+            return module
+
+        return make
 
     def data(self) -> ud.FederatedDataset:
         """The clients' data, the same every time. The sizes leave the second step of two clients a short batch."""
@@ -116,6 +143,10 @@ class Case:
             data = self.dataset()
             return [data[i] for i in range(len(data))]
         return self._pairs()[:-1]
+
+    def held_out(self) -> tuple[Any, Tensor] | None:
+        """The samples and targets that no client has, as their user has them."""
+        return self._pairs()[-1] if self.test and not self.dataset else None
 
     def _pairs(self) -> list[tuple[Any, Tensor]]:
         """Each client's samples, and at last those of the test set."""
@@ -133,7 +164,8 @@ class Case:
             return {name: self._cast(t) for name, t in x.items()}
         if isinstance(x, tuple):
             return tuple(self._cast(t) for t in x)
-        return x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
+        dtype = self.samples_dtype or self.dtype
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
 def rows_of(x: Any, rows: Any) -> Any:

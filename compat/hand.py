@@ -72,7 +72,16 @@ def loss_of(case: Case, module: nn.Module, x: Any, y: Tensor) -> Tensor:
         return case.batch_loss(output, y)
     if case.loss is None or isinstance(case.loss, str):
         return LOSSES[case.loss](output, y)
-    return case.loss(output, y).mean()
+    return case.criterion(module)(output, y).mean()
+
+
+@torch.no_grad()
+def evaluate(case: Case, module: nn.Module) -> float:
+    """The loss of the module on the samples that no client has."""
+    held = case.held_out()
+    assert held
+    module.eval()
+    return float(loss_of(case, module, *held).double())
 
 
 def called(module: nn.Module, x: Any) -> Any:
@@ -91,25 +100,42 @@ def picked(output: Any, name: str | None) -> Any:
     return output.logits if hasattr(output, "logits") else output
 
 
-def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers."""
+def tensors(module: nn.Module, caches: bool = False) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers, but for those that the module does not call its state, such as a cache."""
     found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: t.detach().clone() for name, t in found.items() if not is_lazy(t)}
+    left_out = set() if caches else caches_of(module)
+    return {name: dense(t.detach()).clone() for name, t in found.items() if not is_lazy(t) and name not in left_out}
+
+
+def caches_of(module: nn.Module) -> set[str]:
+    """The names of buffers that are not in the module's `state_dict()`."""
+    layers = module.named_modules(remove_duplicate=False)
+    return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._non_persistent_buffers_set}
+
+
+def dense(t: Tensor) -> Tensor:
+    """A sparse tensor, such as an adjacency matrix, written out."""
+    return t if t.layout is torch.strided else t.to_dense()
 
 
 @torch.no_grad()
 def put(module: nn.Module, state: dict[str, Tensor]) -> None:
     """Write the state into the module. An observer's buffers are empty until its first call, so shapes may differ."""
+    caches = caches_of(module)
     for name, t in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
+        if name in caches:
+            continue
         if t.shape != state[name].shape:
             t.resize_(state[name].shape)
-        t.copy_(state[name])
+        if not torch.equal(dense(t), state[name]):  # a sparse or an expanded buffer could not be written to
+            t.copy_(state[name])
 
 
 def mean(before: Tensor, ends: list[Tensor], weights: list[float]) -> Tensor:
     """The clients' mean, or the value before if no client has changed it."""
     if all(torch.equal(before, end) for end in ends):
         return before
-    total = sum(w / sum(weights) * end.double() for w, end in zip(weights, ends, strict=True))
+    wide = torch.complex128 if before.is_complex() else torch.float64
+    total = sum(w / sum(weights) * end.to(wide) for w, end in zip(weights, ends, strict=True))
     assert isinstance(total, Tensor)
-    return (total if before.is_floating_point() else total.round()).to(before.dtype)
+    return (total if before.is_floating_point() or before.is_complex() else total.round()).to(before.dtype)

@@ -23,7 +23,8 @@ PAGE = ROOT / "docs" / "how-to" / "compatibility.md"
 BEGIN, END = "<!-- compat table -->", "<!-- /compat table -->"
 PACKAGES = (
     "torch", "torchvision", "timm", "transformers", "peft", "monai", "segmentation-models-pytorch", "torch-geometric",
-    "x-transformers", "pytorch-tabnet", "rtdl", "tabm",
+    "x-transformers", "pytorch-tabnet", "rtdl", "tabm", "loralib", "neuraloperator", "pykan", "revtorch",
+    "rotary-embedding-torch", "snntorch", "spikingjelly",
 )  # fmt: skip
 OUTCOMES = {
     "lanes": "train in lanes",

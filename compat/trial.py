@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,31 +38,93 @@ class Attempt:
     """The trained module's parameters and buffers."""
     touched: list[str] = field(default_factory=list)
     """What of the caller's own module the run has changed."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong with the trained module, apart from its weights."""
+    warned: list[str] = field(default_factory=list)
+    """What undrift has warned of."""
+    loss: float | None = None
+    """The history's last loss."""
 
 
 def attempt(case: Case, seed: int = 0, noise: int = 0, **options: Any) -> Attempt:
     """Train a new module. `noise` seeds the global generators, on which nothing may depend."""
     local = options.pop("local", {})
     named = {"output": case.output} if case.output else {}
-    try:
-        data, module = case.data(), case.module()
-        before, modes = hand.tensors(module), modes_of(module)
-        for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
-            seed_generator(noise)
-        result = ud.train(
-            module, data, case.method or "FedAvg()", rounds=hand.ROUNDS, local=case.work(**local), loss=case.loss,
-            seed=seed, device="cpu", **named, **{**case.options, **options},
-        )  # fmt: skip
-    except ud.UndriftError as error:
-        return Attempt("refused", str(error), traceback.format_exc())
-    except Exception as error:  # what the suite looks for
-        return Attempt("traceback", brief(error), traceback.format_exc())
+    with tempfile.TemporaryDirectory(prefix="compat-") as folder, warnings_of("undrift") as warned:
+        try:
+            data, module = case.data(), case.module()
+            before, modes = hand.tensors(module, caches=True), modes_of(module)
+            for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
+                seed_generator(noise)
+            given = {"rounds": hand.ROUNDS, "local": case.work(**local), "loss": case.criterion(module), "seed": seed,
+                     "device": "cpu", **named, **case.options, **options}  # fmt: skip
+            if case.saved:
+                given["out"] = f"{folder}/run"
+            method = case.method or "FedAvg()"
+            result = ud.train(case.function() if case.factory else module, data, method, **given)
+            again = ud.train(module, data, method, **given, resume=True).model if case.saved else result.model
+        except ud.UndriftError as error:
+            return Attempt("refused", str(error), traceback.format_exc())
+        except Exception as error:  # what the suite looks for
+            return Attempt("traceback", brief(error), traceback.format_exc())
     if result.stopped:
         return Attempt("traceback", f"stopped: {result.stopped}")
-    after = hand.tensors(module)
+    after = hand.tensors(module, caches=True)
     touched = [name for name, t in before.items() if name not in after or not same(t, after[name])]
     touched += [f"the mode of {name or 'the module'}" for name, mode in modes_of(module).items() if mode != modes[name]]
-    return Attempt("trained", "", "", result.choices, hand.tensors(result.model), touched)
+    # In training mode, as that of the hand-written loop: some layers merge weights for evaluation.
+    state, other = (hand.tensors(in_training(m)) for m in (result.model, again))
+    if apart(state, other) != 0:
+        return Attempt("traceback", "read again, the model is another")
+    faults, loss = faults_of(case, module, result), result.history[-1].get("loss")
+    return Attempt("trained", "", "", result.choices, state, touched, faults, warned, loss)
+
+
+def in_training(module: nn.Module) -> nn.Module:
+    with suppress(NotImplementedError):  # exported programs have no modes
+        module.train()
+    return module
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """A context that collects what a logger warns of."""
+    said: list[str] = []
+
+    class Collects(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler, logger = Collects(logging.WARNING), logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def faults_of(case: Case, module: nn.Module, result: ud.Result) -> list[str]:
+    """What the trained module has otherwise than the caller's, and whether the history is about its outputs."""
+    if not case.by_hand:
+        return []
+    faults = []
+    if shape_of(module) != shape_of(result.model):
+        faults.append("result.model has other parameters than the module")
+    if isinstance(result.history[-1].get("loss"), float) and case.held_out():
+        said, loss = result.history[-1]["loss"], hand.evaluate(case, result.model)
+        if not abs(loss - said) <= max(1e-6, 10 * case.limit(module)) * max(1.0, abs(loss)):
+            faults.append(f"the history's loss is {said:.4g}, that of result.model {loss:.4g}")
+    return faults
+
+
+def shape_of(module: nn.Module) -> list[tuple[str, int, bool, bool, bool]]:
+    """The names of all parameters, which of them are the same, and whether they are leaves that train."""
+    named = {unwrap(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+    first: dict[int, int] = {}
+    return [
+        (name, first.setdefault(id(p), i), isinstance(p, nn.Parameter), p.is_leaf, p.requires_grad)
+        for i, (name, p) in enumerate(named.items())
+    ]
 
 
 def brief(error: Exception) -> str:
@@ -150,11 +216,24 @@ def compare(case: Case, found: Finding, tried: dict[str, Attempt]) -> None:
             gaps = {engine: apart(state, wanted) for engine, state in trained.items()}
             found.hand = max(gaps.values())
             found.problems += [f"{e} differs from the hand loop by {gap:.1e}" for e, gap in gaps.items() if gap > bound]
+            if case.held_out() and not found.problems:
+                hand.put(start.train(), wanted)
+                check_loss(hand.evaluate(case, start), found, tried)
     if case.draws and "auto" in trained:
         check_draws(case, found)
     for engine, t in tried.items():
         if t.touched:
             found.problems.append(f"{engine} changes the caller's module ({', '.join(t.touched[:3])})")
+        found.problems += [f"{engine}: {fault}" for fault in t.faults]
+        if t.outcome == "trained" and not any(case.warned in warning for warning in t.warned or [""]):
+            found.problems.append(f"{engine} does not warn")
+
+
+def check_loss(wanted: float, found: Finding, tried: dict[str, Attempt]) -> None:
+    """The histories' last losses against that of the hand-written loop's module."""
+    for engine, t in tried.items():
+        if t.loss is not None and not abs(t.loss - wanted) <= max(1e-6, 10 * (found.bound or 0)) * max(1, abs(wanted)):
+            found.problems.append(f"{engine}: the history's loss is {t.loss:.4g}, that of the hand loop {wanted:.4g}")
 
 
 def check_draws(case: Case, found: Finding) -> None:
@@ -203,7 +282,11 @@ def torch_refuses(case: Case) -> bool:
 
 def unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The names without those of wrappers (`DataParallel`, `torch.compile`)."""
-    return {name.removeprefix("module.").removeprefix("_orig_mod."): t for name, t in state.items()}
+    return {unwrap(name): t for name, t in state.items()}
+
+
+def unwrap(name: str) -> str:
+    return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -97,7 +97,19 @@ def touching(module, result, asked, options):
     next(module.parameters()).data.flatten()[0] += 1
 
 
+def unlearned(module, result, asked, options):
+    layer = result.model[0]
+    values = layer._parameters.pop("weight").detach()
+    layer.weight = nn.Parameter(values, requires_grad=False)
+
+
+def says_otherwise(module, result, asked, options):
+    result.history[-1]["loss"] = 0.5
+
+
 FOUND = {
+    "auto: result.model has other parameters than the module": unlearned,
+    "plain: the history's loss is 0.5, that of result.model 1.265": says_otherwise,
     "lanes and plain differ by 2.0e-08": off("lanes"),
     "plain differs from the hand loop by 2.0e-08": off("plain"),
     "auto differs from the hand loop by 2.0e-08": off("all"),

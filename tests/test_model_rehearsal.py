@@ -175,6 +175,18 @@ def hooked() -> nn.Module:
     return module
 
 
+class Cast(Net):
+    """In lower precision, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [self.last.weight]
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (self.hidden(x.float()) @ self.heads[0].T).float()
+
+
 def scaled_in_place(p) -> None:
     p.grad.mul_(3)
 
@@ -752,6 +764,21 @@ def test_outputs_may_be_views_of_weights(engine):
 
 
 # ---- the caller's own module ---------------------------------------------------------------------------------------
+
+
+def test_casts_of_earlier_weights_do_not_serve_again():
+    data, local = make_clients(UNEVEN, torch.float32), ud.Local(epochs=2, batch_size=4, lr=2.0)
+    found = trained(made(Cast).float(), data, local=local)
+    assert "in place" in found.choices["why"]
+    assert distance(everything(found.model), own_loop(made(Cast).float(), data, local, ROUNDS)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_the_mode_of_a_scripted_layer_is_as_it_was():
+    module = nn.Sequential(torch.jit.script(nn.Linear(6, 4))).double()
+    found = trained(module)
+    assert all(layer.training for layer in module.modules())
+    assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in found.model.parameters())
 
 
 def test_the_callers_module_is_as_it_was():

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from compat.case import GROUPS, Case
-from compat.cases import adapters, buffers, control, data, dense, language, odd, sequences, timm, vision
+from compat.cases import (
+    adapters,
+    buffers,
+    calls,
+    control,
+    data,
+    dense,
+    kinds,
+    language,
+    odd,
+    sequences,
+    timm,
+    vision,
+    weights,
+)
 
-MODULES = (vision, timm, language, adapters, sequences, dense, buffers, control, odd, data)
+MODULES = (vision, timm, language, adapters, sequences, dense, buffers, control, odd, weights, calls, kinds, data)
 
 
 def collect() -> list[Case]:

@@ -47,6 +47,12 @@ add("monai UNet, the default loss", unet, pictures())
 CASES.needs = ("segmentation_models_pytorch",)
 
 
+def pspnet() -> nn.Module:
+    import segmentation_models_pytorch as smp
+
+    return smp.PSPNet("resnet18", encoder_weights=None, psp_out_channels=16, psp_dropout=0.0, in_channels=1, classes=3)
+
+
 def smp_unet() -> nn.Module:
     import segmentation_models_pytorch as smp
 
@@ -56,6 +62,7 @@ def smp_unet() -> nn.Module:
 
 NORMED = {"sizes": (12, 7, 7), "local": {"lr": 0.005}}
 add("smp.Unet", smp_unet, pictures(size=32), loss=pixels, **NORMED)
+add("smp.PSPNet, a ResNet encoder, no dropout", pspnet, pictures(size=32), loss=pixels, **NORMED)
 add("smp.Unet, the default loss", smp_unet, pictures(size=32), **NORMED)
 
 CASES.needs = ()

@@ -90,6 +90,18 @@ for name, more in LIKE_BERT.items():
     add(f"{name}ForSequenceClassification, no dropout", of_transformers(
         f"{name}ForSequenceClassification", f"{name}Config", **{**BERT, **QUIET, **more}
     ), MASKED)  # fmt: skip
+add("RemBertForSequenceClassification, no dropout, the classifier's included", of_transformers(
+    "RemBertForSequenceClassification", "RemBertConfig", **BERT, **QUIET, classifier_dropout_prob=0.0,
+    input_embedding_size=16, output_embedding_size=16, pad_token_id=0, bos_token_id=1, eos_token_id=2
+), MASKED)  # fmt: skip
+CANINE = {
+    **{key: value for key, value in SIZE.items() if key != "vocab_size"}, "max_position_embeddings": 32,
+    "num_labels": 3, "num_hash_buckets": 16, "num_hash_functions": 2, "downsampling_rate": 2,
+    "local_transformer_stride": 4, "upsampling_kernel_size": 2, "pad_token_id": 0,
+}  # fmt: skip
+add("CanineForSequenceClassification, no dropout", of_transformers(
+    "CanineForSequenceClassification", "CanineConfig", **CANINE, **QUIET
+), masked_tokens(length=16), dtype=torch.float32, note="In float64 its outputs are NaN.")  # fmt: skip
 add("DebertaV2ForSequenceClassification, no dropout", of_transformers(
     "DebertaV2ForSequenceClassification", "DebertaV2Config", **BERT, **QUIET, relative_attention=True,
     pos_att_type=["p2c", "c2p"], pooler_dropout=0.0, position_buckets=4
@@ -230,6 +242,10 @@ SEGFORMER = {
 add('SegformerForSemanticSegmentation, loss="model"', of_transformers(
     "SegformerForSemanticSegmentation", "SegformerConfig", **SEGFORMER, drop_path_rate=0.0, classifier_dropout_prob=0.0
 ), labelled("pixel_values", pictures(3, 16)), loss="model")  # fmt: skip
+
+add("BeitForImageClassification, no stochastic depth", of_transformers(
+    "BeitForImageClassification", "BeitConfig", **VISION, **QUIET, image_size=16, patch_size=4, drop_path_rate=0.0
+), images())  # fmt: skip
 
 
 def captioned(g: Generator, n: int) -> tuple[dict[str, Tensor], Tensor]:

@@ -60,6 +60,9 @@ add("torchvision resnet18", of_torchvision("resnet18"), images(size=48), **NORME
 add("torchvision resnet18, GroupNorm", of_torchvision("resnet18", norm_layer=groups), LARGER)
 add("torchvision mobilenet_v3_small", of_torchvision("mobilenet_v3_small"), LARGEST, draws=True, **NORMED)
 add("torchvision mobilenet_v3_small, no dropout", of_torchvision("mobilenet_v3_small", dropout=0.0), LARGEST, **NORMED)
+add("torchvision mobilenet_v2, no dropout", of_torchvision("mobilenet_v2", dropout=0.0, width_mult=0.35), LARGEST,
+    bound=1e-6, note="Images of 32 pixels end in one place per channel, whose batch norm over two to four values makes "
+    "rounding as large as the weights, in PyTorch alone too.", **NORMED)  # fmt: skip
 add("torchvision shufflenet_v2_x0_5", of_torchvision("shufflenet_v2_x0_5"), LARGEST, **NORMED)
 add("torchvision squeezenet1_1, no dropout", of_torchvision("squeezenet1_1", dropout=0.0), LARGER)
 add("torchvision efficientnet_b0", of_torchvision("efficientnet_b0"), LARGEST, draws=True, **NORMED)
@@ -88,7 +91,15 @@ add("torchvision DenseNet", densenet, LARGER)
 add("torchvision DenseNet, memory_efficient", partial(densenet, memory_efficient=True), LARGER, review=("S1",))
 add("torchvision FrozenBatchNorm2d", frozen_norm, SMALL)
 
+
 # Stochastic depth and attention.
+def maxvit() -> nn.Module:
+    from torchvision.models import MaxVit
+
+    return MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 4, stochastic_depth_prob=0.0, num_classes=4)
+
+
+add("torchvision MaxVit, no stochastic depth", maxvit, images(size=32))
 add("torchvision Swin", swin, SMALL, draws=True)
 add("torchvision Swin, no stochastic depth", partial(swin, stochastic_depth_prob=0.0), SMALL)
 add(

@@ -21,6 +21,7 @@ def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[
     are saved only then, since a frozen backbone may be large.
     """
     layers = list(module.modules())
+    modes = [layer.training for layer in layers]
     attributes = [dict(vars(layer)) for layer in layers]
     containers = [_contents(x) for own in attributes for x in own.values() if isinstance(x, list | dict | set)]
     tensors = {id(t): t for own in attributes for t in own.values() if isinstance(t, Tensor)}
@@ -48,6 +49,9 @@ def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[
         for layer, own in zip(layers, attributes, strict=True):
             vars(layer).clear()
             vars(layer).update(own)
+        for layer, mode in zip(layers, modes, strict=True):
+            if layer.training != mode:  # scripted modules do not keep it among their attributes
+                layer.training = mode
         for container, contents in containers:
             container.clear()
             container.extend(contents) if isinstance(container, list) else container.update(contents)

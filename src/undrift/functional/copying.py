@@ -155,6 +155,10 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
         found = copy.deepcopy(module, known)
         for function in functions:
             function.fill(known)
+        for layer in found.modules():  # torch copies the parameters of scripted ones as results of a computation
+            for name, p in list(layer._parameters.items()) if isinstance(layer, torch.jit.ScriptModule) else ():
+                if p is not None:
+                    layer._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
     except Exception as error:  # a user's attribute may raise anything
         raise UndriftError(
             f"The model cannot be copied ({first_line(error)}). undrift trains a copy, so that yours stays as it is: "

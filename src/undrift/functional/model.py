@@ -324,6 +324,9 @@ class Model:
         mode = convolutions(params, tree_leaves(x)[0], self.compute_dtype) if self.convolves else none
         draws = contextlib.nullcontext() if training else self._repeating(next(iter(params.values())).device)
         seen = watch or contextlib.nullcontext()
+        # Which the end of the forward pass's own autocast does not do within that of the run, so that casts of earlier
+        # weights would serve again.
+        torch.clear_autocast_cache()
         with self._mode(training), draws, masks(), mode, seen, self._differentiable(training):
             switch = self._evaluating() if self.switches and not training else none
             output = self.held.call(self.module, tensors, statistics, *arguments(self.module, x), switch)
