@@ -92,6 +92,33 @@ class Spoils(ud.Part):
         return (), client.kept + torch.where(bad, torch.nan, 1.0)
 
 
+class InAList(nn.Sequential):
+    """Reaches a weight in another way than by its name, for which one process has a remedy and several have none."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.Linear(8, 4))
+        for p in self.parameters():
+            nn.init.constant_(p, 0.1)
+        self.double().kept = [self[1].weight]
+
+    def forward(self, x):
+        return nn.functional.linear(torch.tanh(self[0](x)), self.kept[0], self[1].bias)
+
+
+class ByFrequency(nn.Module):
+    """Trains otherwise in lanes, and right on the plain engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(5, 8, scale_grad_by_freq=True), nn.Linear(8, 4)
+        for p in self.parameters():
+            nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.embedding((2 * x[:, :3].abs()).long().clamp(max=4)).mean(1))
+
+
 def normed() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -129,6 +156,7 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
     "all scores": lambda: run(data=split(), participation=3, metrics=["accuracy", "auroc", "f1"], personalize_every=2),
     "batch norm": lambda: run(model=normed(), data=make_clients([23, 5, 0, 42, 10, 18])),
     "one client": lambda: run(participation=1),
+    "not in lanes": lambda: run(model=ByFrequency()),
     "one client that keeps": lambda: run(ud.FedDyn(0.1), participation=1, local=replace(LOCAL, momentum=0.0)),
     "empty cohorts": lambda: run(Sometimes()),
     "faults": lambda: run(
@@ -147,11 +175,14 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
 }
 SHORT = [
     "Scaffold, float32", "every hook", "order", "personal head", "metrics", "all scores", "one client that keeps",
-    "faults", "lanes fail", "NaN",
+    "faults", "lanes fail", "NaN", "not in lanes",
 ]  # fmt: skip
 """Those that meet most of the code once."""
 STEPS = ud.Local(steps=5, batch_size=8, lr=0.05)
-START = {name: net().state_dict() for name in EXPERIMENTS} | {"batch norm": normed().state_dict()}
+START = {name: net().state_dict() for name in EXPERIMENTS} | {
+    "batch norm": normed().state_dict(),
+    "not in lanes": ByFrequency().state_dict(),
+}
 
 
 def left(result: ud.Result) -> dict[str, Any]:
@@ -241,6 +272,8 @@ def refused(folder: Path) -> list[str]:
         lambda: run(out=folder),  # which is not empty
         lambda: run(on_round=lambda row: run()),
         lambda: run(stop_when=lambda rows: rows[0]["nothing"]),
+        lambda: run(model=InAList()),
+        lambda: run(model=InAList(), engine="plain", participation=1),
         lambda: head.own_params(1),
     ]
     said = []

@@ -9,6 +9,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from undrift.functional.batch_norm import LaneNorms
 from undrift.functional.borrowed import borrowed
 from undrift.functional.gradient import Held
 from undrift.functional.model import Model
+from undrift.training import model_rehearsal
 
 LOCAL, ROUNDS = ud.Local(epochs=2, batch_size=4, lr=0.1), 2
 UNEVEN = [10, 7, 4, 1]  # short last batches, one full batch, one sample
@@ -539,6 +541,71 @@ def test_what_would_be_wrong_is_refused_with_its_cause(kind, engine):
     found = refusal(module, engine=engine)
     assert all(words in found for words in REFUSED[kind]), found
     assert same_bits(everything(module), before)
+
+
+@dataclass(frozen=True)
+class BodyLater(ud.Part):
+    """The head takes the first local steps, which are all that is rehearsed."""
+
+    def rate(self, k, client):
+        return {name: (k >= 2) == name.startswith("first") for name in client.start}
+
+
+HIDING: dict[str, dict[str, Any]] = {
+    "a warm-up that begins at 0": {"local": ud.Local(epochs=2, batch_size=4, lr=lambda t: 0.05 * t)},
+    "a tiny rate": {"local": ud.Local(epochs=2, batch_size=4, lr=1e-9)},
+    "a tiny rate of Adam": {"local": ud.Local(epochs=2, batch_size=4, lr=1e-9, optimizer=ud.AdamW())},
+    "a group with rate 0": {"local": ud.Local(epochs=2, batch_size=4, lr=0.1, groups={"last.*": ud.Group(rate=0)})},
+    "a method": {"method": BodyLater()},
+}
+
+
+class WeakBody(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = weakref.ref(self.first)
+
+    def hidden(self, x):
+        return torch.tanh(self.body()(x))
+
+
+@pytest.mark.parametrize("engine", ["auto", "plain"])
+@pytest.mark.parametrize("setting", HIDING)
+def test_steps_that_hardly_move_the_weights_hide_nothing(setting, engine):
+    kind = WeakBody if setting == "a method" else Weak
+    assert "is a weak reference" in refusal(made(kind), engine=engine, **HIDING[setting])
+    assert trained(made(Net), engine=engine, **HIDING[setting]).choices["engine"] in ("lanes", "plain")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["auto", "plain"])
+def test_half_precision_hides_nothing(dtype, engine):
+    data = make_clients(UNEVEN, torch.float32)
+    assert "is a weak reference" in refusal(made(Weak).to(dtype), data, engine=engine)
+    assert "rehearsal" not in trained(made(Net).to(dtype), data, engine=engine).choices
+
+
+class Annealing:
+    """A loss that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, z, y):
+        self.calls += 1
+        return min(1.0, self.calls / 100) * F.cross_entropy(z, y, reduction="none")
+
+
+@pytest.mark.parametrize("engine", ["auto", "plain"])
+def test_losses_that_keep_something_are_refused(engine):
+    """What changes from call to call also changes when the weights differ in their last digits."""
+    assert "Two trials with PyTorch alone differ as well" in refusal(made(Net), loss=Annealing(), engine=engine)
+
+
+def test_a_comparison_that_fails_is_said(caplog, monkeypatch):
+    monkeypatch.setattr(model_rehearsal.Comparison, "verdict", lambda self: 1 / 0)
+    found = trained(made(Net))
+    assert "could not be compared with ordinary PyTorch: division by zero" in found.choices["rehearsal"]
+    assert found.choices["rehearsal"] in caplog.text
 
 
 def test_a_function_that_makes_the_model_is_a_way_out():

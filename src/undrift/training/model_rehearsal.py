@@ -5,7 +5,8 @@ A module may depend on what gets lost on the way: a closure that has the weight 
 that the forward pass keeps in Python. No list of such idioms is complete. So the engine that will train takes the first
 two local steps of the first cohort on a few samples of each client, and one of these clients takes them again with the
 caller's own module: called as it is, with `loss.backward()`. Weights, buffers, and then the outputs in evaluation mode
-must agree, up to what rounding may do.
+must agree, up to what rounding may do. So must the gradients of the loss alone, which a learning rate or a method that
+leaves some weights where they are does not hide.
 
 If they do not, the plain engine is tried, and the plain engine that trains a copy of the module in place
 (`functional/in_place.py`). If that differs too, the copy is not the caller's module, and the run is refused.
@@ -30,6 +31,8 @@ from undrift.engine.base import Engine, RoundInputs
 from undrift.engine.client import Program
 from undrift.engine.fallback import Fallback
 from undrift.engine.plain import PlainEngine
+from undrift.engine.ranked import RankedEngine
+from undrift.engine.ranks import ALONE
 from undrift.engine.trace import CALLING
 from undrift.errors import UndriftError, first_sentence, machine_trouble
 from undrift.functional.borrowed import borrowed
@@ -37,6 +40,7 @@ from undrift.functional.copying import copy_of, has_factory, leads_to
 from undrift.functional.draws import fixed_key
 from undrift.functional.generators import seeded
 from undrift.functional.in_place import WHY
+from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model, Params
 from undrift.method.context import Plan
 from undrift.random import normal_like
@@ -60,6 +64,12 @@ LOW_TOLERANCE, LOW_NOISE = 0.3, 10
 """By how much the updates of an engine in lower precision may differ from those in the model's own."""
 
 
+SHORT, LONG, SOME_RATE = 1e-3, 1e-2, 0.01
+"""A share of a weight's norm that is a short move, and one that is not; the learning rate in the place of 0."""
+MOST_FLOOR = 0.05
+"""What rounding may be of the largest gradient in half precision."""
+
+
 class Trained(NamedTuple):
     """What two local steps make of one client."""
 
@@ -68,13 +78,14 @@ class Trained(NamedTuple):
 
 
 class Off(NamedTuple):
-    """The tensor that differs most, and by which share of its move."""
+    """The tensor that differs most, and by which share of its size or move."""
 
     name: str
     share: float
+    when: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} is off by {100 * self.share:.2g}%"
+        return f"{self.name} is off by {round(100 * self.share, 1):.3g}%{self.when}"
 
 
 @dataclass(frozen=True)
@@ -89,38 +100,83 @@ class OwnModule:
     """Whether the engine may pad batches."""
 
 
+class Verdict(NamedTuple):
+    """How a model is to be trained."""
+
+    how: str
+    """`AS_CHOSEN`, `ON_PLAIN`, `IN_PLACE`, `REFUSED`, or `UNKNOWN` if the comparison failed."""
+    why: str = ""
+
+
+AS_CHOSEN, ON_PLAIN, IN_PLACE, REFUSED, UNKNOWN = "as chosen", "on the plain engine", "in place", "refused", "unknown"
+
+
 def rehearsed(run: Run) -> Run:
     """Return the run, on another engine if the one that was chosen does not train the model as PyTorch does.
 
-    Raises `UndriftError` if none does.
+    Raises `UndriftError` if none does. Of several processes, the first compares.
     """
     own = run.own_module
     if own is None or type(run) is not Run:  # a federation's server has done so, and its nodes do
         return run
-    for few in (FEW, None) if own.padded or run.choices["engine"] == "plain" else (None,):
+    found = run.ranks.said(partial(compared, run, own))
+    if found.how == REFUSED:
+        raise MismatchError(found.why)
+    if found.how == UNKNOWN:
+        log.warning("%s", found.why)
+        run.choices["rehearsal"] = found.why
+    return run if found.how in (AS_CHOSEN, UNKNOWN) else on_plain(run, own, found)
+
+
+def compared(run: Run, own: OwnModule) -> Verdict:
+    """Return how to train the model, from a few samples or, if it does not take those, from whole batches."""
+    failed: Exception | None = None
+    if own.padded or run.choices["engine"] == "plain":  # otherwise lanes have batches of one size
         try:
-            return run.ranks.together(partial(Comparison, run, own, few)).settled()
-        except MismatchError:
-            raise
-        except Exception as error:  # it may be that the model does not take a few samples alone
+            return Comparison(run, own, FEW).verdict()
+        except Exception as error:
             if machine_trouble(error):
                 raise
             failed = error
+    try:
+        return Comparison(run, own, None).verdict()
+    except Exception as error:
+        if machine_trouble(error):
+            raise
+        failed = error
     if KEPT in str(failed):
-        raise UndriftError(
+        return Verdict(
+            REFUSED,
             "PyTorch cannot take two steps with this model: its forward pass keeps from one call to the next what has "
             "a gradient through the first. Reset it in forward, as with functional.reset_net(self) or "
-            "utils.reset(self) for layers of spiking neurons, or keep it detached."
-        ) from failed
-    if isinstance(failed, PyTorchError):
-        log.warning("the model could not be compared with ordinary PyTorch, which failed: %s", first_sentence(failed))
-    else:
-        log.info("the rehearsal of the model was given up, training will tell: %s", failed)
-    return run
+            "utils.reset(self) for layers of spiking neurons, or keep it detached.",
+        )
+    whose = ", which failed" if isinstance(failed, PyTorchError) else ""
+    return Verdict(UNKNOWN, f"the model could not be compared with ordinary PyTorch{whose}: {first_sentence(failed)}")
 
 
 KEPT = "Trying to backward through the graph a second time"
 """Words of torch's error."""
+
+
+def on_plain(run: Run, own: OwnModule, found: Verdict) -> Run:
+    """Return the run on the plain engine, with the module as the verdict says."""
+    log.warning("the run trains on the plain engine: %s", found.why)
+    model, engine = own.model if found.how == ON_PLAIN else own.model.in_place(WHY), run.engine
+    if isinstance(engine, Fallback):
+        if found.how == IN_PLACE:
+            engine.plain = partial(plain, run, own, model)
+        engine.switch(0, found.why)
+    else:
+        run = replace(run, engine=plain(run, own, model))
+    run.choices.update(engine="plain", lanes=1, compile=False, why=found.why)
+    run.choices.pop("switched", None)  # which says from which round on
+    return replace(run, model=model)
+
+
+def plain(run: Run, own: OwnModule, model: Model) -> PlainEngine:
+    """Return the plain engine with this model."""
+    return PlainEngine(replace(own.program, model=model), run.device_data)
 
 
 class MismatchError(UndriftError):
@@ -135,27 +191,35 @@ class Comparison:
     """The first two local steps of one client, by several engines and by the caller's own module."""
 
     def __init__(self, run: Run, own: OwnModule, few: int | None) -> None:
-        self.run, self.own, self.few = run, own, few
-        self.start = replace(run, files=None).start()  # what clients keep now is not for the run's folder
+        several = run.ranks.several
+        # What clients keep now is not for the run's folder, and other processes are not asked.
+        self.run = run = replace(run, files=None, ranks=ALONE, engine=unranked(run.engine))
+        self.own, self.few, self.several = own, few, several
+        self.start = run.start()
         self.inputs = self._inputs()
         sizes = run.data.sizes_of(self.inputs.filled.clients[: self.inputs.cohort])
         self.place = int(sizes.argmax())
         self.low = low(run)
         try:
             self.wanted = self.by_pytorch()
+            if (move := self._move()) < SHORT:
+                self.inputs = self._inputs(move)
+                self.wanted = self.by_pytorch()
+            self.gradients = self._gradients_by_pytorch()
         except Exception as error:
             if machine_trouble(error):
                 raise
             raise PyTorchError(str(error)) from error
 
-    def _inputs(self) -> RoundInputs:
+    def _inputs(self, move: float = LONG) -> RoundInputs:
         """Return the first round's inputs, of no more clients and samples than it takes.
 
-        Lanes get as many clients as they have, in batches of the usual shape: what they trace now, the run needs.
+        Lanes get as many clients as they have, in batches of the usual shape: what they trace now, the run needs. A
+        learning rate with which the weights `move` by less than `SHORT` is made larger, since it would hide what
+        differs. A warm-up begins with such rates, or with 0.
         """
         run = self.run
-        lanes = run.choices["engine"] == "lanes"
-        most = run.choices["lanes"] * run.ranks.size if lanes else 1
+        most = run.choices["lanes"] if run.choices["engine"] == "lanes" else 1
 
         def short(plan: Plan) -> Plan:
             if not len(plan.clients):  # a part's choice; the next may be another
@@ -165,6 +229,7 @@ class Comparison:
                 plan,
                 clients=plan.clients[some],
                 steps=np.minimum(plan.steps[some], STEPS),
+                lr=plan.lr if move >= SHORT else plan.lr * LONG / move if move else SOME_RATE,
                 fates=plan.fates and plan.fates.of(some),
             )
 
@@ -174,6 +239,15 @@ class Comparison:
             return found
         counts = np.minimum(found.batches.counts, self.few)
         return replace(found, batches=replace(found.batches, counts=counts))
+
+    def _move(self) -> float:
+        """Return by which share of its norm the weight moves that moves most; NaN counts as far."""
+        start, shares = self.inputs.shared["start"], [0.0]
+        for name, t in self.wanted.params.items():
+            before = start[name].double()
+            if before.any():
+                shares.append(float(((t.double() - before).norm() / before.norm()).nan_to_num(LONG)))
+        return max(shares)
 
     # ---- training, in several ways --------------------------------------------------------------------------------
     def by_pytorch(self, start: Params | None = None) -> Trained:
@@ -196,13 +270,31 @@ class Comparison:
             yield m
 
     def _plainly(self, model: Model, inputs: RoundInputs) -> Trained:
-        engine = self.plain(model)
+        engine = plain(self.run, self.own, model)
         state = engine.train(inputs, self.place, engine.given(inputs, self.place))
         return Trained(tree_map(torch.clone, state["params"]), tree_map(torch.clone, state.get("statistics", {})))
 
-    def plain(self, model: Model) -> PlainEngine:
-        """Return the plain engine with this model."""
-        return PlainEngine(replace(self.own.program, model=model), self.run.device_data)
+    def _gradients(self, model: Model) -> list[Params]:
+        """Return the gradient of the loss alone, at the first weights and near them, for a batch of the client's."""
+        run, loss = self.run, repeating(model, self.run.loss)
+        client, first = int(self.inputs.filled.clients[self.place]), int(self.inputs.batches.first[self.place])
+        batch = plain(run, self.own, model).batch_at(self.inputs, client, first)
+        key, tracked = fixed_key(run.device), self.inputs.shared["tracked"]
+
+        def value(weights: Params) -> tuple[Tensor, Params]:
+            x = tree_map(torch.clone, batch.x)  # which a forward pass may write to
+            z = model.train(weights, x, key, tree_map(torch.clone, tracked))
+            return loss(z, batch.y).mean(), {}
+
+        found = []
+        for weights in (model.start, model.perturbed()):
+            with model.seeding(key):
+                found.append(model.gradient_and_buffers(value, tree_map(torch.clone, weights))[0])
+        return found
+
+    def _gradients_by_pytorch(self) -> list[Params]:
+        with self._module() as module:
+            return self._gradients(self.own.model.in_place(WHY, module))
 
     def by(self, engine: Engine) -> Trained | None:
         """Return what an engine makes of the client; None if another process has it."""
@@ -222,8 +314,11 @@ class Comparison:
         return Trained(*({n: t for n, t in found[0].items() if (n in names) == which} for which in (True, False)))
 
     # ---- what differs ---------------------------------------------------------------------------------------------
-    def off(self, engine: Engine, model: Model) -> Off | None:
-        """Return what an engine trains otherwise than PyTorch, or evaluates otherwise; None if nothing."""
+    def off(self, engine: Engine, model: Model, alone: Model) -> Off | None:
+        """Return what an engine trains otherwise than PyTorch, or evaluates otherwise; None if nothing.
+
+        `model` is the one that it trains, and `alone` the one that the plain engine would train.
+        """
         # What a forward pass keeps of weights in evaluation mode must not outlast the next steps. The plain engine
         # calls the module in these; lanes do so only once, while they trace it.
         plain = isinstance(engine, PlainEngine)
@@ -234,14 +329,29 @@ class Comparison:
             return None
         if not plain:
             self._evaluated(model)
-        training = self._training(found)
-        return max(training, key=lambda off: off.share) if training else self._evaluation(model)
+        for each in (self._training(found), self._descending(alone)):
+            if each:
+                return max(each, key=lambda off: off.share)
+        return self._evaluation(model)
 
-    def _training(self, found: Trained, nearby: Trained | None = None) -> list[Off]:
-        """Return the tensors that an engine has trained otherwise."""
-        off = list(self._different(found, nearby))
-        if off and nearby is None:
-            return self._training(found, self.by_pytorch(self._in_last_digits()))
+    def _training(self, found: Trained) -> list[Off]:
+        """Return the tensors that an engine has trained otherwise, by more than rounding explains."""
+        off = list(self._different(found, None))
+        if not off or any(self._different(self.by_pytorch(), None)):  # PyTorch itself has other results now
+            return off
+        return list(self._different(found, self.by_pytorch(self._in_last_digits())))
+
+    def _descending(self, model: Model) -> list[Off]:
+        """Return the weights whose gradient is another one. It is the same computation, in the same order."""
+        found = self._gradients(model.in_own_precision())
+        off = []
+        for mine, theirs in zip(found, self.gradients, strict=True):
+            sizes = {n: g.double().norm() for n, g in theirs.items()}
+            floor = min(ROUNDING * self.eps, MOST_FLOOR) * max(sizes.values(), default=torch.zeros(()))
+            for name, size in sizes.items():
+                gap = (mine[name].double() - theirs[name].double()).norm()
+                if gap > floor and gap > self.eps**0.5 * size:
+                    off.append(Off(f"the gradient of {name!r}", float(gap / torch.maximum(size, gap))))
         return off
 
     def _different(self, found: Trained, nearby: Trained | None) -> Iterator[Off]:
@@ -258,7 +368,7 @@ class Comparison:
                     continue
                 if name in near and not gap > noise * (near[name].double() - wanted.double()).norm():
                     continue
-                yield Off(repr(name), float(gap / torch.maximum(size, gap)))
+                yield Off(repr(name), float(gap / torch.maximum(size, gap)), f" after {STEPS} local steps")
 
     def _evaluation(self, model: Model) -> Off | None:
         """Return how outputs in evaluation mode differ from those of the caller's own module; None if they do not."""
@@ -298,50 +408,33 @@ class Comparison:
         return tree_map(lambda w, z: w * (1 + eps * z), start, drawn)
 
     # ---- what follows ---------------------------------------------------------------------------------------------
-    def settled(self) -> Run:
-        """Return the run on the first engine that trains the model as PyTorch does."""
+    def verdict(self) -> Verdict:
+        """Return the first way in which the model is trained as PyTorch trains it."""
         run, model = self.run, self.own.model
-        if not (off := self._agreed(self.off(run.engine, run.model))):
-            return run
+        off = self.off(run.engine, run.model, model)
+        if not off:
+            return Verdict(AS_CHOSEN)
         if run.choices["engine"] == "lanes" and self._trains(model):
             if isinstance(run.engine, Fallback) and run.engine.plain is None:
-                raise MismatchError(f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".')
-            return self._on_plain(model, f"in lanes {off}")
-        inside = model.in_place(WHY)
-        if model.low or run.ranks.several or not self._trains(inside):
-            raise MismatchError(self._sentence(off))
-        return self._on_plain(inside, f"{WHY} ({off})")
+                why = f'engine="lanes" does not train this model as PyTorch does: {off}. Use "auto".'
+                return Verdict(REFUSED, why)
+            return Verdict(ON_PLAIN, f"in lanes {off}")
+        if model.low or self.several or not self._trains(model.in_place(WHY)):
+            return Verdict(REFUSED, self._sentence(off))
+        return Verdict(IN_PLACE, f"{WHY} ({off})")
 
     def _trains(self, model: Model) -> bool:
         """Return whether the plain engine trains this model as PyTorch does."""
         try:
-            off = self.off(self.plain(model), model)
+            return not self.off(plain(self.run, self.own, model), model, model)
         except Exception as error:
             if machine_trouble(error):
                 raise
-            off = Off(first_sentence(error), 1.0)
-        return not self._agreed(off)
-
-    def _agreed(self, off: Off | None) -> Off | None:
-        """Return what the first process of the run found, so that all decide the same."""
-        return self.run.ranks.said(lambda: off)
-
-    def _on_plain(self, model: Model, why: str) -> Run:
-        """Return the run on the plain engine."""
-        run, engine = self.run, self.run.engine
-        log.warning("the run trains on the plain engine: %s", why)
-        if isinstance(engine, Fallback):
-            engine.plain = lambda: PlainEngine(replace(self.own.program, model=model), run.device_data)
-            engine.switch(0, why)
-        else:
-            run = replace(run, engine=self.plain(model))
-        run.choices.update(engine="plain", lanes=1, compile=False, why=why)
-        run.choices.pop("switched", None)
-        return replace(run, model=model)
+            return False
 
     def _sentence(self, off: Off) -> str:
         """Return what is wrong, why perhaps, and what to change."""
-        return f"undrift would not train this model as PyTorch does: after {STEPS} local steps, {off}. {self._cause()}"
+        return f"undrift would not train this model as PyTorch does: {off}. {self._cause()}"
 
     def _cause(self) -> str:
         """Return the likely cause."""
@@ -417,6 +510,12 @@ def few_samples(run: Run, few: int = FEW) -> Tree:
     rows = run.test or run.validation or run.device_data.place(Rows(run.data.store, run.data.index, run.data.take))
     x: Tree = next(iter(replace(rows, index=rows.index[:few]).batches(few)))[0]
     return tree_map(torch.clone, x)  # which a forward pass may write to
+
+
+def unranked(engine: Engine) -> Engine:
+    """Return the engine of this process alone."""
+    inner = engine.engine if isinstance(engine, Fallback) else engine
+    return inner.engine if isinstance(inner, RankedEngine) else engine
 
 
 def low(run: Run) -> bool:
