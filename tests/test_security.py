@@ -604,7 +604,7 @@ def test_no_command_lets_a_runs_folder_control_the_terminal(controlling, monkeyp
 def test_commands_print_with_functions_that_control_nothing():
     """Of the ways to print, only these: each passes text through `printable`, or prints what undrift itself says."""
     allowed = {
-        ("tools/launch.py", "typer.echo"), ("tools/help.py", "typer.echo"),
+        ("tools/streams.py", "typer.echo"), ("tools/help.py", "typer.echo"),
         ("tools/cli.py", "typer.echo"), ("tools/cli.py", "print"), ("tools/stopping.py", "print"),
     }  # fmt: skip
     found = set()

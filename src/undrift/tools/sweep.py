@@ -105,15 +105,15 @@ LONGEST = 200
 
 def points(settings: Document, grid: Grid, where: str) -> list[Point]:
     """All combinations; each is checked before the first one runs."""
+    count = math.prod(len(values) for values in grid.values())
+    if count > MOST:
+        raise UndriftError(f"{where}: the grid has {count:,} combinations; a sweep runs at most {MOST:,}.")
     for key, values in grid.items():
         seen: set[str] = set()
         for value in values:
             if same(value) in seen:  # two runs that are one would count as two, with a deviation of 0
                 raise UndriftError(f"{where}: the grid lists {quoted(value)} twice for {key}; list every value once.")
             seen.add(same(value))
-    count = math.prod(len(values) for values in grid.values())
-    if count > MOST:
-        raise UndriftError(f"{where}: the grid has {count:,} combinations; a sweep runs at most {MOST:,}.")
     found = []
     for choice in itertools.product(*grid.values()):
         pairs = dict(zip(grid, choice, strict=True))
