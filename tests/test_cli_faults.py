@@ -399,6 +399,12 @@ DAMAGE = {
     "deep config": ("config.toml", b"a = " + b"[" * 5000),
     "metrics as a number": ("config.toml", b"metrics = 5"),
     "stopped": ("stopped.json", b"\xff"),
+    "skipped in lists": ("metrics.jsonl", line(skipped=[[1]]).encode()),
+    "clients in objects": ("metrics.jsonl", line(clients=[{}]).encode()),
+    "left out in numbers": ("metrics.jsonl", line(left_out=3).encode()),
+    "endless bytes": ("metrics.jsonl", line(total_bytes=1e308).encode()),
+    "deep why": ("stopped.json", b"[" * 100_000),
+    "deep partition": ("partition.json", b"[" * 100_000),
 }
 
 
@@ -438,6 +444,22 @@ def test_a_damaged_run_is_left_out_of_a_comparison(runs):
     assert refused(lambda: CliRunner().invoke(cli.app, ["compare", "null"], catch_exceptions=False)).startswith("null:")
     for name in shown:
         assert CliRunner().invoke(cli.app, ["compare", name], catch_exceptions=False).exit_code == 0
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 5e-324])
+def test_figures_at_the_ends_of_the_floats(runs, value):
+    """Their sum or square is no float, but their mean and deviation are."""
+    for seed in (0, 1):
+        rows = [json.loads(text) for text in Path(f"good-{seed}/metrics.jsonl").read_text().splitlines()]
+        changed = [row | {"accuracy": value, "loss": value * (1 - seed)} for row in rows]
+        Path(f"good-{seed}/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    figures = ["--csv", "t.csv", "--last", "2", "--target", "0.1", "--baseline", "A"]
+    done = CliRunner().invoke(cli.app, ["compare", "A=good-0", "B=good-1", *figures], catch_exceptions=False)
+    assert done.exit_code == 0
+    done = CliRunner().invoke(cli.app, ["compare", "good-0", "good-1", "--metric", "loss"], catch_exceptions=False)
+    assert done.exit_code == 0 and "nan" not in done.stdout and "inf" not in done.stdout
+    done = CliRunner().invoke(cli.app, ["report", "good-0", "good-1", "--out", "r.html"], catch_exceptions=False)
+    assert done.exit_code == 0 and done.stderr == ""
 
 
 def test_watching_survives_damage(runs, monkeypatch):

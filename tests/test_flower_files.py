@@ -106,6 +106,56 @@ def test_an_outline_has_the_numbers_of_the_data_and_none_of_its_samples():
             check_report(found | change)
 
 
+@pytest.mark.parametrize(
+    "host",
+    ["a:9092", "https://a.example.org", "a.example.org/x", "a b", "", " a", "a.example.org.", "a..b", "-a", "a" * 64,
+     ".".join(["a" * 60] * 5), "1.2.3", "1.2.3.400", "[::1]", "*", "a\0b", "a\n"],
+)  # fmt: skip
+def test_a_certificate_is_not_made_for_what_is_no_host(tmp_path, host):
+    with pytest.raises(UndriftError, match=r"is no host name or address.*; write its name alone"):
+        make_certificates(tmp_path / "c", ["fine.example.org", host])
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_host_of_other_letters_is_written_in_ascii(tmp_path):
+    with pytest.raises(UndriftError, match=r"write it in ASCII, as xn--mnchen-3ya\.example"):
+        make_certificates(tmp_path / "c", ["münchen.example"])
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["a", "fl_1.example.org", "*.example.org", "xn--mnchen-3ya.example", ".".join(["a" * 62] * 4), "::1", "10.0.0.1"],
+)
+def test_hosts_of_all_kinds_have_certificates(tmp_path, host):
+    make_certificates(tmp_path, [host])
+    shown = ["openssl", "x509", "-in", str(tmp_path / "server.crt"), "-noout", "-text"]
+    text = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    assert f"DNS:{host}" in text or "IP Address:" in text
+
+
+@pytest.mark.parametrize("there", ["ca.crt", "server.crt", "server.key"])
+def test_no_certificate_is_written_beside_an_old_key(tmp_path, there):
+    (tmp_path / there).write_text("old")
+    with pytest.raises(UndriftError, match=f"{there} is there already"):
+        make_certificates(tmp_path, ["a"])
+    assert [file.name for file in tmp_path.iterdir()] == [there]
+
+
+@pytest.mark.parametrize("there", ["n.key", "n.pub"])
+def test_no_key_is_written_beside_an_old_one(tmp_path, there):
+    (tmp_path / there).write_text("old")
+    with pytest.raises(UndriftError, match=f"{there} is there already"):
+        make_key(tmp_path, "n")
+    assert [file.name for file in tmp_path.iterdir()] == [there]
+
+
+def test_a_nodes_states_are_its_owners_alone(tmp_path):
+    NodeStates(tmp_path, RUN).write(3, 1, {0: torch.ones(2)}, 0)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {0o700, 0o600}
+    assert NodeStates(tmp_path, RUN).read(3, 1)[0].tolist() == [1, 1]
+
+
 def test_certificates_are_for_their_hosts_and_secrets_for_their_owner(tmp_path):
     make_certificates(tmp_path, ["fl.example.org"])
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))

@@ -305,6 +305,8 @@ def test_a_run_may_begin_with_an_empty_round(uneven, engine):
         ),
         (lambda: ud.Projection(radius=1, center="here"), 'must be "origin" or "global"'),
         (lambda: ud.ServerTraining(lr=1, epochs=0), "epochs. must be a whole number from 1"),
+        (lambda: ud.CCVR(2**63 - 1), r"CCVR.samples_per_class. must be a whole number from 1 to 1,000,000"),
+        (lambda: ud.CCVR(True), r"CCVR.samples_per_class. must be a whole number from 1 to 1,000,000, not True"),
     ],
 )
 def test_contradictions_are_refused_by_name(make, sentence):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import undrift as ud
 from tests.experiments import GOOD, toml, undrift
 from undrift.tools.cli import app
 from undrift.tools.compare import Run
@@ -107,3 +110,15 @@ def test_info_has_what_a_bug_report_needs():
     said = undrift("info")
     for word in ("undrift", "Python", "torch", "CUDA", "driver", "GPU", "threads"):
         assert word in said
+
+
+def test_a_run_that_stopped_in_its_first_round_says_so_where_its_last_row_is_asked_for(tmp_path):
+    data, local = ud.load("digits", ud.IID(), clients=4), ud.Local(steps=3, batch_size=8, lr=1e30)
+    result = ud.train("mlp", data, rounds=2, local=local, out=tmp_path / "r")
+    assert result.stopped and result.history == [] and len(result.frame()) == 0 and result.history[-1:] == []
+    for kind in (IndexError, ud.UndriftError):
+        with pytest.raises(kind, match=r"the run stopped in its first one\. Round 1: .*smaller learning rate"):
+            result.history[-1]["accuracy"]
+    for again in (copy.deepcopy(result.history), pickle.loads(pickle.dumps(result.history))):
+        with pytest.raises(IndexError, match="stopped in its first one"):
+            again[0]

@@ -526,6 +526,28 @@ def test_a_run_that_still_trains_is_shown(trained, tmp_path, monkeypatch):
         assert done.exit_code == 0 and not done.stderr
 
 
+ODD = [None, [], {}, 3, "x", [1], {"x": []}, True]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_a_sealed_record_that_no_run_wrote_is_no_traceback(trained, tmp_path, monkeypatch, odd):
+    """Whoever sends a run's folder can seal what they like."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    good = unseal(Path("run/run.json"))
+    del good["diverged"]
+    bodies = [odd, *({**good, name: odd} for name in good)]
+    bodies += [{**good, "identity": {**good["identity"], "rounds": odd}}, {**good, "config": "data = 3"}]
+    bodies += [{**good, "results": dict.fromkeys(good["results"], odd)}]
+    for body in bodies:
+        shutil.rmtree("copy", ignore_errors=True)
+        shutil.copytree("run", "copy")
+        seal(Path("copy/run.json"), body)
+        for command in (["compare", "copy"], ["resume", "copy", "--rounds", "1"], ["resume", "copy", "--set", "x=1"]):
+            done = CliRunner().invoke(app, command)
+            assert done.exception is None or isinstance(done.exception, UndriftError | SystemExit), (body, command)
+
+
 # ---- what a run's folder makes a terminal do ---------------------------------------------------------------------
 
 ESCAPES = ("\x1b", "\x9b", "\x07", "\x08", "\r", "\u202e")
@@ -582,7 +604,7 @@ def test_no_command_lets_a_runs_folder_control_the_terminal(controlling, monkeyp
 def test_commands_print_with_functions_that_control_nothing():
     """Of the ways to print, only these: each passes text through `printable`, or prints what undrift itself says."""
     allowed = {
-        ("tools/launch.py", "typer.echo"), ("tools/help.py", "typer.echo"),
+        ("tools/streams.py", "typer.echo"), ("tools/help.py", "typer.echo"),
         ("tools/cli.py", "typer.echo"), ("tools/cli.py", "print"), ("tools/stopping.py", "print"),
     }  # fmt: skip
     found = set()

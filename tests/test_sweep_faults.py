@@ -329,3 +329,18 @@ def test_values_that_json_does_not_have(here):
     assert "The key 'local.lr' must be" in str(done.exception)
     done = CliRunner().invoke(app, ["sweep", "e.toml", "--grid", "local.lr=[nan, 0.1]", "--out", "s", "--workers", "1"])
     assert "Local(lr) is nan" in str(done.exception) or "Local(lr) is nan" in done.output
+
+
+@pytest.mark.parametrize(
+    "grid", ["seed=[0, 0, 0]", "seed=[0, 1, 0]", "local.lr=[0.1, 1, 1.0]", 'method=["A()", "A()"]']
+)
+def test_a_value_that_a_grid_lists_twice_is_refused(tmp_path, monkeypatch, grid):
+    """Runs that are one would be counted as several, with a deviation of 0."""
+    monkeypatch.chdir(tmp_path)
+    Path("e.toml").write_text(toml(GOOD))
+    done = CliRunner().invoke(app, ["sweep", "e.toml", "--grid", grid])
+    key = grid.partition("=")[0]
+    assert isinstance(done.exception, UndriftError) and f"twice for {key}; list every value once" in str(done.exception)
+    Path("e.toml").write_text(toml(GOOD) + "\n[sweep]\n" + grid)
+    assert "list every value once" in str(CliRunner().invoke(app, ["sweep", "e.toml"]).exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["e.toml"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -40,6 +41,25 @@ def test_without_timm_the_command_that_installs_it_is_named(monkeypatch):
     for text in (TINY, "timm:resnet18"):
         with pytest.raises(ud.UndriftError, match=r'pip install "undrift\[vision\]"'):
             make(text)
+
+
+def test_a_torchvision_for_another_torch_is_named(monkeypatch, tmp_path):
+    """timm imports it, and it raises as it registers operators."""
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(ud.UndriftError, match=r"nms does not exist\). Perhaps torchvision was built for"):
+        make("timm:resnet18")
+
+
+def test_an_unknown_tag_is_named(monkeypatch):
+    def config(name):
+        raise RuntimeError("Invalid pretrained tag (nope) for resnet10t.")
+
+    fake = SimpleNamespace(is_model=lambda name: name == "resnet10t", get_pretrained_cfg=config)
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    with pytest.raises(ud.UndriftError, match=r'no weights "nope" of this model .*list_pretrained\("resnet10t"\)'):
+        make("timm:resnet10t.nope")
 
 
 @needs_timm

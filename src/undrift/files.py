@@ -48,13 +48,15 @@ class DamagedError(UndriftError):
 
 
 @contextlib.contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path, secret: bool = False) -> Iterator[Path]:
     """A context with a new, empty file to write to, which becomes `file` when the block ends without an error.
 
-    Its mode follows the umask, even if a library replaces it by another file.
+    Its mode follows the umask, even if a library replaces it by another file. A secret is its owner's alone.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.partial")
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    handle = os.open(
+        partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600 if secret else 0o666
+    )
     mode = stat.S_IMODE(os.fstat(handle).st_mode)
     os.close(handle)
     try:

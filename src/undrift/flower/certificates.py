@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from undrift.errors import UndriftError, require
+from undrift.errors import UndriftError, quoted, require
 
 DAYS = 365
 """How long certificates are valid."""
@@ -31,9 +31,12 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     require(bool(hosts), "Name the hosts under which nodes reach the SuperLink.")
+    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys([*hosts, *LOOPBACK])])
+    files = folder / "ca.crt", folder / "server.crt", folder / "server.key"
+    refuse_existing(*files)
     authority, own = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "undrift federation")])
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "undrift SuperLink")])  # nodes compare the names above
 
     def certificate(subject: Any, key: Any, *extensions: tuple[Any, bool]) -> bytes:
         now = datetime.now(UTC)
@@ -48,15 +51,14 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
     known = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(known)
     top = certificate(issuer, authority, (x509.BasicConstraints(True, 0), True), (signs, True), (known, False))
-    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys([*hosts, *LOOPBACK])])
     serving = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
     leaf = certificate(
         subject, own, (x509.BasicConstraints(False, None), True), (names, False), (serving, False), (by, False)
     )
     folder.mkdir(parents=True, exist_ok=True)
-    write_new(folder / "ca.crt", top)
-    write_new(folder / "server.crt", leaf)
-    write_new(folder / "server.key", _private(own, "PKCS8"), secret=True)
+    write_new(files[0], top)
+    write_new(files[1], leaf)
+    write_new(files[2], _private(own, "PKCS8"), secret=True)
 
 
 def make_key(folder: Path, name: str) -> tuple[Path, Path]:
@@ -69,9 +71,17 @@ def make_key(folder: Path, name: str) -> tuple[Path, Path]:
     public = key.public_key().public_bytes(_encoding("OpenSSH"), serialization.PublicFormat.OpenSSH)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / f"{name}.key", folder / f"{name}.pub"
+    refuse_existing(*files)
     write_new(files[0], _private(key, "OpenSSH"), secret=True)
     write_new(files[1], public + b" " + name.encode() + b"\n")
     return files
+
+
+def refuse_existing(*files: Path) -> None:
+    """Raise if one of the files exists: written without it, the others would not fit to it."""
+    for file in files:
+        if os.path.lexists(file):
+            raise UndriftError(f"{file} is there already, and is not written over; remove it to make a new one.")
 
 
 def write_new(file: Path, content: bytes, secret: bool = False) -> None:
@@ -79,7 +89,8 @@ def write_new(file: Path, content: bytes, secret: bool = False) -> None:
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
     except FileExistsError:
-        raise UndriftError(f"{file} is there already, and is not written over; remove it to make a new one.") from None
+        refuse_existing(file)
+        raise
     with os.fdopen(handle, "wb") as opened:
         opened.write(content)
 
@@ -99,9 +110,26 @@ def _encoding(name: str) -> Any:
     return getattr(serialization.Encoding, name)
 
 
+LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST = re.compile(rf"(?=.{{1,253}}$)(\*\.)?({LABEL}\.)*(?![0-9]+$){LABEL}")
+"""A host name: at most 253 letters, in labels of at most 63, of which the last is no number, as in an address."""
+
+
 def _name(host: str) -> Any:
+    """A host as certificates have it. Raises `UndriftError` for what nodes could never find in one."""
     from cryptography import x509
 
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
+    if not HOST.fullmatch(host):
+        raise UndriftError(
+            f"{quoted(host)} is no host name or address, such as superlink.example.org or 192.0.2.7; {_advice(host)}."
+        )
     return x509.DNSName(host)
+
+
+def _advice(host: str) -> str:
+    if not host.isascii():
+        with contextlib.suppress(UnicodeError):
+            return f"write it in ASCII, as {host.encode('idna').decode()}"
+    return "write its name alone, without a scheme, a port or a path"

@@ -54,10 +54,11 @@ class NodeStates:
     def write(self, client: int, version: int, states: dict[int, Tree], started: int) -> None:
         """Keep the client's states after `version` rounds, whose last began with those after `started` rounds."""
         file = self._file(client, version)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, file.parent):  # of the node's owner alone, as data can be reconstructed from states
+            folder.mkdir(0o700, parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         trees: dict[str, Any] = {str(part): pack(tree, str(part), tensors) for part, tree in states.items()}
-        write_tensors(file, tensors, {"trees": json.dumps(trees)})
+        write_tensors(file, tensors, {"trees": json.dumps(trees)}, secret=True)
         remove_partial(file.parent, VERSION)
         older = sorted(number for number in self.versions(client) if number < started)
         for number in older[:-KEEP]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted, whole
 from undrift.functional.model import Model
 from undrift.losses import cross_entropy
 from undrift.method.context import Batch, Client, Server
@@ -17,6 +17,9 @@ from undrift.method.part import Part
 from undrift.random import bits, normal
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_map
+
+MOST = 1_000_000
+"""The largest of its counts. A larger one is taken for a mistake, which would show after all rounds."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class CCVR(Part):
     def __post_init__(self) -> None:
         for name in ("samples_per_class", "epochs", "batch_size"):
             count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
-                raise UndriftError(f"CCVR({name}) must be a whole number from 1, not {count!r}.")
+            if not whole(count) or not 1 <= count <= MOST:
+                raise UndriftError(f"CCVR({name}) must be a whole number from 1 to {MOST:,}, not {quoted(count)}.")
 
     def check(self, local: Any, data: Any) -> None:
         if data.labels is None:

@@ -61,6 +61,11 @@ def _timm() -> Any:
         raise UndriftError(
             f'Models of timm need the package timm ({first_line(error)}): pip install "undrift[vision]".'
         ) from error
+    except Exception as error:  # of torchvision, which timm imports, where it was built for another version of torch
+        raise UndriftError(
+            f"timm cannot be imported ({first_line(error)}). Perhaps torchvision was built for another version of "
+            'torch; install two that fit together: pip install "undrift[vision]".'
+        ) from error
     return timm
 
 
@@ -71,7 +76,13 @@ def _build(own: str, classes: int, shape: Sequence[int], options: dict[str, Any]
             f'The model "{PREFIX}{own}" needs pictures, channels × height × width; samples have shape {tuple(shape)}.'
         )
     options = dict(options)
-    config = timm.get_pretrained_cfg(own)
+    try:
+        config = timm.get_pretrained_cfg(own)
+    except Exception as error:  # no weights of this tag
+        raise UndriftError(
+            f'timm has no weights "{own.partition(".")[2]}" of this model ({first_line(error)}); leave out the tag, or '
+            f'choose one of timm.list_pretrained("{own.partition(".")[0]}").'
+        ) from error
     fixed = config is not None and config.fixed_input_size
     if fixed:  # built for one size of pictures, by default ImageNet's
         options.setdefault("img_size", tuple(shape[1:]))

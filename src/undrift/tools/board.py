@@ -18,7 +18,7 @@ from rich.table import Table
 
 from undrift.files import open_regular, parse_json
 from undrift.tools.display import score
-from undrift.tools.launch import say
+from undrift.tools.streams import say
 
 EVERY = 30.0
 """Seconds between two lines where there is no terminal."""

@@ -22,9 +22,10 @@ from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
 from undrift.tools.experiment import FREE
+from undrift.tools.study.statistics import average, deviation
 from undrift.training.divergence import CHANCE, DIVERGED, Divergence, divergence
 from undrift.training.record import flat, repeats
-from undrift.training.result import RUN, finished, parse_history, stopped
+from undrift.training.result import RUN, as_record, finished, parse_history, stopped
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
@@ -131,7 +132,7 @@ class Run:
         if count == 1 or self.lost:
             return self.final(metric)
         values = [row[metric] for row in self.rows if number(row.get(metric))][-count:]
-        return float(np.mean(values)) if values else math.nan
+        return average(values) if values else math.nan
 
     def best(self, metric: str) -> float:
         values = [row[metric] for row in self.rows if number(row.get(metric)) and np.isfinite(row[metric])]
@@ -171,10 +172,7 @@ def _recorded(folder: Path) -> dict[str, Any]:
     """The contents of `run.json`, which runs of the first versions do not have."""
     if not os.path.lexists(folder / RUN):
         return {}
-    found = files.unseal(folder / RUN)
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds {quoted(found)}")
-    return found
+    return as_record(files.unseal(folder / RUN), folder / RUN)
 
 
 def _refuse_edited(folder: Path, known: dict[str, Any], now: dict[str, Any]) -> None:
@@ -195,7 +193,7 @@ def _history(folder: Path, known: dict[str, Any]) -> bytes:
     """The contents of `metrics.jsonl`. Raises if the run has ended, and the file is not the one that it wrote then."""
     file = folder / "metrics.jsonl"
     content = files.read_bytes(file) if os.path.lexists(file) else b""
-    sums = known.get("results", {})
+    sums = known.get("results") or {}
     written = hashlib.sha256(content).hexdigest() == sums.get(file.name)
     if sums and not written and finished(folder):  # not, as before, one that has been resumed since
         raise DamagedError(
@@ -345,7 +343,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in their seed alone, under a name that says what tells the groups apart."""
     runs = list({run.folder.resolve(): run for run in runs}.values())
     keys = {key for run in runs for key in run.settings} - IGNORED_KEYS
-    told = {key for key in keys if len({_same(run.settings.get(key)) for run in runs}) > 1}
+    told = {key for key in keys if len({same(run.settings.get(key)) for run in runs}) > 1}
     found: dict[str, list[Run]] = {}
     for run in runs:
         parts = [
@@ -357,7 +355,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return found
 
 
-def _same(value: Any) -> str:
+def same(value: Any) -> str:
     """One text for values that are one: 1 and 1.0."""
     plain = float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else value
     return json.dumps(plain, default=str)
@@ -384,7 +382,7 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
         return "–"
     if len(known) < len(values):
         return f"{spread(known, digits)} ({len(known)} of {len(values)})"
-    mean = f"{np.mean(known):.{digits}f}" if digits else f"{np.mean(known):,.0f}"
+    mean = f"{average(known):.{digits}f}" if digits else f"{average(known):,.0f}"
     if len(known) < 2:
         return mean
-    return f"{mean} ± {np.std(known, ddof=1):.{digits}f}" if digits else f"{mean} ± {np.std(known, ddof=1):,.0f}"
+    return f"{mean} ± {deviation(known):.{digits}f}" if digits else f"{mean} ± {deviation(known):,.0f}"

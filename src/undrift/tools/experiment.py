@@ -146,7 +146,7 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
     Raises `UndriftError` if a setting that decides the result has been changed in the file.
     """
     file, known = folder / "config.toml", recorded(folder) if (folder / RUN).exists() else None
-    copy = str(known["config"]) if known else None
+    copy = known.get("config") if known else None
     if copy is None:
         return read(folder), read_text(file, "utf-8-sig")
     before = flat(tomllib.loads(copy))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from undrift.errors import printable
-from undrift.tools.torchrun import speaks
+from undrift.tools.streams import say as say  # as launch.say
 from undrift.tools.trust import check, gate, run_folder
 
 if TYPE_CHECKING:
@@ -48,12 +48,6 @@ def new_console() -> Console:
     if not console.is_terminal:
         console.width = 160  # a file has no width, so tables need not be narrow
     return console
-
-
-def say(text: str, err: bool = False) -> None:
-    """Print a line, in which control characters have no effect on the terminal. All commands print with it."""
-    if speaks():
-        typer.echo(printable(text), err=err)
 
 
 def warn_left_out(problems: list[str]) -> None:

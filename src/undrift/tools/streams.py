@@ -1,4 +1,4 @@
-"""The standard streams of a command, which may be closed, full, or a pipe that nobody reads any more."""
+"""What commands print, and where to: streams that may be closed, full, or a pipe that nobody reads any more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import os
 import sys
 from typing import Any
 
+import typer
+
 from undrift.errors import printable
+from undrift.tools.torchrun import speaks
 
 
 class Output(io.FileIO):
@@ -75,3 +78,9 @@ def is_of_output(error: BaseException) -> bool:
     """Return whether an error is that the standard output cannot be written."""
     raw = _raw(sys.stdout)
     return isinstance(raw, Output) and raw.error is error
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print a line, in which control characters have no effect on the terminal. All commands print with it."""
+    if speaks():
+        typer.echo(printable(text), err=err)

@@ -24,11 +24,12 @@ from undrift.cpus import THREADS, usable_cpus
 from undrift.data import notices
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, parse_json, read_bytes, regular, write_text
-from undrift.tools.compare import Run, agreed, counted, decided, groups, leading_metric, remark
+from undrift.tools.compare import Run, agreed, counted, decided, groups, leading_metric, remark, same
 from undrift.tools.config import Document, checked, put, toml_value
 from undrift.tools.display import score
 from undrift.tools.experiment import about, refuse_undecided, run, understood
 from undrift.tools.stopping import stopping
+from undrift.tools.study.statistics import average, deviation
 from undrift.tools.workers import GRACE, each
 from undrift.training import arithmetic, beside
 from undrift.training.checks import find_device
@@ -108,9 +109,15 @@ def points(settings: Document, grid: Grid, where: str) -> list[Point]:
     count = math.prod(len(values) for values in grid.values())
     if count > MOST:
         raise UndriftError(f"{where}: the grid has {count:,} combinations; a sweep runs at most {MOST:,}.")
+    for key, values in grid.items():
+        seen: set[str] = set()
+        for value in values:
+            if same(value) in seen:  # two runs that are one would count as two, with a deviation of 0
+                raise UndriftError(f"{where}: the grid lists {quoted(value)} twice for {key}; list every value once.")
+            seen.add(same(value))
     found = []
-    for values in itertools.product(*grid.values()):
-        pairs = dict(zip(grid, values, strict=True))
+    for choice in itertools.product(*grid.values()):
+        pairs = dict(zip(grid, choice, strict=True))
         changed = settings
         for key, value in pairs.items():
             changed = put(changed, key, value, where)
@@ -346,4 +353,4 @@ def _figures(values: list[float]) -> dict[str, float | None]:
     """Mean and standard deviation; None if a value is not finite, which JSON cannot hold."""
     if not np.isfinite(values).all():
         return {"mean": None, "std": None}
-    return {"mean": float(np.mean(values)), "std": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+    return {"mean": average(values), "std": deviation(values) if len(values) > 1 else None}

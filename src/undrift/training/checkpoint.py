@@ -39,7 +39,7 @@ from undrift.files import DamagedError, digest, regular, remove_partial, replaci
 from undrift.training.early import COLUMN
 from undrift.training.meeting import companions
 from undrift.training.processes import collected
-from undrift.training.result import as_json
+from undrift.training.result import as_json, as_record
 from undrift.training.run import Run
 from undrift.training.slot_tables import read_slots, write_slots
 from undrift.training.state import State
@@ -233,8 +233,8 @@ class Checkpoints:
         for number in self._found():
             assert self.folder
             try:
-                whole: dict[str, Any] = unseal(self.folder / f"round-{number}.json")
-                return whole
+                file = self.folder / f"round-{number}.json"
+                return as_record(unseal(file), file)
             except DamagedError as error:
                 log.warning("%s", error)
         return None

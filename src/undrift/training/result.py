@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor, nn
 
-from undrift.errors import UndriftError, first_line
+from undrift.errors import UndriftError, first_line, quoted
 from undrift.files import (
     PARTIAL,
     DamagedError,
@@ -42,6 +43,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("undrift")
 
 
+class NoRoundsError(UndriftError, IndexError):
+    """Raised for a row of a history that has none, as the run stopped in its first round."""
+
+
+class NoRounds(list[dict[str, Any]]):
+    """The history of a run that stopped in its first round. Whoever asks for its last row learns why there is none."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why = why
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return super().__getitem__(index)
+        raise NoRoundsError(f"The history has no rounds, because the run stopped in its first one. {self.why}")
+
+    def __reduce__(self) -> Any:
+        return NoRounds, (self.why,)
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of `ud.train`: the trained model and its history.
@@ -63,7 +84,8 @@ class Result:
     choices: dict[str, Any]
     """The settings that were chosen automatically, such as the engine and the device."""
     stopped: str | None = None
-    """Why the run stopped at a NaN or infinite value, or None. Weights and history are those before that round."""
+    """Why the run stopped at a NaN or infinite value, or None. Weights and history are those before that round. If it
+    was the first one, the history is empty, and asking for its last row raises an error with this reason."""
     stopped_early: str | None = None
     """Why `stop_when` ended the run early, or None."""
     diverged: str | None = None
@@ -71,6 +93,10 @@ class Result:
     accuracy is still at chance; or None."""
     find_own: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
     """Finds a client's own weights. None if clients have none, so that a result does not keep its run alive."""
+
+    def __post_init__(self) -> None:
+        if self.stopped and not self.history:
+            object.__setattr__(self, "history", NoRounds(self.stopped))
 
     def own_params(self, client: int) -> dict[str, Tensor]:
         """Return the weights that a client would use: the trained weights, with the client's own where it has any.
@@ -188,18 +214,46 @@ OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\
 def recorded(folder: Path) -> dict[str, Any] | None:
     """Return the contents of the folder's `run.json`, or None, with a warning, if it cannot be read."""
     try:
-        found: dict[str, Any] = unseal(folder / RUN)
-        return found
+        return as_record(unseal(folder / RUN), folder / RUN)
     except DamagedError as error:
         log.warning("%s", error)
         return None
+
+
+RECORD = {
+    "config": str, "identity": dict, "versions": dict, "choices": dict, "started": dict, "resumed": list,
+    "results": dict,
+}  # fmt: skip
+"""What `run.json` and checkpoints have of a run, as far as it is looked at, and its types."""
+
+
+def as_record(found: Any, file: Path) -> dict[str, Any]:
+    """Return what a file has of a run. Raises `DamagedError` if no run can have written it, although it is sealed."""
+    if not isinstance(found, dict):
+        raise DamagedError(f"{file} holds no record of a run.")
+    for name, kind in RECORD.items():
+        if found.get(name) is not None and not isinstance(found[name], kind):
+            raise DamagedError(f"{file} holds no record of a run: {name} is {quoted(found[name])}.")
+    try:
+        tomllib.loads(found.get("config") or "")
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{file} holds no record of a run: its config is not TOML.") from error
+    return found
+
+
+def complete(known: dict[str, Any] | None) -> bool:
+    """Return whether a record has what a run is resumed by."""
+    if known is None or not all(known.get(name) for name in ("config", "identity", "versions")):
+        return False
+    texts = [*known["identity"].values(), *known["versions"].values()]
+    return all(isinstance(text, str) for text in texts) and known["identity"].get("rounds", "").isdecimal()
 
 
 def intact(folder: Path, known: dict[str, Any]) -> bool:
     """Return whether the results of a finished run match the checksums in `run.json`; warns if they do not."""
     try:
         for name in RESULTS:
-            verify(folder / name, known.get("results", {}).get(name, "unknown"))
+            verify(folder / name, (known.get("results") or {}).get(name, "unknown"))
     except DamagedError as error:
         log.warning("%s", error)
         return False

@@ -18,7 +18,7 @@ from undrift.training.meeting import place
 from undrift.training.personal import has_own_models
 from undrift.training.provenance import session
 from undrift.training.record import same_settings
-from undrift.training.result import Folder, Result, intact
+from undrift.training.result import Folder, Result, complete, intact
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
@@ -69,8 +69,9 @@ def resumed(
 
     Compares before it changes anything. Raises `UndriftError` if the folder's run is not the same run.
     """
-    known = folder.recorded() or checkpoints.recorded()
-    if known is None:
+    known = folder.recorded()
+    known = known if complete(known) else checkpoints.recorded()
+    if known is None or not complete(known):
         raise UndriftError(
             f"{folder.path} has no readable run.json or checkpoint, so it cannot be resumed; start in another folder."
         )
@@ -80,7 +81,7 @@ def resumed(
     if same_settings(known["config"], checkpoints.record["config"]):
         checkpoints.record["config"] = known["config"]
     assert folder.path
-    whole = folder.finished and "results" in known and intact(folder.path, known)
+    whole = folder.finished and bool(known.get("results")) and intact(folder.path, known)
     rows = folder.rows() if whole else []
     shared = place(run)
     if shared is not None and shared < len(rows):  # it ended after the last round that all runs side by side have
@@ -116,7 +117,7 @@ def resumed(
     again = {"after_round": state.round if state else 0, "rounds": run.rounds, "allowed": allowed}
     checkpoints.record |= {
         "started": known.get("started"),
-        "resumed": [*known.get("resumed", ()), session(checkpoints.record["versions"], run.choices) | again],
+        "resumed": [*(known.get("resumed") or ()), session(checkpoints.record["versions"], run.choices) | again],
     }
     return state
 

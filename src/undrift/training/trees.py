@@ -78,9 +78,11 @@ def storable(dtype: torch.dtype) -> bool:
     return True
 
 
-def write_tensors(file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> str:
-    """Write a safetensors file; returns its checksum."""
-    with replacing(file) as partial:
+def write_tensors(
+    file: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None, secret: bool = False
+) -> str:
+    """Write a safetensors file, readable by its owner only if it is a secret; returns its checksum."""
+    with replacing(file, secret) as partial:
         save_file(tensors, partial, notes)
         return digest(partial)
 
