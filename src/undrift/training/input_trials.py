@@ -47,7 +47,7 @@ VALUES, PER_CLASS, FULL = 100, 10, 0.95
 """Labels that are numbers: at least so many different ones, fewer samples of each, and gaps between them."""
 DISTINCT = 0.99
 """The share of test samples that must be among the clients', and that must differ from one another."""
-COLUMNS, LOOKED_AT = 64, 1 << 30
+COLUMNS, LOOKED_AT = 64, 1 << 28
 """The number of values by which a sample is found again, and the bytes of a tensor beyond which none is searched."""
 
 

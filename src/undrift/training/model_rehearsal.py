@@ -66,8 +66,8 @@ LOW_TOLERANCE, LOW_NOISE = 0.3, 10
 
 SHORT, LONG, SOME_RATE = 1e-3, 1e-2, 0.01
 """A share of a weight's norm that is a short move, and one that is not; the learning rate in the place of 0."""
-MOST_FLOOR = 0.05
-"""What rounding may be of the largest gradient in half precision."""
+COARSE = 0.05
+"""What rounding may be of a gradient, and of the largest one, in tf32 and in half precision."""
 
 
 class Trained(NamedTuple):
@@ -344,13 +344,14 @@ class Comparison:
     def _descending(self, model: Model) -> list[Off]:
         """Return the weights whose gradient is another one. It is the same computation, in the same order."""
         found = self._gradients(model.in_own_precision())
-        off = []
+        coarse, off = self.low or self.own.model.dtype in (torch.float16, torch.bfloat16), []
+        tolerance, rounding = (COARSE, COARSE) if coarse else (self.eps**0.5, ROUNDING * self.eps)
         for mine, theirs in zip(found, self.gradients, strict=True):
             sizes = {n: g.double().norm() for n, g in theirs.items()}
-            floor = min(ROUNDING * self.eps, MOST_FLOOR) * max(sizes.values(), default=torch.zeros(()))
+            floor = rounding * max(sizes.values(), default=torch.zeros(()))
             for name, size in sizes.items():
                 gap = (mine[name].double() - theirs[name].double()).norm()
-                if gap > floor and gap > self.eps**0.5 * size:
+                if gap > floor and gap > tolerance * size:
                     off.append(Off(f"the gradient of {name!r}", float(gap / torch.maximum(size, gap))))
         return off
 
