@@ -171,8 +171,8 @@ class Case:
 def rows_of(x: Any, rows: Any) -> Any:
     """Some of the samples."""
     if isinstance(x, dict):
-        return {name: t[rows] for name, t in x.items()}
-    return tuple(t[rows] for t in x) if isinstance(x, tuple) else x[rows]
+        return {name: rows_of(t, rows) for name, t in x.items()}
+    return tuple(rows_of(t, rows) for t in x) if isinstance(x, tuple) else x[rows]
 
 
 class Cases(list[Case]):

@@ -10,6 +10,7 @@ frozen parameters that the forward pass writes, such as a teacher's.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ def evaluate(case: Case, module: nn.Module) -> float:
 
 
 def called(module: nn.Module, x: Any) -> Any:
-    """What the module returns for a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    """What the module returns for a tensor, a tuple of arguments, or a dict: keyword arguments, or one argument."""
     if isinstance(x, dict):
-        return module(**x)
+        return module(x) if list(inspect.signature(module.forward).parameters) == ["batch"] else module(**x)
     return module(*x) if isinstance(x, tuple) else module(x)
 
 

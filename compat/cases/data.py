@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,78 @@ add("a contrastive loss within the batch", mlp, views, loss=contrastive, **ALONE
 add("own batch statistics", lambda: Made(own_statistics, **two_layers()), ROWS, quick=True, **ALONE)
 add("attention over the batch", lambda: Made(among_rows, **two_layers()), ROWS, **ALONE)
 add("F.batch_norm(training=True)", lambda: Made(functional_norm, **two_layers()), ROWS, **ALONE)
+
+
+# Losses that return one number for a batch, as plain PyTorch has them.
+def cox(output: Tensor, y: Tensor) -> Tensor:
+    """The negative logarithm of Cox's partial likelihood, per event."""
+    time, event = y.unbind(1)
+    order = time.argsort(descending=True)
+    risk, event = output[order, 0], event[order]
+    return -((risk - risk.logcumsumexp(0)) * event).sum() / event.sum().clamp(min=1)
+
+
+def patients(g: Generator, n: int) -> tuple[Tensor, Tensor]:
+    target = torch.stack([torch.rand(n, generator=g), (torch.rand(n, generator=g) < 0.7).float()], 1)
+    return torch.randn(n, 8, generator=g), target.double()
+
+
+def of_pairs(output: Tensor, y: Tensor) -> Tensor:
+    return contrastive(output, y).mean()
+
+
+WHOLE = {"review": ("MR",), "test": 0}
+add("Cox's partial likelihood", lambda: nn.Linear(8, 1), patients, loss=cox, batch_loss=cox, quick=True, **WHOLE)
+add("Cox's partial likelihood, drop_last", lambda: nn.Linear(8, 1), patients, loss=cox, batch_loss=cox,
+    local={"drop_last": True}, sizes=(9, 4, 13), **WHOLE)  # fmt: skip
+add("a contrastive loss, one number per batch", mlp, views, loss=of_pairs, batch_loss=of_pairs, **WHOLE)
+add("F.cross_entropy as it is", mlp, ROWS, loss=F.cross_entropy, batch_loss=F.cross_entropy, review=("MR",))
+
+
+# Samples and outputs of other forms.
+def halves(g: Generator, n: int) -> tuple[dict[str, Tensor], Tensor]:
+    x, y = ROWS(g, n)
+    return {"left": x[:, :4], "right": x[:, 4:]}, y
+
+
+def in_dicts(g: Generator, n: int) -> tuple[dict[str, Any], Tensor]:
+    x, y = halves(g, n)
+    return {"both": {"inner": x}, "sizes": (x["left"].abs(), x["right"].abs())}, y
+
+
+class OneDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.body(torch.cat([batch["left"], batch["right"]], 1))
+
+
+class Dicts(OneDict):
+    def forward(self, both: dict[str, Any], sizes: tuple[Tensor, Tensor]) -> Tensor:
+        return super().forward(both["inner"]) + self.body(torch.cat(sizes, 1))
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+    hidden: Tensor
+
+
+class ReturnsDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Outputs:
+        h = torch.tanh(self.a(x))
+        return Outputs(self.b(h), h)
+
+
+add("forward(self, batch) with a dict", OneDict, halves, review=("MR",), quick=True)
+add("dicts and tuples in a dict", Dicts, in_dicts, review=("MR",))
+add("outputs in a dataclass", ReturnsDataclass, ROWS, review=("MR",), quick=True)
 
 
 # Losses that vmap refuses.
