@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from undrift.engine.base import Engine
 from undrift.engine.client import Program
 from undrift.engine.device_data import DeviceData
+from undrift.engine.flops import Flops
 from undrift.engine.graph import captures
 from undrift.engine.lanes import LanesEngine
 from undrift.engine.plain import PlainEngine
@@ -155,24 +154,7 @@ def _lanes(model: Model, data: DeviceData, cohort: int, steps: Spread, width: in
 
 def convolution_flops(model: Model, data: DeviceData, width: int) -> float:
     """Return the operations of the convolutions in one lane's forward pass, counted on the model's two samples."""
-    with Convolutions() as counter, torch.no_grad():
+    with Flops() as counter, torch.no_grad():
         model(model.trial(), model.sample)
-    return float(counter.flops) * width / batch_size(model.sample)
-
-
-class Convolutions(TorchDispatchMode):
-    """Counts the operations of convolutions.
-
-    Unlike torch's `FlopCounterMode`, it has no hooks, with which a forward pass could not use `torch.func.jacrev`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, packet = kwargs or {}, func._overloadpacket
-        output = func(*args, **kwargs)
-        if "convolution" in str(packet) and packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=output)
-        return output
+    flops = sum(count for name, count in counter.counts.items() if "convolution" in name)
+    return float(flops) * width / batch_size(model.sample)

@@ -159,6 +159,7 @@ class FedCL(Targeted):
     needs_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fisher not in ("mean", "sum"):
             raise UndriftError(f'FedCL(fisher) must be "mean" or "sum", not {quoted(self.fisher)}.')
 

@@ -62,9 +62,10 @@ def warn_of_short(local: Local, data: FederatedDataset, rounds: int, per_step: i
     if size is None:
         return
     found = sizes[(sizes > size) & (SHORT * local.last_batches(sizes) < size)]
-    clients = np.flatnonzero(np.isin(data.sizes, found)) if len(found) else found
-    own = data.sizes[clients]
-    clients = clients[_reached(local, clients, own, rounds, per_step)] if len(clients) else clients
+    if not len(found):
+        return
+    clients = np.flatnonzero(np.isin(data.sizes, found))
+    clients = clients[_reached(local, clients, data.sizes[clients], rounds, per_step)]
     if len(clients):
         last = local.last_batches(data.sizes[clients])
         log.warning(

@@ -12,10 +12,10 @@ import logging
 import os
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from undrift.cpus import THREADS, usable_cpus
 from undrift.engine.choose import CPU_CONVOLUTION_FLOPS, Choice
+from undrift.engine.flops import Flops
 from undrift.functional.arguments import batch_size
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial
@@ -76,6 +76,6 @@ def forward_flops(model: Model, width: int) -> float:
     twin.module = deep_copy(model.module, frozen)
     x = tree_map(torch.clone, model.sample)
     draws = Trial(tree_leaves(x)[0].device).draws()
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), draws:
+    with Flops() as counter, torch.no_grad(), draws:
         twin(twin.trial(), x)
-    return float(counter.get_total_flops()) * width / batch_size(x)
+    return float(counter.counts.total()) * width / batch_size(x)
