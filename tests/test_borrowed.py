@@ -1,0 +1,146 @@
+"""The caller's own module is as it was after undrift has borrowed it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import undrift as ud
+from tests.problems import make_clients, same_bits
+from undrift.functional.borrowed import ENTRIES, borrowed
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class FrozenDict(OrderedDict):
+    """As diffusers has it for configurations; Hugging Face's ModelOutput refuses the same."""
+
+    def __init__(self, **entries) -> None:
+        super().__init__(**entries)
+        for name, value in entries.items():
+            setattr(self, name, value)
+
+    def refuse(self, *args, **kwargs):
+        raise Exception(f"You cannot change a {type(self).__name__} instance.")
+
+    update = setdefault = pop = clear = __delitem__ = refuse
+
+
+class FrozenList(list):
+    def refuse(self, *args, **kwargs):
+        raise TypeError("read-only")
+
+    clear = extend = append = __setitem__ = refuse
+
+
+class Configured(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.sizes, self.seen = FrozenDict(width=8, depth=2), [8, 4], []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("engine", ["auto", "plain"])
+def test_containers_that_refuse_changes_stay_and_cause_no_warnings(engine, caplog):
+    module = Configured()
+    before = copy.deepcopy(module.state_dict())
+    with caplog.at_level(logging.WARNING, logger="undrift"):
+        ud.train(module, make_clients([8, 8]), rounds=1, local=ud.Local(steps=1, batch_size=4, lr=0.1), engine=engine)
+    assert not [m for m in caplog.messages if "could not be compared" in m or "fails on samples" in m]
+    assert dict(module.config) == {"width": 8, "depth": 2} and module.sizes == [8, 4] and module.seen == []
+    assert same_bits(module.state_dict(), before)
+
+
+def test_containers_that_refuse_changes_are_put_back_where_something_changes_them():
+    module = Configured()
+    module.sizes = FrozenList([8, 4])
+    with borrowed(module, CPU, frozen=True) as lent:
+        OrderedDict.__setitem__(lent.config, "extra", 1)
+        OrderedDict.move_to_end(lent.config, "width")
+        lent.config.width = 5
+        list.append(lent.sizes, 2)
+    assert list(module.config.items()) == [("width", 8), ("depth", 2)] and module.sizes == [8, 4]
+    assert module.config.width == 8
+
+
+def test_what_is_in_containers_of_containers_is_put_back():
+    class Messy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history, self.table = [[], {"n": {1}}], {"a": ([1], defaultdict(int, b=2))}
+            self.queue, self.tensors = deque([1, 2], maxlen=2), [torch.zeros(3), {"t": torch.ones(2)}]
+            self.array = np.zeros(2)
+
+        def forward(self, x):
+            self.history[0].append(len(x))
+            self.history[1]["n"].add(2)
+            self.table["a"][0][0] = 7
+            self.table["a"][1]["c"] += 1
+            self.queue.append(len(x))
+            self.tensors[0] += 1
+            self.tensors[1]["t"].zero_()
+            self.array += 1
+            return super().forward(x)
+
+    module = Messy()
+    inner, ones = module.history[0], module.tensors[1]["t"]
+    ud.train(module, make_clients([8, 8]), rounds=1, local=ud.Local(steps=1, batch_size=4, lr=0.1), engine="plain")
+    assert module.history == [[], {"n": {1}}] and module.history[0] is inner
+    assert module.table == {"a": ([1], {"b": 2})} and module.queue == deque([1, 2])
+    assert not module.tensors[0].any() and module.tensors[1]["t"] is ones and ones.all()
+    assert not module.array.any()
+
+
+def test_containers_of_data_are_not_looked_through():
+    class Counted(list):
+        looked = 0
+
+        def __len__(self):
+            type(self).looked += 1
+            return super().__len__()
+
+    module = Net()
+    module.rows = [Counted([i]) for i in range(2 * ENTRIES)]
+    module.few = [Counted([i]) for i in range(ENTRIES // 2)]
+    with borrowed(module, CPU, frozen=False):
+        pass
+    assert 0 < Counted.looked <= ENTRIES
+    module.rows.pop()
+    with borrowed(module, CPU, frozen=False) as lent:
+        lent.rows.append([])
+    assert len(module.rows) == 2 * ENTRIES - 1
+
+
+def test_what_cannot_be_put_back_leaves_the_rest_as_it_was():
+    module = Net()
+    module.array, module.seen = np.zeros(2), []
+    before = copy.deepcopy(module.state_dict())
+
+    def change() -> None:
+        with borrowed(module, CPU, frozen=False) as lent, torch.no_grad():
+            lent.last.weight.zero_()
+            lent.seen.append(1)
+            lent.array.resize(3, refcheck=False)
+
+    with pytest.raises(ValueError, match="broadcast"):
+        change()
+    assert same_bits(module.state_dict(), before) and module.seen == [] and module.training
