@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from undrift.errors import UndriftError, first_line
 from undrift.functional.gradient import slots_of
@@ -83,36 +84,65 @@ def _overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 class Factory:
     """Makes copies of a module by calling the function that made it, and giving what it returns the same values.
 
-    It is the module's `__deepcopy__`. So a module can be copied that `copy.deepcopy` cannot copy, or not faithfully.
+    So a module can be copied that `copy.deepcopy` cannot copy, or not faithfully.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], module: nn.Module) -> None:
-        self.make, self.module = make, module
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.parts: MutableMapping[Any, None] = WeakIdKeyDictionary()
+        """The layers, parameters and buffers of all modules that the function has made."""
 
-    @classmethod
-    def made(cls, make: Callable[[], Any], seed: int) -> Any:
+    def made(self, seed: int) -> Any:
         """Return what the function makes; its initial weights depend on the seed alone."""
-        with Seeded(seed):
-            module = make()
-        if isinstance(module, nn.Module):
-            vars(module)["__deepcopy__"] = cls(make, module)
-        return module
+        return self._made(seed)[0]
 
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        old, new = self.module, self.made(self.make, 0)
+    def _made(self, seed: int) -> tuple[Any, set[int]]:
+        """Return what the function makes, and the ids of buffers that it has used before, such as a constant table."""
+        with Seeded(seed):
+            module = self.make()
+        if not isinstance(module, nn.Module):
+            return module, set()
+        self._refuse_parts_again(module)
+        again = {id(b) for b in module.buffers() if b in self.parts}
+        self.parts.update(dict.fromkeys([*module.modules(), *module.parameters(), *module.buffers()]))
+        _factories[module] = self
+        return module, again
+
+    def _refuse_parts_again(self, module: nn.Module) -> None:
+        rule = "The function given as model must make another module, with weights of its own, at every call"
+        if module in self.parts:
+            raise UndriftError(
+                f"{rule}, but it returns the same one. Make the module in it, model=lambda: Net(…), or give the module "
+                "itself, model=net."
+            )
+        layers = [(name, x) for name, x in module.named_modules() if x._parameters or x._buffers]
+        for name, x in [*module.named_parameters(), *layers]:
+            if x in self.parts:
+                raise UndriftError(
+                    f"{rule}, but {name!r} is the same in several. Make it in the function, too, or copy it there "
+                    "(copy.deepcopy)."
+                )
+
+    def copy(self, old: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        new, again = self._made(0)
         pairs = list(zip(old.modules(), new.modules(), strict=False))
         slots, places = slots_of(old), slots_of(new)
         if slots.keys() != places.keys() or len(pairs) != len(list(old.modules())):
-            raise UndriftError("the function that makes it returns another model every time")
+            raise UndriftError(
+                "The function given as model returns another model every time, with other names of weights or layers; "
+                "undrift calls it for every copy that it needs."
+            )
         for name, [(tensors, attribute), *_] in slots.items():
             t = tensors[attribute]
             own = places[name][0][0][places[name][0][1]]
-            if id(t) in memo:
-                for place, key in places[name]:
-                    place[key] = memo[id(t)]
-            else:
-                own.data = t.detach().clone()
+            if id(t) not in memo:
+                if id(own) in again:
+                    own = t.detach().clone()
+                else:  # the same tensor, which the module may also have elsewhere
+                    own.data = t.detach().clone()
                 memo[id(t)] = own.requires_grad_(t.requires_grad)
+            for place, key in places[name]:
+                place[key] = memo[id(t)]
         for before, after in pairs:
             memo[id(before)] = after
             after.training, after.__class__ = before.training, before.__class__  # which lanes may have changed
@@ -121,9 +151,19 @@ class Factory:
         return new
 
 
+_factories: MutableMapping[Any, Factory] = WeakIdKeyDictionary()
+"""By module: who has made it. Not its attribute, which would stay in a module that the caller keeps."""
+
+
 def has_factory(module: nn.Module) -> bool:
     """Return whether copies of a module come from a function that makes it."""
-    return isinstance(vars(module).get("__deepcopy__"), Factory)
+    return module in _factories
+
+
+def without_factory(module: nn.Module) -> nn.Module:
+    """Return the module, which is from now on copied like any other."""
+    _factories.pop(module, None)
+    return module
 
 
 def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
@@ -134,6 +174,8 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     """
     known = dict(memo)
     try:
+        if factory := _factories.get(module):
+            return factory.copy(module, known)
         if "__deepcopy__" in vars(module):  # which knows better
             return copy.deepcopy(module, known)
         held = _reached(module)
@@ -155,6 +197,8 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
         found = copy.deepcopy(module, known)
         for function in functions:
             function.fill(known)
+    except UndriftError:
+        raise
     except Exception as error:  # a user's attribute may raise anything
         raise UndriftError(
             f"The model cannot be copied ({first_line(error)}). undrift trains a copy, so that yours stays as it is: "

@@ -16,7 +16,7 @@ from undrift.errors import UndriftError
 from undrift.functional.arguments import arguments, batch_size, floats_to, selected
 from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, release_norms
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
-from undrift.functional.copying import copy_of, deep_copy
+from undrift.functional.copying import copy_of, deep_copy, without_factory
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
 from undrift.functional.examine import BufferShapeError, examine, find_obstacle, named_tensors, shaped_by_batch
 from undrift.functional.generators import seeded
@@ -382,8 +382,7 @@ class Model:
         """Return the module with torch's own layers, in evaluation mode, for the user."""
         release(self.module)
         release_norms(self.module)
-        vars(self.module).pop("__deepcopy__", None)  # so that the module can be pickled
-        return self.module.eval()
+        return without_factory(self.module).eval()
 
 
 @contextlib.contextmanager
