@@ -9,6 +9,7 @@ from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
@@ -197,6 +198,9 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
         found = copy.deepcopy(module, known)
         for function in functions:
             function.fill(known)
+        parts = _parts(module)
+        for p in module.parameters():
+            _copy_hooks(p, known, parts)
     except UndriftError:
         raise
     except Exception as error:  # a user's attribute may raise anything
@@ -205,22 +209,32 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
             "give a function that makes the model instead, model=lambda: Net(…), or keep locks, open files and "
             "generators out of the module."
         ) from error
-    for p in module.parameters():
-        _copy_hooks(p, known.get(id(p)))
     return found
 
 
 def has_hooks(p: Tensor) -> bool:
     """Return whether a parameter has hooks of its own, which only `.backward()` on the parameter itself calls."""
-    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    return any(_hooks(p))
 
 
-def _copy_hooks(p: Tensor, other: object) -> None:
+def _hooks(p: Tensor) -> tuple[list[Any], list[Any]]:
+    """Return the hooks of a tensor: those that get its gradient, and those that it has once that is accumulated."""
+    after = getattr(p, "_post_accumulate_grad_hooks", None)
+    return list((p._backward_hooks or {}).values()), list((after or {}).values())
+
+
+def _copy_hooks(p: Tensor, known: dict[int, Any], parts: set[int]) -> None:
+    other = known.get(id(p))
     if isinstance(other, Tensor) and other is not p and other.requires_grad and not has_hooks(other):
-        for hook in (p._backward_hooks or {}).values():
-            other.register_hook(hook)
-        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-            other.register_post_accumulate_grad_hook(hook)
+        # A hook that leads to the module leads to the copy; any other may collect what the caller reads.
+        def own(hook: Any) -> Any:
+            return copy.deepcopy(hook, known) if leads_to(hook, parts, everywhere=True) else hook
+
+        first, after = _hooks(p)
+        for hook in first:
+            other.register_hook(own(hook))
+        for hook in after:
+            other.register_post_accumulate_grad_hook(own(hook))
 
 
 def _is_view_of_parameter(t: Tensor) -> bool:
@@ -271,7 +285,7 @@ def _contents(cell: CellType) -> Any:
 
 def _closures(module: nn.Module, held: dict[int, tuple[Any, list[Any]]]) -> list[tuple[FunctionType, set[int]]]:
     """Return the functions that close over parts of a module which holds them, and what leads to these."""
-    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+    parts = _parts(module)
     # Backwards from the module's parts, through everything but modules: those are copied as attributes anyway.
     users: dict[int, list[int]] = {}
     for holder, (x, content) in held.items():
@@ -284,6 +298,10 @@ def _closures(module: nn.Module, held: dict[int, tuple[Any, list[Any]]]) -> list
                 leading.add(holder)
                 ahead.append(holder)
     return [(x, leading) for x, _ in held.values() if isinstance(x, FunctionType) and id(x) in leading]
+
+
+def _parts(module: nn.Module) -> set[int]:
+    return {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def leads_to(x: Any, parts: set[int], everywhere: bool = False) -> bool:
@@ -302,28 +320,46 @@ def holds_a(kind: type, x: Any) -> bool:
 
 
 def _reached(x: Any, everywhere: bool = False) -> dict[int, tuple[Any, list[Any]]]:
-    """Return everything that is held by `x`, and what each of these holds, by id."""
+    """Return everything that is held by `x`, and what each of these holds, by id; without numbers and text.
+
+    Containers in containers come last, and not all of them if there are many.
+    """
     found: dict[int, tuple[Any, list[Any]]] = {}
-    ahead = [x]
-    while ahead:
-        one = ahead.pop()
-        if id(one) not in found:
-            content = _content(one)
-            if everywhere and isinstance(one, FunctionType):
-                content += [one.__globals__[n] for n in one.__code__.co_names if n in one.__globals__]
-            elif everywhere and not content and not isinstance(one, type | ModuleType):
-                content = list(getattr(one, "__dict__", {}).values())
-            found[id(one)] = one, content
-            ahead += content
+    ahead, nested, left = [x], list[Any](), MANY
+    while ahead or nested:
+        if ahead:
+            one = ahead.pop()
+        else:
+            one = nested.pop()
+            if id(one) in found or len(one) >= left:
+                continue
+            left -= 1 + len(one)
+        if id(one) in found:
+            continue
+        content = _content(one)
+        if everywhere and isinstance(one, FunctionType):
+            content += [one.__globals__[n] for n in one.__code__.co_names if n in one.__globals__]
+        elif everywhere and not content and not isinstance(one, type | ModuleType):
+            content = list(getattr(one, "__dict__", {}).values())
+        content = [y for y in content if type(y) not in ATOMS]
+        found[id(one)] = one, content
+        within = isinstance(one, CONTAINERS)
+        for y in content:
+            (nested if within and isinstance(y, CONTAINERS) else ahead).append(y)
     return found
 
 
 LONG = 10_000
 """Containers with more entries hold data, not parts of a model."""
+MANY = 100_000
+"""So do containers in containers with more entries in total."""
+CONTAINERS = dict, list, tuple, set, frozenset
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, np.ndarray, torch.dtype, torch.device})
+"""The types of what holds nothing."""
 
 
 def _content(x: Any) -> list[Any]:
-    """Return what a module, a container or a function holds."""
+    """Return what a module, a container, a function or a parameter with hooks holds."""
     if isinstance(x, nn.Module):
         return list(vars(x).values())
     if isinstance(x, dict):
@@ -334,4 +370,6 @@ def _content(x: Any) -> list[Any]:
         return [*map(_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__]
     if isinstance(x, MethodType):
         return [x.__self__, x.__func__]
+    if isinstance(x, nn.Parameter):
+        return [hook for hooks in _hooks(x) for hook in hooks]
     return [x.func, x.args, x.keywords] if isinstance(x, partial) else []
