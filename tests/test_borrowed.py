@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +15,12 @@ from torch import nn
 
 import undrift as ud
 from tests.problems import make_clients, same_bits
+from undrift.functional import borrowed as borrowing
+from undrift.functional import copying
 from undrift.functional.borrowed import ENTRIES, borrowed
+from undrift.functional.model import Model
+from undrift.training import identity
+from undrift.training.identity import deeply
 
 CPU = torch.device("cpu")
 
@@ -144,3 +151,54 @@ def test_what_cannot_be_put_back_leaves_the_rest_as_it_was():
     with pytest.raises(ValueError, match="broadcast"):
         change()
     assert same_bits(module.state_dict(), before) and module.seen == [] and module.training
+
+
+# ---- several threads with one module -------------------------------------------------------------------------------
+
+
+class Watched:
+    """A lock that says when a thread is about to ask for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.asked = threading.RLock(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.asked.set()
+        return self.lock.__enter__()
+
+    def __exit__(self, *args):
+        return self.lock.__exit__(*args)
+
+
+def copied(module):
+    """What another run makes of the module: its weights, and which layers stay in evaluation mode."""
+    model = Model(module, CPU)
+    return model.start, model.still
+
+
+def described(module):
+    return deeply(module)
+
+
+@pytest.mark.parametrize("reads", [copied, described], ids=lambda reads: reads.__name__)
+def test_another_thread_does_not_see_what_a_borrowed_module_has_meanwhile(reads, monkeypatch):
+    lock = Watched()
+    for place in (borrowing, copying, identity):
+        monkeypatch.setattr(place, "LENT", lock)
+    module = Net()
+    module.last.eval()
+    module.seen = []
+    wanted = reads(copy.deepcopy(module))
+    with ThreadPoolExecutor(1) as pool:
+        with borrowed(module, CPU, frozen=False) as lent, torch.no_grad():
+            lent.last.weight.zero_()
+            lent.seen.append(1)
+            other = pool.submit(reads, module)
+            other.add_done_callback(lambda _: lock.asked.set())  # if it does not ask
+            assert lock.asked.wait(60)
+        found = other.result(60)
+    if reads is copied:
+        assert same_bits(found[0], wanted[0]) and found[1] == wanted[1] == ["last"]
+    else:
+        assert found == wanted

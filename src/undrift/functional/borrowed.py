@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from undrift.functional.layouts import is_expanded
 
+LENT = RLock()
+"""Held while a module is borrowed, and by those who copy or describe one: runs in several threads may have the same
+module, which meanwhile has the weights of one of them."""
 DEPTH = 4
 """How deep containers within containers are put back."""
 ENTRIES = 50_000
@@ -30,12 +34,11 @@ def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[
     is in lists, dicts, sets and deques among them, and in those within these. `frozen` says whether its forward pass
     may change frozen parameters, which are saved only then, since a frozen backbone may be large.
     """
-    layers = list(module.modules())
-    attributes = [vars(layer) for layer in layers]
-    tensors = {id(t): t for own in attributes for t in own.values() if isinstance(t, Tensor)}
-    tensors |= {id(t): t for t in (*module.parameters(), *module.buffers())}
     # What is put on the stack last is put back first, whatever becomes of the rest: the weights before anything else.
-    with ExitStack() as after:
+    with LENT, ExitStack() as after:
+        attributes = [vars(layer) for layer in module.modules()]
+        tensors = {id(t): t for own in attributes for t in own.values() if isinstance(t, Tensor)}
+        tensors |= {id(t): t for t in (*module.parameters(), *module.buffers())}
         for back in _containers(attributes, tensors):
             after.callback(back)
         for own in attributes:

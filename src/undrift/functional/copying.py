@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from undrift.errors import UndriftError, first_line
+from undrift.functional.borrowed import LENT
 from undrift.functional.gradient import slots_of
 from undrift.models.seeded import Seeded
 
@@ -27,9 +28,11 @@ def copy_of(module: nn.Module, device: torch.device, whole: bool = False) -> nn.
     unless the copy is to be `whole`.
     """
     module = unwrapped(module)
-    _check_values(module)
-    memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device and not whole}
-    return deep_copy(module, memo).to(device)
+    with LENT:
+        _check_values(module)
+        memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device and not whole}
+        found = deep_copy(module, memo)
+    return found.to(device)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -173,7 +176,11 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     Unlike it, this also copies functions that close over the module or parts of it, such as a `forward` that was put in
     place of another, keeps views of parameters views, and registers hooks on parameters again.
     """
-    known = dict(memo)
+    with LENT:
+        return _deep_copy(module, dict(memo))
+
+
+def _deep_copy(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     try:
         if factory := _factories.get(module):
             return factory.copy(module, known)

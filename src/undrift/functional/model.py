@@ -52,7 +52,8 @@ class Model:
         """Whether the module does something when its mode changes, such as merging weights for evaluation."""
         self.module = copy_of(module, device, whole=self.switches)
         # Submodules that the caller has set to evaluation mode stay there, unless that is the whole module.
-        self.still = [n for n, layer in self.module.named_modules() if not layer.training] if module.training else []
+        layers = self.module.named_modules() if self.module.training else ()
+        self.still = [name for name, layer in layers if not layer.training]
         self.module.eval()  # so that the first training pass calls `train`, which the module may have overridden
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
         if not self.start:
