@@ -202,3 +202,27 @@ def test_another_thread_does_not_see_what_a_borrowed_module_has_meanwhile(reads,
         assert same_bits(found[0], wanted[0]) and found[1] == wanted[1] == ["last"]
     else:
         assert found == wanted
+
+
+# ---- on another device ---------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_that_a_copy_has_on_the_device_are_not_moved(monkeypatch):
+    """The CPU by another name stands for the device: tensors are copied to it, and say that they are on the CPU."""
+    found = borrowing._frozen_on
+    monkeypatch.setattr(borrowing, "_frozen_on", lambda device, module, copied: found(CPU, module, copied))
+    module = Net()
+    module.first.requires_grad_(False)
+    own, weights = copy.deepcopy(module.state_dict()), {name: p.data_ptr() for name, p in module.named_parameters()}
+    copied = copy.deepcopy(module)
+    copied.first.bias.data = copied.first.bias.data.float()  # not the same values
+    theirs = copied.first.weight.data_ptr()
+    for frozen, given, wanted in ((False, copied, True), (True, copied, False), (False, None, False)):
+        with borrowed(module, torch.device("cpu:0"), frozen, given) as lent, torch.no_grad():
+            assert (lent.first.weight.data_ptr() == theirs) == wanted
+            elsewhere = [lent.first.bias, lent.last.weight, lent.last.bias, *([] if wanted else [lent.first.weight])]
+            known = {*weights.values(), *(p.data_ptr() for p in copied.parameters())}
+            assert not known & {p.data_ptr() for p in elsewhere} and lent.first.bias.dtype == torch.float64
+            lent.last.weight.zero_()
+        assert {name: p.data_ptr() for name, p in module.named_parameters()} == weights
+        assert same_bits(module.state_dict(), own) and torch.equal(copied.first.weight, own["first.weight"])

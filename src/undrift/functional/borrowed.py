@@ -27,15 +27,19 @@ MEMORY = 2**28
 
 
 @contextmanager
-def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[nn.Module]:
+def borrowed(
+    module: nn.Module, device: torch.device, frozen: bool, copied: nn.Module | None = None
+) -> Iterator[nn.Module]:
     """A context with the module on `device`, in evaluation mode and without gradients.
 
     Afterwards it is as it was: its weights, buffers, gradients and modes, and the attributes of its layers, with what
     is in lists, dicts, sets and deques among them, and in those within these. `frozen` says whether its forward pass
-    may change frozen parameters, which are saved only then, since a frozen backbone may be large.
+    may change frozen parameters, which are saved only then, since a frozen backbone may be large. Otherwise those of
+    `copied`, a copy of the module that may be on `device` already, are used there, so that they need memory once.
     """
     # What is put on the stack last is put back first, whatever becomes of the rest: the weights before anything else.
     with LENT, ExitStack() as after:
+        there = {} if frozen or copied is None else _frozen_on(device, module, copied)
         attributes = [vars(layer) for layer in module.modules()]
         tensors = {id(t): t for own in attributes for t in own.values() if isinstance(t, Tensor)}
         tensors |= {id(t): t for t in (*module.parameters(), *module.buffers())}
@@ -48,13 +52,20 @@ def borrowed(module: nn.Module, device: torch.device, frozen: bool) -> Iterator[
         for t in tensors.values():
             if t.device != device and t.device.type != "meta":
                 after.callback(_put_back, t, t.data, t.data)
-                t.data = t.data.to(device)
+                t.data = there[id(t)] if id(t) in there else t.data.to(device)
             elif not isinstance(t, nn.Parameter) or t.requires_grad or frozen:
                 after.callback(_put_back, t, t.data, t.data.clone())
         for p in module.parameters():
             p.grad = None
         module.eval()
         yield module
+
+
+def _frozen_on(device: torch.device, module: nn.Module, copied: nn.Module) -> dict[int, Tensor]:
+    """Return the values that a copy on this device has of a module's frozen parameters, by the parameters' ids."""
+    others = {name: p.data for name, p in copied.named_parameters() if not p.requires_grad and p.device == device}
+    own = {name: p for name, p in module.named_parameters() if not p.requires_grad and name in others}
+    return {id(p): others[n] for n, p in own.items() if (p.shape, p.dtype) == (others[n].shape, others[n].dtype)}
 
 
 def _put_back(t: Tensor, data: Tensor, value: Tensor) -> None:
