@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import undrift as ud
 from tests.handloop import called, hand_loop
 from tests.problems import distance, same_bits
+from undrift.functional.arguments import arguments
 from undrift.random import uniform
 
 SIZES = [7, 1, 4, 10]
@@ -148,6 +149,59 @@ def test_misspelt_inputs_are_not_taken_for_one_dict():
     data = ud.FederatedDataset.from_clients(pairs)
     with pytest.raises(ud.UndriftError, match=r"unexpected keyword argument 'mask' \(They are {input_ids: "):
         ud.train(Reader(), data, rounds=1, local=ud.Local(steps=1, lr=0.1))
+
+
+class WithLabels(Reader):
+    """Takes its inputs as one dict, and computes its loss."""
+
+    def forward(self, batch: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
+        z = super().forward(**batch)
+        return {"logits": z} if labels is None else {"logits": z, "loss": nn.functional.cross_entropy(z, labels)}
+
+
+class AlwaysWithLabels(WithLabels):
+    def forward(self, batch: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(batch, labels)
+
+
+class Scaled(WithLabels):
+    """Takes one of the inputs by name."""
+
+    def forward(
+        self, batch: dict[str, Tensor], attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        assert attention_mask is not None and batch.keys() == {"input_ids"}
+        return super().forward({**batch, "attention_mask": attention_mask}, labels)
+
+
+@pytest.mark.parametrize("net", [WithLabels, AlwaysWithLabels, Scaled])
+@pytest.mark.parametrize("engine", ["plain", "lanes"])
+def test_a_dict_as_one_argument_beside_labels(net, engine):
+    data, local = clients_of(texts), ud.Local(epochs=1, batch_size=1 if engine == "lanes" else 3, lr=0.1)
+    result = ud.train(net(), data, rounds=2, local=local, engine=engine, loss="model")
+    assert distance(dict(result.model.named_parameters()), hand_loop(Reader(), data, local, 2)) < 1e-12
+
+
+class TwoTexts(Reader):
+    def forward(self, input_ids: Tensor | None = None, mask: Tensor | None = None, labels: Tensor | None = None):
+        return {"logits": super().forward(input_ids, mask)}
+
+
+def test_one_dict_is_only_what_nothing_else_can_be():
+    x = {"input_ids": torch.zeros(2, LENGTH).long(), "attention_mask": torch.ones(2, LENGTH).long()}
+    y = torch.zeros(2).long()
+    ids, mask = {"ids": x["input_ids"]}, {"attention_mask": x["attention_mask"]}
+    for net, given, wanted in (
+        (Reader(), x, ((), x)),
+        (Reader(), {**ids, **mask}, ((), {**ids, **mask})),  # misspelt
+        (TwoTexts(), {**ids, "labels": y}, ((), {**ids, "labels": y})),
+        (TwoTexts(), {"input_ids": y, "masc": y, "labels": y}, ((), {"input_ids": y, "masc": y, "labels": y})),
+        (Batches(), x, ((x,), {})),
+        (WithLabels(), {**x, "labels": y}, ((x,), {"labels": y})),
+        (WithLabels(), {"batch": x, "labels": y}, ((), {"batch": x, "labels": y})),
+        (WithLabels(), {"*": y, "labels": y}, ((y,), {"labels": y})),
+    ):
+        assert arguments(net, given) == wanted
 
 
 def nested(n: int, seed: int) -> tuple[dict[str, Any], Tensor]:

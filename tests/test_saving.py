@@ -188,6 +188,15 @@ def test_extra_state_is_what_it_was(tmp_path):
     assert new.extra["version"] == 3 and type(new.extra["names"][2]) is float and new.extra[4] == ()
 
 
+def test_keys_of_extra_state_are_what_they_were(tmp_path):
+    """JSON has no tuples."""
+    file, old, new = tmp_path / "model.safetensors", made(Versioned), made(lambda: Versioned(0))
+    old.extra = {(1, 2): 3, ("a", (None, 0.5)): [True], (): {False: "b", None: 1.5}}
+    model_file.write(old, file)
+    model_file.read(new, file)
+    assert new.extra == old.extra and [*map(type, new.extra[()])] == [bool, type(None)]
+
+
 @pytest.mark.parametrize("make", [net, lambda: nn.GRU(3, 4, num_layers=2), nn.BatchNorm1d, Tied, Slices])
 def test_the_file_is_that_of_safetensors_wherever_they_can_write_it(make, tmp_path):
     module = made(make) if make is not nn.BatchNorm1d else nn.BatchNorm1d(3)
@@ -221,6 +230,11 @@ class Opaque(Net):
         pass
 
 
+class OddKeys(Opaque):
+    def get_extra_state(self):
+        return {(b"a", 1): 2}
+
+
 class Failing(Net):
     def state_dict(self, *args, **kwargs):
         raise KeyError("nothing")
@@ -244,6 +258,7 @@ class Fading(Graph):
     ("kind", "words"),
     [
         (Opaque, "state_dict has '_extra_state', which cannot be saved: a object has no form"),
+        (OddKeys, "state_dict has '_extra_state', which cannot be saved: a dict with a key of type bytes has no form"),
         (Failing, r"state_dict\(\) fails \('nothing'\)"),
     ],
 )

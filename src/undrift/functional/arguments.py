@@ -1,7 +1,7 @@
 """How a sample becomes the arguments of `forward`, and which of its results is the output for the loss.
 
-A sample is a tensor, a tuple or a dict of tensors: one argument, several, or keyword arguments. A dict is one argument
-of a `forward` that has no parameters of such names.
+A sample is a tensor, a tuple or a dict of tensors: one argument, several, or keyword arguments. What of a dict names no
+parameters of `forward` is one argument, a dict.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ WHOLE = "all"
 """The name that selects everything a model returns."""
 POSITIONAL = "*"
 """In a dict of arguments, the name of what is not a keyword argument."""
+LABELS = "labels"
+"""The argument of models that compute their own loss."""
 
 
 def arguments(module: nn.Module, x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -29,17 +31,29 @@ def arguments(module: nn.Module, x: Tree) -> tuple[tuple[Any, ...], dict[str, An
         rest = dict(x)
         if POSITIONAL in rest:
             return arguments(module, rest.pop(POSITIONAL))[0], rest
-        return ((rest,), {}) if takes_dict(module, rest) else ((), rest)
+        return _given(module, rest)
     return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
 
 
-def takes_dict(module: nn.Module, x: dict[str, Any]) -> bool:
-    """Return whether a module's `forward` takes these inputs as one dict: `forward(self, batch)`."""
+def _given(module: nn.Module, x: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for several inputs: all by keyword, or those that name no parameter as one dict.
+
+    The latter only if the inputs cannot be keyword arguments and a dict can be meant: `forward(self, batch)`, or
+    `forward(self, batch, labels=None)`. One that requires several arguments has misspelt names instead.
+    """
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # of a function without one
-        return False
-    return x.keys().isdisjoint(signature.parameters) and not _binds(signature, **x) and _binds(signature, x)
+        return (), x
+    named = {name: value for name, value in x.items() if name in signature.parameters}
+    rest = {name: value for name, value in x.items() if name not in named}
+    if not rest or _binds(signature, **x) or not _binds(signature, rest, **named):
+        return (), x
+    first, *others = signature.parameters.values()
+    required = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if named and (first.default is not first.empty or set(required) - {LABELS}):
+        return (), x
+    return (rest,), named
 
 
 def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from undrift.errors import UndriftError, first_line
+from undrift.functional.borrowed import LENT
 from undrift.functional.gradient import slots_of
 from undrift.models.seeded import Seeded
 
@@ -25,9 +28,11 @@ def copy_of(module: nn.Module, device: torch.device, whole: bool = False) -> nn.
     unless the copy is to be `whole`.
     """
     module = unwrapped(module)
-    _check_values(module)
-    memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device and not whole}
-    return deep_copy(module, memo).to(device)
+    with LENT:
+        _check_values(module)
+        memo = {id(p): p for p in module.parameters() if not p.requires_grad and p.device == device and not whole}
+        found = deep_copy(module, memo)
+    return found.to(device)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -83,36 +88,65 @@ def _overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 class Factory:
     """Makes copies of a module by calling the function that made it, and giving what it returns the same values.
 
-    It is the module's `__deepcopy__`. So a module can be copied that `copy.deepcopy` cannot copy, or not faithfully.
+    So a module can be copied that `copy.deepcopy` cannot copy, or not faithfully.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], module: nn.Module) -> None:
-        self.make, self.module = make, module
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.parts: MutableMapping[Any, None] = WeakIdKeyDictionary()
+        """The layers, parameters and buffers of all modules that the function has made."""
 
-    @classmethod
-    def made(cls, make: Callable[[], Any], seed: int) -> Any:
+    def made(self, seed: int) -> Any:
         """Return what the function makes; its initial weights depend on the seed alone."""
-        with Seeded(seed):
-            module = make()
-        if isinstance(module, nn.Module):
-            vars(module)["__deepcopy__"] = cls(make, module)
-        return module
+        return self._made(seed)[0]
 
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        old, new = self.module, self.made(self.make, 0)
+    def _made(self, seed: int) -> tuple[Any, set[int]]:
+        """Return what the function makes, and the ids of buffers that it has used before, such as a constant table."""
+        with Seeded(seed):
+            module = self.make()
+        if not isinstance(module, nn.Module):
+            return module, set()
+        self._refuse_parts_again(module)
+        again = {id(b) for b in module.buffers() if b in self.parts}
+        self.parts.update(dict.fromkeys([*module.modules(), *module.parameters(), *module.buffers()]))
+        _factories[module] = self
+        return module, again
+
+    def _refuse_parts_again(self, module: nn.Module) -> None:
+        rule = "The function given as model must make another module, with weights of its own, at every call"
+        if module in self.parts:
+            raise UndriftError(
+                f"{rule}, but it returns the same one. Make the module in it, model=lambda: Net(…), or give the module "
+                "itself, model=net."
+            )
+        layers = [(name, x) for name, x in module.named_modules() if x._parameters or x._buffers]
+        for name, x in [*module.named_parameters(), *layers]:
+            if x in self.parts:
+                raise UndriftError(
+                    f"{rule}, but {name!r} is the same in several. Make it in the function, too, or copy it there "
+                    "(copy.deepcopy)."
+                )
+
+    def copy(self, old: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        new, again = self._made(0)
         pairs = list(zip(old.modules(), new.modules(), strict=False))
         slots, places = slots_of(old), slots_of(new)
         if slots.keys() != places.keys() or len(pairs) != len(list(old.modules())):
-            raise UndriftError("the function that makes it returns another model every time")
+            raise UndriftError(
+                "The function given as model returns another model every time, with other names of weights or layers; "
+                "undrift calls it for every copy that it needs."
+            )
         for name, [(tensors, attribute), *_] in slots.items():
             t = tensors[attribute]
             own = places[name][0][0][places[name][0][1]]
-            if id(t) in memo:
-                for place, key in places[name]:
-                    place[key] = memo[id(t)]
-            else:
-                own.data = t.detach().clone()
+            if id(t) not in memo:
+                if id(own) in again:
+                    own = t.detach().clone()
+                else:  # the same tensor, which the module may also have elsewhere
+                    own.data = t.detach().clone()
                 memo[id(t)] = own.requires_grad_(t.requires_grad)
+            for place, key in places[name]:
+                place[key] = memo[id(t)]
         for before, after in pairs:
             memo[id(before)] = after
             after.training, after.__class__ = before.training, before.__class__  # which lanes may have changed
@@ -121,9 +155,19 @@ class Factory:
         return new
 
 
+_factories: MutableMapping[Any, Factory] = WeakIdKeyDictionary()
+"""By module: who has made it. Not its attribute, which would stay in a module that the caller keeps."""
+
+
 def has_factory(module: nn.Module) -> bool:
     """Return whether copies of a module come from a function that makes it."""
-    return isinstance(vars(module).get("__deepcopy__"), Factory)
+    return module in _factories
+
+
+def without_factory(module: nn.Module) -> nn.Module:
+    """Return the module, which is from now on copied like any other."""
+    _factories.pop(module, None)
+    return module
 
 
 def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
@@ -132,8 +176,14 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
     Unlike it, this also copies functions that close over the module or parts of it, such as a `forward` that was put in
     place of another, keeps views of parameters views, and registers hooks on parameters again.
     """
-    known = dict(memo)
+    with LENT:
+        return _deep_copy(module, dict(memo))
+
+
+def _deep_copy(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     try:
+        if factory := _factories.get(module):
+            return factory.copy(module, known)
         if "__deepcopy__" in vars(module):  # which knows better
             return copy.deepcopy(module, known)
         held = _reached(module)
@@ -159,28 +209,43 @@ def deep_copy(module: nn.Module, memo: Mapping[int, object]) -> nn.Module:
             for name, p in list(layer._parameters.items()) if isinstance(layer, torch.jit.ScriptModule) else ():
                 if p is not None:
                     layer._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
+        parts = _parts(module)
+        for p in module.parameters():
+            _copy_hooks(p, known, parts)
+    except UndriftError:
+        raise
     except Exception as error:  # a user's attribute may raise anything
         raise UndriftError(
             f"The model cannot be copied ({first_line(error)}). undrift trains a copy, so that yours stays as it is: "
             "give a function that makes the model instead, model=lambda: Net(…), or keep locks, open files and "
             "generators out of the module."
         ) from error
-    for p in module.parameters():
-        _copy_hooks(p, known.get(id(p)))
     return found
 
 
 def has_hooks(p: Tensor) -> bool:
     """Return whether a parameter has hooks of its own, which only `.backward()` on the parameter itself calls."""
-    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    return any(_hooks(p))
 
 
-def _copy_hooks(p: Tensor, other: object) -> None:
+def _hooks(p: Tensor) -> tuple[list[Any], list[Any]]:
+    """Return the hooks of a tensor: those that get its gradient, and those that it has once that is accumulated."""
+    after = getattr(p, "_post_accumulate_grad_hooks", None)
+    return list((p._backward_hooks or {}).values()), list((after or {}).values())
+
+
+def _copy_hooks(p: Tensor, known: dict[int, Any], parts: set[int]) -> None:
+    other = known.get(id(p))
     if isinstance(other, Tensor) and other is not p and other.requires_grad and not has_hooks(other):
-        for hook in (p._backward_hooks or {}).values():
-            other.register_hook(hook)
-        for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-            other.register_post_accumulate_grad_hook(hook)
+        # A hook that leads to the module leads to the copy; any other may collect what the caller reads.
+        def own(hook: Any) -> Any:
+            return copy.deepcopy(hook, known) if leads_to(hook, parts, everywhere=True) else hook
+
+        first, after = _hooks(p)
+        for hook in first:
+            other.register_hook(own(hook))
+        for hook in after:
+            other.register_post_accumulate_grad_hook(own(hook))
 
 
 def _is_view_of_parameter(t: Tensor) -> bool:
@@ -231,7 +296,7 @@ def _contents(cell: CellType) -> Any:
 
 def _closures(module: nn.Module, held: dict[int, tuple[Any, list[Any]]]) -> list[tuple[FunctionType, set[int]]]:
     """Return the functions that close over parts of a module which holds them, and what leads to these."""
-    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+    parts = _parts(module)
     # Backwards from the module's parts, through everything but modules: those are copied as attributes anyway.
     users: dict[int, list[int]] = {}
     for holder, (x, content) in held.items():
@@ -244,6 +309,10 @@ def _closures(module: nn.Module, held: dict[int, tuple[Any, list[Any]]]) -> list
                 leading.add(holder)
                 ahead.append(holder)
     return [(x, leading) for x, _ in held.values() if isinstance(x, FunctionType) and id(x) in leading]
+
+
+def _parts(module: nn.Module) -> set[int]:
+    return {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def leads_to(x: Any, parts: set[int], everywhere: bool = False) -> bool:
@@ -262,28 +331,46 @@ def holds_a(kind: type, x: Any) -> bool:
 
 
 def _reached(x: Any, everywhere: bool = False) -> dict[int, tuple[Any, list[Any]]]:
-    """Return everything that is held by `x`, and what each of these holds, by id."""
+    """Return everything that is held by `x`, and what each of these holds, by id; without numbers and text.
+
+    Containers in containers come last, and not all of them if there are many.
+    """
     found: dict[int, tuple[Any, list[Any]]] = {}
-    ahead = [x]
-    while ahead:
-        one = ahead.pop()
-        if id(one) not in found:
-            content = _content(one)
-            if everywhere and isinstance(one, FunctionType):
-                content += [one.__globals__[n] for n in one.__code__.co_names if n in one.__globals__]
-            elif everywhere and not content and not isinstance(one, type | ModuleType):
-                content = list(getattr(one, "__dict__", {}).values())
-            found[id(one)] = one, content
-            ahead += content
+    ahead, nested, left = [x], list[Any](), MANY
+    while ahead or nested:
+        if ahead:
+            one = ahead.pop()
+        else:
+            one = nested.pop()
+            if id(one) in found or len(one) >= left:
+                continue
+            left -= 1 + len(one)
+        if id(one) in found:
+            continue
+        content = _content(one)
+        if everywhere and isinstance(one, FunctionType):
+            content += [one.__globals__[n] for n in one.__code__.co_names if n in one.__globals__]
+        elif everywhere and not content and not isinstance(one, type | ModuleType):
+            content = list(getattr(one, "__dict__", {}).values())
+        content = [y for y in content if type(y) not in ATOMS]
+        found[id(one)] = one, content
+        within = isinstance(one, CONTAINERS)
+        for y in content:
+            (nested if within and isinstance(y, CONTAINERS) else ahead).append(y)
     return found
 
 
 LONG = 10_000
 """Containers with more entries hold data, not parts of a model."""
+MANY = 100_000
+"""So do containers in containers with more entries in total."""
+CONTAINERS = dict, list, tuple, set, frozenset
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, np.ndarray, torch.dtype, torch.device})
+"""The types of what holds nothing."""
 
 
 def _content(x: Any) -> list[Any]:
-    """Return what a module, a container or a function holds."""
+    """Return what a module, a container, a function or a parameter with hooks holds."""
     if isinstance(x, nn.Module):
         return list(vars(x).values())
     if isinstance(x, dict):
@@ -294,4 +381,6 @@ def _content(x: Any) -> list[Any]:
         return [*map(_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__]
     if isinstance(x, MethodType):
         return [x.__self__, x.__func__]
+    if isinstance(x, nn.Parameter):
+        return [hook for hooks in _hooks(x) for hook in hooks]
     return [x.func, x.args, x.keywords] if isinstance(x, partial) else []

@@ -16,7 +16,7 @@ from undrift.errors import UndriftError
 from undrift.functional.arguments import arguments, batch_size, floats_to, selected
 from undrift.functional.batch_norm import NORMS, LaneNorms, adopt_norms, release_norms
 from undrift.functional.convolution.lanes import ConvolutionMode, convolutions
-from undrift.functional.copying import copy_of, deep_copy
+from undrift.functional.copying import copy_of, deep_copy, without_factory
 from undrift.functional.draws import KeyedDraws, Row, fixed_key
 from undrift.functional.examine import BufferShapeError, examine, find_obstacle, named_tensors, shaped_by_batch
 from undrift.functional.generators import seeded
@@ -52,7 +52,8 @@ class Model:
         """Whether the module does something when its mode changes, such as merging weights for evaluation."""
         self.module = copy_of(module, device, whole=self.switches)
         # Submodules that the caller has set to evaluation mode stay there, unless that is the whole module.
-        self.still = [n for n, layer in self.module.named_modules() if not layer.training] if module.training else []
+        layers = self.module.named_modules() if self.module.training else ()
+        self.still = [name for name, layer in layers if not layer.training]
         self.module.eval()  # so that the first training pass calls `train`, which the module may have overridden
         self.start: Params = {n: p.detach().clone() for n, p in self.module.named_parameters() if p.requires_grad}
         if not self.start:
@@ -385,8 +386,7 @@ class Model:
         """Return the module with torch's own layers, in evaluation mode, for the user."""
         release(self.module)
         release_norms(self.module)
-        vars(self.module).pop("__deepcopy__", None)  # so that the module can be pickled
-        return self.module.eval()
+        return without_factory(self.module).eval()
 
 
 @contextlib.contextmanager

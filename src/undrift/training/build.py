@@ -26,7 +26,7 @@ from undrift.engine.ranked import RankedEngine
 from undrift.engine.ranks import ALONE, Ranks
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
-from undrift.functional.copying import Factory, has_hooks, unwrapped
+from undrift.functional.copying import Factory, has_hooks, unwrapped, without_factory
 from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
 from undrift.loss_modules import of_batches
@@ -229,6 +229,8 @@ def refuse_single(method: Method, loss: Loss) -> None:
 
 def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
     """Return the user's module, or a new one of the name, or from the function, that was given."""
+    if isinstance(model, nn.Module):
+        return without_factory(model)
     if isinstance(model, str):
         name, options = parse_model(model)
         x = data.take(data.store, data.index[:1])[0]
@@ -236,8 +238,8 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
         require(isinstance(x, Tensor), several)
         needs: dict[str, Any] = {"classes": data.outputs, "shape": x.shape[1:], "vocabulary": data.task.vocabulary}
         model = models.get(name, seed=seed, **needs, **options)
-    elif not isinstance(model, nn.Module) and callable(model):
-        made = Factory.made(model, torch_seed(seed, "model"))
+    elif callable(model):
+        made = Factory(model).made(torch_seed(seed, "model"))
         kind = type(made).__name__
         require(isinstance(made, nn.Module), f"The function given as model must return an nn.Module, not {kind}.")
         model = made

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undrift import __version__
 from undrift.errors import UndriftError
+from undrift.functional.borrowed import LENT
 from undrift.functional.layouts import components
 from undrift.method.part import Method
 from undrift.metrics.base import streams
@@ -67,7 +68,8 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
         "model": _module(run.model.module, trained, shown),
     }
     owners = [given.model, run.method, run.loss, run.metrics, run.data.take, run.data.augment]
-    found[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
+    with LENT:
+        found[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
     decisive = [name for name, role in ROLES.items() if role.resume == "same" and name not in ELSEWHERE]
     return found | {name: shown(getattr(given, name)) for name in decisive if name not in found}
 
@@ -174,7 +176,8 @@ def deeply(x: Any) -> str:
 
     But for the values of weights: two modules that differ in nothing else have the same.
     """
-    return describe(x, deep=True)
+    with LENT:
+        return describe(x, deep=True)
 
 
 def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = frozenset(), deep: bool = False) -> str:

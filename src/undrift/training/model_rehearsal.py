@@ -265,9 +265,9 @@ class Comparison:
         A global name means the latest module that the function has made.
         """
         own, device = self.own, self.run.device
-        made = has_factory(own.module)
-        with CALLING, borrowed(copy_of(own.module, device) if made else own.module, device, own.model.owns_frozen) as m:
-            yield m
+        lent = copy_of(own.module, device) if has_factory(own.module) else own.module
+        with CALLING, borrowed(lent, device, own.model.owns_frozen, own.model.module) as module:
+            yield module
 
     def _plainly(self, model: Model, inputs: RoundInputs) -> Trained:
         engine = plain(self.run, self.own, model)

@@ -22,7 +22,7 @@ def pack(tree: Tree, name: str, tensors: dict[str, Tensor], values: bool = False
     With `values`, numbers and text stay as they are; otherwise numbers become tensors.
     """
     if isinstance(tree, dict):
-        return {"dict": [[key, pack(branch, f"{name}.{key}", tensors, values)] for key, branch in tree.items()]}
+        return {"dict": [[_key(key), pack(branch, f"{name}.{key}", tensors, values)] for key, branch in tree.items()]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
         return {kind: [pack(branch, f"{name}.{i}", tensors, values) for i, branch in enumerate(tree)]}
@@ -43,10 +43,23 @@ def pack(tree: Tree, name: str, tensors: dict[str, Tensor], values: bool = False
     return {"tensor": name}
 
 
+def _key(key: Any) -> Any:
+    """Return a key of a dict as JSON has it, in which a tuple is a list."""
+    if isinstance(key, tuple):
+        return [_key(part) for part in key]
+    if key is None or isinstance(key, str | int | float):
+        return key
+    raise UndriftError(f"a dict with a key of type {type(key).__name__} has no form in safetensors")
+
+
+def _as_key(key: Any) -> Any:
+    return tuple(map(_as_key, key)) if isinstance(key, list) else key
+
+
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Tree:
     ((kind, inside),) = packed.items()
     if kind == "dict":
-        return {key: unpack(branch, tensors) for key, branch in inside}
+        return {_as_key(key): unpack(branch, tensors) for key, branch in inside}
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(unpack(branch, tensors) for branch in inside)
     if kind == "value":

@@ -45,6 +45,7 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
     if not any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         return module
     made = deep_copy(module, {})
+    training = made.training
     args, kwargs = arguments(made, data.take(data.store, data.index[:1].repeat(2))[0])
     try:
         with torch.no_grad(), Seeded(torch_seed(seed, "model")):
@@ -53,7 +54,7 @@ def with_shapes(module: nn.Module, data: FederatedDataset, seed: int) -> nn.Modu
         raise UndriftError(
             f"The model's lazy layers cannot infer their shapes from the clients' samples: {error}"
         ) from error
-    return made.train(module.training)
+    return made.train(training)
 
 
 def two_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
