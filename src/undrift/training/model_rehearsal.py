@@ -62,8 +62,6 @@ NOISE = 50
 """How many times as far as rounding may move a result, an engine may not."""
 LOW_TOLERANCE, LOW_NOISE = 0.3, 10
 """By how much the updates of an engine in lower precision may differ from those in the model's own."""
-
-
 SHORT, LONG, SOME_RATE = 1e-3, 1e-2, 0.01
 """A share of a weight's norm that is a short move, and one that is not; the learning rate in the place of 0."""
 COARSE = 0.05
@@ -313,8 +311,8 @@ class Comparison:
         with self._module() as module:
             return self._gradients(self.own.model.in_place(WHY, module))
 
-    def by(self, engine: Engine) -> Trained | None:
-        """Return what an engine makes of the client; None if another process has it."""
+    def by(self, engine: Engine) -> Trained:
+        """Return what an engine makes of the client."""
         if isinstance(engine, PlainEngine):
             return self._plainly(engine.program.model, self.inputs)
         found: list[Params] = []
@@ -325,8 +323,6 @@ class Comparison:
             found.extend(tree_map(torch.clone, own) for own, c in each if c == client)
 
         engine.run(self.inputs, visit)
-        if not found:
-            return None
         names = self.own.model.start.keys()
         return Trained(*({n: t for n, t in found[0].items() if (n in names) == which} for which in (True, False)))
 
@@ -338,13 +334,11 @@ class Comparison:
         """
         # What a forward pass keeps of weights in evaluation mode must not outlast the next steps. The plain engine
         # calls the module in these; lanes do so only once, while they trace it.
-        plain = isinstance(engine, PlainEngine)
-        if plain:
+        calls = isinstance(engine, PlainEngine)
+        if calls:
             self._evaluated(model)
         found = self.by(engine)
-        if found is None:
-            return None
-        if not plain:
+        if not calls:
             self._evaluated(model)
         for each in (self._training(found), self._descending(alone)):
             if each:
