@@ -13,7 +13,7 @@ from undrift.tools import config
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import understood
 from undrift.tools.launch import read_settings
-from undrift.tools.trust import gated
+from undrift.tools.trust import gated, run_folder
 from undrift.training import provenance
 from undrift.training.record import literal
 
@@ -97,7 +97,7 @@ def write_app(
         settings.pop("sweep", None)
         found = config.checked(settings, str(experiment))
         understood(found)
-    modules = own_modules(found.imports)
+    modules = own_modules(found.imports, None if run_folder(experiment) else experiment.resolve().parent)
     package = folder / PACKAGE
     package.mkdir(parents=True)
     name = re.sub(r"[^a-z0-9]+", "-", experiment.stem.lower()).strip("-") or "experiment"
@@ -115,13 +115,18 @@ def write_app(
     return found
 
 
-def own_modules(imports: Sequence[str]) -> dict[str, str]:
-    """The code of imported modules that are not installed, by the files' names in an app; of a package, all of it."""
+def own_modules(imports: Sequence[str], beside: Path | None) -> dict[str, str]:
+    """The code of imported modules that are not installed, by the files' names in an app; of a package, all of it.
+
+    Those `beside` the experiment file are the user's own too, also where Python would find them by itself.
+    """
     found: dict[str, str] = {}
     for name in imports:
-        if name not in provenance.modules:
+        root = name.partition(".")[0]
+        here = beside is not None and any((beside / file).is_file() for file in (f"{root}.py", f"{root}/__init__.py"))
+        if not here and name not in provenance.modules:
             continue
-        folder, root = Path(provenance.modules[name]), name.partition(".")[0]
+        folder = beside if beside and here else Path(provenance.modules[name])
         require(
             root != PACKAGE, f"The module {name!r} cannot be in an app, which has an {root!r} of its own; rename it."
         )
