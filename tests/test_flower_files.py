@@ -202,6 +202,15 @@ def test_an_app_has_the_experiment_and_the_modules_beside_it(tmp_path, monkeypat
         write_app(tmp_path / "app", tmp_path / "e.toml")
 
 
+def test_so_it_has_where_python_finds_them_by_itself(tmp_path, monkeypatch):
+    """With PYTHONPATH, say; the nodes' Python will not."""
+    write_text(tmp_path / "found_anyway.py", "ANSWER = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_text(tmp_path / "e.toml", as_toml(BASE | {"imports": ["found_anyway"]}))
+    write_app(tmp_path / "app", tmp_path / "e.toml")
+    assert (tmp_path / "app" / "found_anyway.py").read_text(encoding="utf-8") == "ANSWER = 42\n"
+
+
 def test_an_app_has_the_packages_of_its_modules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("__init__.py", "parts.py", "inner/__init__.py", "inner/more.py"):
