@@ -351,7 +351,7 @@ def test_expressions_reach_every_method():
 
 
 def test_fedcl_with_one_number_per_tensor_takes_its_authors_steps():
-    """Three steps of github.com/thu-media/FedCL at 4b16e106, `core/agent.py`: `ewc` on batches of three, then `train`."""
+    """Three steps of github.com/thu-media/FedCL at 4b16e106: `core/agent.py`, `ewc` on batches of 3, then `train`."""
 
     def filled(first: int, *shape: int) -> torch.Tensor:
         count = torch.Size(shape).numel()

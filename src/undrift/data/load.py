@@ -120,6 +120,8 @@ def load(
     source = _source(name, test, wanted, made)
     if not len(source.labels):
         raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
+    if isinstance(partition, ByKey) and source.keys is not None:
+        source = source.only(partition.chosen(source.keys))
     if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
         known, keys = numbered(source.keys)
         source = replace(
