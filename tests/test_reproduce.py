@@ -167,6 +167,22 @@ def test_a_cell_stops_when_it_has_had_its_samples(tmp_path):
     assert work.run(cell, tmp_path)["curve"] == found["curve"], "also if it is interrupted right then"
 
 
+def test_a_cell_may_have_as_many_samples_as_the_longest_of_others(tmp_path):
+    tables = [catalogue.papers(quick=True)["2d-lrd"].tables[name] for name in ("table-3-patience", "table-3-converged")]
+    results, parts = Results(tmp_path / "results"), tmp_path / "parts"
+    first, then = (table.cells for table in tables)
+    assert list(queue.ordered(tables, results)) == first, "those that decide come first"
+    runner = Runner(results, parts, time.monotonic(), "cpu", say=lambda line: None)
+    runner.one(then[0])
+    assert first[0].key in runner.failed[then[0].key] and not results.by_digest
+    runner = Runner(results, parts, time.monotonic(), "cpu", say=lambda line: None)
+    runner.run(tables)
+    assert not runner.failed and len(runner.finished) == len(first) + len(then)
+    used = max(results.get(cell)["processed"] for cell in first)
+    assert used == 3 * 12 * 2 * 100 and all(results.get(cell)["options"]["samples"] == used for cell in then)
+    assert all(results.get(cell)["processed"] >= used for cell in then)
+
+
 def _total_steps(folder: Path) -> list[int]:
     return [json.loads(line)["total_steps"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 

@@ -187,14 +187,15 @@ def listing(tables: list[Table], results: Results, parts: Path, cells: bool, dev
     from undrift.reproduce.queue import Costs, ordered
 
     costs = Costs(results, work.hardware(device))
-    lines = [f"{'':34}{'done':>6}{'all':>6}{'to run':>8}   time left on {costs.hardware}"]
+    wide = max(len(f"{table.paper}/{table.name}") for table in tables)
+    lines = [f"{'':{wide}}{'done':>6}{'all':>6}{'to run':>8}   time left on {costs.hardware}"]
     for table in tables:
         done = sum(results.get(cell) is not None for cell in table.cells)
         waiting = list(ordered([table], results))
         seconds = costs.total(waiting)
         left = "unknown" if seconds is None else f"{seconds / 60:.0f} min"
         name = f"{table.paper}/{table.name}"
-        lines.append(f"{name:34}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else '-'}")
+        lines.append(f"{name:{wide}}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else '-'}")
         if cells:
             lines += [f"    {_state(cell, results, parts):8} {cell.key}" for cell in table.cells]
     waiting = list(ordered(tables, results))

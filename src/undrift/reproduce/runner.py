@@ -23,7 +23,7 @@ from typing import TextIO
 from undrift.errors import UndriftError, first_line
 from undrift.reproduce import work
 from undrift.reproduce.catalogue import Cell, Table
-from undrift.reproduce.queue import Costs, ordered, slower
+from undrift.reproduce.queue import Costs, first_needed, ordered, slower, with_samples
 from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
 from undrift.training.beside import MOST, side_by_side
@@ -164,8 +164,12 @@ class Runner:
         """Run a cell, whether or not it fits, until it is finished or the time is up. `beside`: see `work.run`."""
         if self.results.get(cell):
             return
+        if first := first_needed(cell, self.results):
+            self.fail(cell, f"its number of samples is that of {first[0].key}, which must be run before it")
+            return
         try:
-            result = work.run(cell, self.folder(cell), self.late, self.device, beside)
+            whole = with_samples(cell, self.results)
+            result = work.run(whole, self.folder(cell), self.late, self.device, beside)
         except work.Paused:
             self.pause(cell)
         except Exception as error:  # one cell that fails must not end the queue

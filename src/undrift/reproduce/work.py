@@ -222,6 +222,7 @@ def _train(
     return {
         "curve": curve(rows, int(given.get("evaluate_every", 1)), keep, points), "rounds": len(rows),
         "samples": sum(row["samples"] for row in rows), "stopped": stopped,
+        "processed": round(rows[-1]["total_steps"] * (local.batch_size or 1)) if rows else 0,
         "precision": given.get("precision", "auto"),
         "choices": {key: value for key, value in choices.items() if isinstance(value, str | int | bool)},
         "data": {"digest": digest, "clients": len(data), "samples": int(data.offsets[-1])},
