@@ -834,8 +834,12 @@ def test_checkpoints_that_are_being_replaced_are_archived_whole(tmp_path):
     finally:
         process.kill()
         process.wait()
-    result = work.run(cell, place)
-    assert result["parts"] == 2 and result["curve"] == work.run(cell, tmp_path / "whole")["curve"]
+    (tmp_path / "whole").mkdir()
+    for at in (place, tmp_path / "whole"):
+        with pytest.raises(work.Paused):
+            work.run(cell, at, late=lambda t: t == max(rounds) + 2)
+    rows, wanted = ([dict(row, seconds=0) for row in history(at / "run")] for at in (place, tmp_path / "whole"))
+    assert rows == wanted, "it went on from there as if it had not been killed"
 
 
 def test_a_cell_that_ends_while_it_is_archived_is_among_the_results(tmp_path, monkeypatch):
