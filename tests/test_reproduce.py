@@ -427,9 +427,10 @@ def test_cells_that_differ_in_anything_else_do_not(changed):
     assert not siblings(cell, dataclasses.replace(cell, options={"training_loss": True}))
 
 
-def test_a_cell_that_no_run_accepts_has_no_siblings():
-    cell = with_settings(quick_cell(), method="FedProx(")
-    assert not siblings(cell, cell)
+@pytest.mark.parametrize("changed", [{"engine": "plain"}, {"lanes": 2}, {"method": "FedProx("}])
+def test_a_cell_that_trains_alone_or_not_at_all_has_no_siblings(changed):
+    cell, other = (with_settings(quick_cell(seed=seed), **changed) for seed in range(2))
+    assert not siblings(cell, other)
 
 
 def test_the_papers_rows_that_train_in_one_program():

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--archive",
         type=Path,
         metavar="FILE",
-        help="pack the results of this call into FILE, and unfinished cells into parts-FILE, as they are finished",
+        help="pack the results of this call into FILE, and unfinished cells into parts-FILE, while it runs",
     )
     add("--unpack", type=Path, metavar="FILE", help="add the contents of such an archive")
     add("--page", type=Path, metavar="FILE", help="write the page that shows all results: docs/papers.md")
