@@ -139,6 +139,7 @@ def many_tests() -> ud.FederatedDataset:
 
 FAULTS = ud.Faults(dropout=0.25, stragglers=0.4, nan=0.15, explode=0.15, explode_factor=1e4)
 EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
+    "ended by a callback": lambda: run(callbacks=lambda record: record.round == 2 and "two"),
     "FedAvg": lambda: run(data=many_tests()),
     "FedAvg, plain": lambda: run(engine="plain"),
     "FedAvg, float32": lambda: run(model=net(torch.float32), data=make_clients(SIZES, torch.float32)),

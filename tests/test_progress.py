@@ -15,7 +15,7 @@ import pytest
 import undrift as ud
 from tests.problems import make_clients, net
 from undrift.training import loop, progress
-from undrift.training.listeners import Listeners
+from undrift.training.observers import Observers
 from undrift.training.progress import Progress
 
 OPTIONS = {"rounds": 4, "local": ud.Local(steps=1, batch_size=4, lr=0.1), "participation": 2}
@@ -100,12 +100,12 @@ def test_it_makes_no_round_wait(monkeypatch):
     """Rows come as they settle: neither is the loop impatient, nor is a row asked for before its time."""
     seen = []
 
-    def watched_listeners(*arguments):
-        found = Listeners(*arguments)
+    def watched_observers(*arguments):
+        found = Observers(*arguments)
         seen.append((found.impatient, found.progress is not None))
         return found
 
-    monkeypatch.setattr(loop, "Listeners", watched_listeners)
+    monkeypatch.setattr(loop, "Observers", watched_observers)
     ud.train(net(), DATA, progress=True, **OPTIONS)
     assert seen == [(False, True)]
 

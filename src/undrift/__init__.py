@@ -66,6 +66,8 @@ _PUBLIC = (
         "train": "undrift.training.loop",
         "Result": "undrift.training.result",
         "EarlyStopping": "undrift.training.early",
+        "Callback": "undrift.training.callbacks",
+        "RoundRecord": "undrift.training.callbacks",
         "side_by_side": "undrift.training.beside",
         "FederatedDataset": "undrift.data.dataset",
         "Task": "undrift.data.dataset",
@@ -174,6 +176,8 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.schedule import inverse as inverse
     from undrift.schedule import warmup as warmup
     from undrift.training.beside import side_by_side as side_by_side
+    from undrift.training.callbacks import Callback as Callback
+    from undrift.training.callbacks import RoundRecord as RoundRecord
     from undrift.training.early import EarlyStopping as EarlyStopping
     from undrift.training.loop import train as train
     from undrift.training.result import Result as Result

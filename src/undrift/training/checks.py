@@ -11,6 +11,7 @@ from undrift.data.dataset import FederatedDataset
 from undrift.engine.ranks import local_rank
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.local import Local
+from undrift.training.callbacks import as_callbacks
 from undrift.training.settings import Settings
 
 log = logging.getLogger("undrift")
@@ -85,3 +86,4 @@ def check_listening(given: Settings) -> None:
         on_round is None or callable(on_round),
         f"on_round must be a function that takes a row of the history, not {on_round!r}.",
     )
+    as_callbacks(given.callbacks)

@@ -24,15 +24,16 @@ from undrift.methods.fedavg import FedAvg
 from undrift.training import arithmetic, divergence, model_file, nonfinite, nothing_trained
 from undrift.training.beside import check_interrupted, join
 from undrift.training.build import prepare, selected
+from undrift.training.callbacks import Callback, RoundRecord, as_callbacks
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
 from undrift.training.clock import Clock
 from undrift.training.early import COLUMN, Rule, as_rule, check_possible, warn_if_late
 from undrift.training.evaluate import Columns, evaluate, warn_without_test
 from undrift.training.identity import identity, versions
-from undrift.training.listeners import Listeners
 from undrift.training.meeting import Interrupted, announce
 from undrift.training.model_rehearsal import few_outputs, rehearsed, warn_of_another_evaluation
+from undrift.training.observers import Observers
 from undrift.training.personal import Personal, has_own_models, own_model
 from undrift.training.processes import agree, opened
 from undrift.training.progress import shown
@@ -79,6 +80,7 @@ def train(
     resume: bool = False,
     track: str | Sequence[str] | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
+    callbacks: Sequence[Callback | Callable[[RoundRecord], Any]] = (),
     progress: bool = False,
     notes: dict[str, Any] | None = None,
     on_nonfinite: str = "stop",
@@ -148,6 +150,8 @@ def train(
             `finish` hook, and ends like an uninterrupted run of that many rounds.
         track: `"tensorboard"`, `"mlflow"`, `"wandb"` or a list of these, to which each round's figures are also sent.
         on_round: A function that is called with each row of the history.
+        callbacks: Objects of subclasses of `ud.Callback`, or functions of a round's record (`ud.RoundRecord`), which
+            see every round and may end the run.
         progress: Whether to show progress: a live line on a terminal and in a notebook, elsewhere a log line per
             twentieth of the rounds or every 30 seconds.
         notes: Settings of your own to keep in the run's `config.toml`.
@@ -183,9 +187,9 @@ def train(
             loss=loss, metrics=metrics, output=output, device=device, precision=precision, engine=engine, lanes=lanes,
             compile=compile, rehearse=rehearse, data_on=data_on, deterministic=deterministic, threads=threads,
             evaluate_every=evaluate_every, personalize_every=personalize_every, drift=drift, out=out,
-            checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, progress=progress,
-            notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults, max_norm_ratio=max_norm_ratio,
-            min_clients=min_clients, allow_version_change=allow_version_change,
+            checkpoint_every=checkpoint_every, resume=resume, track=track, on_round=on_round, callbacks=callbacks,
+            progress=progress, notes=notes, on_nonfinite=on_nonfinite, stop_when=stop_when, faults=faults,
+            max_norm_ratio=max_norm_ratio, min_clients=min_clients, allow_version_change=allow_version_change,
         )
     )  # fmt: skip
 
@@ -245,12 +249,13 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
             checkpoints.record["started"] = session(checkpoints.record["versions"], run.choices)
         announce(run, checkpoints.due)
         watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
-        impatient = bool(given.track or given.on_round)
+        callbacks = as_callbacks(given.callbacks)
+        impatient = bool(given.track or given.on_round or any(not callback.late for callback in callbacks))
         state = earlier or first
         progress = shown(run, state.round) if given.progress and ranks.leads else None
-        listeners = Listeners(folder, checkpoints, trackers, given.on_round, ranks, impatient, progress)
-        loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, state)
-        ranks.first(lambda: listeners.begin(config, loop.rows, given.resume))
+        observers = Observers(folder, checkpoints, trackers, given.on_round, callbacks, ranks, impatient, progress)
+        loop = Loop(run, watch, observers, given.evaluate_every, given.personalize_every, rule, state)
+        ranks.first(lambda: observers.begin(config, loop.rows, given.resume))
         if given.out and not loop.state.round:
             ranks.first(lambda: folder.partition(holdings(run.data)))
         with progress or nullcontext():
@@ -263,7 +268,7 @@ class Loop:
 
     run: Run
     watch: nonfinite.Watch
-    listeners: Listeners
+    observers: Observers
     evaluate_every: int
     personalize_every: int | None
     rule: Rule | None
@@ -311,7 +316,7 @@ class Loop:
         outputs = few_outputs(self.run, self.state)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
         warn_of_another_evaluation(self.run, outputs, trained)
-        ranks, folder = self.run.ranks, self.listeners.folder
+        ranks, folder = self.run.ranks, self.observers.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
         diverged = None if self.stopped else divergence.warned_of(self.run, self.state.history)
         if not self.stopped:
@@ -319,10 +324,10 @@ class Loop:
             if not self.noticed:
                 nothing_trained.warn_at_the_end(self.run, self.state)
         if self.stopped:
-            self.listeners.stopped(self.state, self.stopped)
+            self.observers.stopped(self.state, self.stopped)
         else:
             ranks.first(lambda: folder.model(trained, asdict(diverged) if diverged else None))
-        return Result(
+        result = Result(
             params=self.state.params,
             model=trained,
             history=self.state.history,
@@ -332,9 +337,11 @@ class Loop:
             diverged=str(diverged) if diverged else None,
             find_own=partial(own_model, self.run, self.state) if has_own_models(self.run) else None,
         )
+        self.observers.end(result)
+        return result
 
     def round(self) -> None:
-        """Train one round, evaluate, and tell the listeners about rounds that the device is done with."""
+        """Train one round, evaluate, and tell observers of rounds that the device is done with."""
         run, before = self.run, self.state
         last = before.round == run.rounds - 1
         if run.method.overriding("plan"):  # it may look at the state, which must be known to be finite then
@@ -345,7 +352,7 @@ class Loop:
             self.state, self.done = federated_round(run, before, self.watch.skip)
         except Interrupted:
             self.settle(wait=True)
-            self.listeners.save(before)
+            self.observers.save(before)
             raise
         state, method = self.state, self.done.method
         if before.round == 0:
@@ -361,10 +368,10 @@ class Loop:
         row = history_row(run, state, self.done)
         self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, figures))
         state.history.append(row)
-        due = self.listeners.due(state)
-        self.settle(wait=last or due or self.listeners.impatient or self.rule is not None)
+        due = self.observers.due(state)
+        self.settle(wait=last or due or self.observers.impatient or self.rule is not None)
         if due:
-            self.listeners.save(self.state)
+            self.observers.save(self.state)
 
     def figures(self, method: Method, last: bool) -> tuple[Columns, set[str]]:
         """How the model does on the test and validation data and on clients' own, as far as that is due.
@@ -390,7 +397,12 @@ class Loop:
         for row in self.clock.settled(wait):
             if row["round"] == 1:
                 self.notice(row)
-            self.listeners.row(self.ended(row), self.state)
+            self.observers.row(self.seen(self.ended(row)), self.state)
+
+    def seen(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row after callbacks have seen it, who may end the run with this round."""
+        why = self.observers.asks_to_stop(row, self.state)
+        return self.conclude(row, why) if why and not self.over else row
 
     def notice(self, row: dict[str, Any]) -> None:
         """Warn if the first round has not changed the weights, and no later one will."""
@@ -425,7 +437,7 @@ class Loop:
         self.over, state = True, self.state
         longer = {name: value for name, value in row.items() if name not in self.extra}
         state.history[-1] = longer
-        self.listeners.close(state)
+        self.observers.close(state)
         final = row | ({COLUMN: why} if why else {})
         if not self.complete:
             self.state, done = finish(self.run, state, self.done)
@@ -443,7 +455,7 @@ class Loop:
         """Conclude a run whose last round is in its checkpoint: it was killed after that, or is to be shorter."""
         row, method = self.state.history[-1], self.run.bound(self.state.round - 1)
         self.done = Round(method, None, row["bytes_down"], row["bytes_up"])  # type: ignore[arg-type]
-        self.listeners.row(self.conclude(row, self.why), self.state)
+        self.observers.row(self.conclude(row, self.why), self.state)
 
     def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
         """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""

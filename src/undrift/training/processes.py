@@ -45,7 +45,7 @@ def told(run: Run, given: Settings) -> dict[str, Any]:
     data = run.data.digests
     settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "dtype")}
-    listening = {name: getattr(given, name) is None for name in ("out", "on_round", "stop_when", "track")}
+    listening = {name: not getattr(given, name) for name in ("out", "on_round", "callbacks", "stop_when", "track")}
     return {
         "weights": weights,
         "data": data,
@@ -55,7 +55,7 @@ def told(run: Run, given: Settings) -> dict[str, Any]:
     }
 
 
-ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "progress", "stop_when", "track")
+ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "callbacks", "progress", "stop_when", "track")
 """Settings that are compared otherwise, or may differ: the device is each process's own, the folder the first one's."""
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from undrift.method.faults import Faults
     from undrift.method.local import Local
     from undrift.method.part import Method, Part
+    from undrift.training.callbacks import Callback, RoundRecord
 
 Form = Literal[
     "section", "text", "texts", "count", "seed", "number", "switch", "interval", "threads", "modules", "drift"
@@ -91,6 +92,7 @@ class Settings:
     resume: bool = field(default=False, metadata=OF_THE_CALL)
     track: str | Sequence[str] | None = field(default=None, metadata=role("texts", resume="free", compared=False))
     on_round: Callable[[dict[str, Any]], None] | None = field(default=None, metadata=OF_THE_CALL)
+    callbacks: Sequence[Callback | Callable[[RoundRecord], Any]] = field(default=(), metadata=OF_THE_CALL)
     progress: bool = field(default=False, metadata=OF_THE_CALL)
     notes: dict[str, Any] | None = field(default=None, metadata=OF_THE_CALL)
     on_nonfinite: str = field(default="stop", metadata=role("text", resume="free"))

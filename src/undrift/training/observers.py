@@ -1,4 +1,4 @@
-"""Who gets each round's row: the run's folder, its checkpoints, trackers, the caller, and the progress display."""
+"""Who is told of each round: the caller's callbacks, the run's folder, its checkpoints, trackers, and the progress."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.engine.ranks import Ranks
+from undrift.training.callbacks import Callback, RoundRecord, name_of
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.meeting import due
 from undrift.training.progress import Progress
-from undrift.training.result import Folder
+from undrift.training.result import Folder, Result
 from undrift.training.state import State
 from undrift.training.track import Trackers
 
 
 @dataclass(frozen=True)
-class Listeners:
-    """The receivers of each round's row: the folder, checkpoints, trackers, `on_round`."""
+class Observers:
+    """Those who are told of each round, in the order in which they are."""
 
     folder: Folder
     checkpoints: Checkpoints
     trackers: Trackers
     on_round: Callable[[dict[str, Any]], None] | None
+    callbacks: list[Callback]
     ranks: Ranks
-    """The processes of the run. The first has all of these, and its errors are raised in all processes."""
+    """The processes of the run. The first has all observers, and their errors are raised in all processes."""
     impatient: bool
-    """Whether one of them needs a round's row at once."""
+    """Whether one of them needs a round's row at once, as all processes know."""
     progress: Progress | None = None
     """Shows the progress of the run, from rows when they are final; only in the first process."""
 
@@ -42,17 +44,46 @@ class Listeners:
             self.trackers.row(row)
         folder.config(text)
         folder.begin(rows)
+        for callback in self.callbacks:
+            callback.begin(rows)
+
+    def asks_to_stop(self, row: dict[str, Any], state: State) -> str | None:
+        """Tell the callbacks that may end the run of a round. Returns why one of them does."""
+        deciding = [callback for callback in self.callbacks if not callback.late]
+        if not deciding:
+            return None
+
+        def ask() -> str | None:
+            record, why = RoundRecord(dict(row), self.checkpoints.run.rounds, state), None
+            for callback in deciding:  # all of them, whoever ends the run
+                if answer := callback.round(record):
+                    why = why or (answer if isinstance(answer, str) else f"{name_of(callback)} asked to stop")
+            return why
+
+        return self._or_save(lambda: self.ranks.said(ask), state)
 
     def row(self, row: dict[str, Any], state: State) -> None:
+        """Tell all others of a round, whose row is final."""
         if self.writes:
             self.ranks.first(lambda: self.folder.row(row))
         if self.progress:
             self.progress.row(row)
-        if not self.impatient:
-            return
+        if late := [callback for callback in self.callbacks if callback.late]:
+            record = RoundRecord(dict(row), self.checkpoints.run.rounds)
+            self.ranks.first(lambda: [callback.round(record) for callback in late])
+        if self.impatient:
+            self._or_save(lambda: self.ranks.first(lambda: self._tell(row)), state)
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        self.trackers.row(row)
+        if self.on_round:
+            self.on_round(row)
+
+    def _or_save(self, tell: Callable[[], Any], state: State) -> Any:
+        """Tell observers, and save the state if that fails: a run that Ctrl-C ends here, say, continues from here."""
         try:
-            self.ranks.first(lambda: self._tell(row))
-        except BaseException:  # a run that is stopped here, say with Ctrl-C, can be resumed from this round
+            return tell()
+        except BaseException:
             self.save(state)
             raise
 
@@ -64,11 +95,6 @@ class Listeners:
     def sync(self) -> None:
         if self.writes:
             self.ranks.first(self.folder.sync)
-
-    def _tell(self, row: dict[str, Any]) -> None:
-        self.trackers.row(row)
-        if self.on_round:
-            self.on_round(row)
 
     def due(self, state: State) -> bool:
         """Return whether a checkpoint is due; by the first process's clock, where the time decides."""
@@ -89,3 +115,13 @@ class Listeners:
         self.save(state)
         self.ranks.first(lambda: self.folder.stopped(why))
         self.trackers.failed = True
+
+    def end(self, result: Result) -> None:
+        """Tell the callbacks that the run is over."""
+
+        def tell() -> None:
+            for callback in self.callbacks:
+                callback.end(result)
+
+        if self.callbacks:
+            self.ranks.first(tell)
