@@ -176,7 +176,7 @@ EXPERIMENTS: dict[str, Callable[[], ud.Result]] = {
 }
 SHORT = [
     "Scaffold, float32", "every hook", "order", "personal head", "metrics", "all scores", "one client that keeps",
-    "faults", "lanes fail", "NaN", "not in lanes",
+    "faults", "lanes fail", "NaN", "not in lanes", "ended by a callback",
 ]  # fmt: skip
 """Those that meet most of the code once."""
 STEPS = ud.Local(steps=5, batch_size=8, lr=0.05)
