@@ -13,7 +13,7 @@ import undrift as ud
 from tests.flower_problem import register
 from tests.problems import make_clients
 from undrift import models
-from undrift.data import notices, sources
+from undrift.data import sources, warn_once
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 torch.set_num_threads(1)  # tests run two at a time on two cores
@@ -44,7 +44,7 @@ def no_waiting_for_the_disk():
 @pytest.fixture(autouse=True)
 def warnings_again() -> None:
     """Every test gets the warnings about its data, which a process gives once."""
-    notices.given.clear()
+    warn_once.warned.clear()
 
 
 @pytest.fixture

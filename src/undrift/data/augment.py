@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undrift.data.samples import shape
+from undrift.data.samples import sample_shape
 from undrift.errors import UndriftError, quoted
 from undrift.expressions import parse
 from undrift.random import Key, bits
@@ -51,7 +51,7 @@ class CropFlip:
         if not isinstance(x, Tensor) or x.dim() != 4 or self.padding >= min(x.shape[2:]):
             raise UndriftError(
                 f"CropFlip needs images of channels × height × width that are larger than its padding of "
-                f"{self.padding}, not samples of shape {shape(x)}."
+                f"{self.padding}, not samples of shape {sample_shape(x)}."
             )
         n, channels, height, width = x.shape
         down, right, coin = bits(key, 3 * n).reshape(n, 3, 1).unbind(1)
@@ -78,5 +78,5 @@ def _reflected(position: Tensor, size: int) -> Tensor:
 
 def parse_augmentation(text: str) -> CropFlip:
     """Return the augmentation that a string such as `"CropFlip(padding=4)"` describes."""
-    found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
-    return found
+    augmentation: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
+    return augmentation

@@ -1,4 +1,4 @@
-"""Tables, read in batches: from the Hugging Face hub, from a folder in the hub's layout, or from a file.
+"""Tables, read in batches: from the Hugging Face hub, a folder in the hub's layout, a file, or memory.
 
 `datasets` reads the hub and has its own cache. Local files are read with Arrow directly, which takes paths literally;
 `datasets` would treat them as glob patterns.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from undrift.data.paths import as_path, files_below, kind, unreadable
-from undrift.errors import UndriftError, listed, quoted, shortened
+from undrift.errors import UndriftError, first_line, listed, quoted, shortened
 
 BATCH = 1000
+FRAMES = {"train": "the data frame", "test": "the test data frame"}
+"""What to call the splits of a pandas `DataFrame` in messages."""
 
 Read = Callable[[list[str]], Iterator[Any]]
 """A function that reads the given columns of a split, as Arrow tables of at most `BATCH` rows."""
@@ -46,14 +48,14 @@ class Place:
     @property
     def identity(self) -> list[Any]:
         """Identifies these data: the name and, for local files, their paths, sizes and modification times."""
-        found = []
-        for file in (file for _, files in self.files for file in files):
+        files = []
+        for file in (file for _, files_of_split in self.files for file in files_of_split):
             try:
                 status = file.stat()
             except OSError as error:
                 raise unreadable(file, error) from error
-            found.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
-        return [self.name, self.config, *found]
+            files.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
+        return [self.name, self.config, *files]
 
     def batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
         """Yield the given columns of a split, as Arrow tables of at most `BATCH` rows."""
@@ -66,7 +68,7 @@ class Place:
         except UndriftError:
             raise
         except Exception as error:  # readers raise all kinds of errors for damaged bytes
-            raise _broken(self.name, error) from error
+            raise _unreadable_table(self.name, error) from error
 
     def features(self, split: str) -> dict[str, Any]:
         """Return the columns and their types."""
@@ -77,7 +79,7 @@ class Place:
         if not isinstance(named, str) or not named:
             raise ValueError("it has neither an image's bytes nor the path of one")
         if self.kind == "hub":  # `datasets` writes absolute paths of files in its cache
-            roots = _kept_by_datasets(self.name)
+            roots = _datasets_folders(self.name)
         else:
             roots = list(dict.fromkeys(file.parent for _, files in self.files for file in files))
             if Path(named).is_absolute() or ".." in Path(named).parts:
@@ -121,7 +123,7 @@ class Place:
             ) from error
 
 
-def hub(name: str, config: str | None = None, data_dir: str | Path | None = None, stream: bool = False) -> Place:
+def hub_place(name: str, config: str | None = None, data_dir: str | Path | None = None, stream: bool = False) -> Place:
     """Return a data set by its hub id: from `data_dir` or UNDRIFT_DATA if it is there, else from the hub."""
     given = data_dir or os.environ.get("UNDRIFT_DATA")
     root = as_path(given) if given else None
@@ -129,11 +131,11 @@ def hub(name: str, config: str | None = None, data_dir: str | Path | None = None
         raise UndriftError(
             f"There is no data folder {shortened(str(root))}; set UNDRIFT_DATA (or data_dir) to one that exists."
         )
-    found = in_folder(root / name, name, config) if root else None
-    return found or Place(name, config=config, stream=stream)
+    local = hub_folder(root / name, name, config) if root else None
+    return local or Place(name, config=config, stream=stream)
 
 
-def in_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
+def hub_folder(folder: Path, name: str, config: str | None = None) -> Place | None:
     """Return a folder in hub layout, with `<split>-0000i-of-0000n.parquet` at any depth, or None if it has none."""
     folder = folder / config if config and kind(folder / config) == "folder" else folder
     splits: dict[str, list[Path]] = {}
@@ -162,7 +164,7 @@ def _features(file: Path, format: str) -> dict[str, Any]:
     except UndriftError:
         raise
     except Exception as error:  # readers raise all kinds of errors for damaged bytes
-        raise _broken(file, error) from error
+        raise _unreadable_table(file, error) from error
     if twice:
         raise UndriftError(f"{file} has the column {quoted(twice[0])} more than once; rename or remove the others.")
     return features
@@ -193,7 +195,7 @@ def _read_parquet(files: Sequence[Path], columns: list[str], features: dict[str,
                 for batch in opened.iter_batches(BATCH, columns=columns):
                     yield table_cast(pa.Table.from_batches([batch]).select(columns), schema)
         except Exception as error:
-            raise _broken(file, error) from error
+            raise _unreadable_table(file, error) from error
 
 
 def _read_csv(files: Sequence[Path], columns: list[str], features: dict[str, Any]) -> Iterator[Any]:
@@ -240,7 +242,7 @@ def _datasets() -> Any:
     return datasets
 
 
-def _kept_by_datasets(name: str) -> list[Path]:
+def _datasets_folders(name: str) -> list[Path]:
     """Return the folders in which `datasets` caches the files of a hub data set."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -249,7 +251,7 @@ def _kept_by_datasets(name: str) -> list[Path]:
     return [Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}", *downloaded]
 
 
-def _broken(file: str | Path, error: Exception) -> UndriftError:
+def _unreadable_table(file: str | Path, error: Exception) -> UndriftError:
     if isinstance(error, PermissionError):
         return unreadable(file, PermissionError(error.errno, os.strerror(error.errno or 13)))
     return UndriftError(f"{file} cannot be read ({_first_line(error)}); get or write that file again.")
@@ -261,3 +263,63 @@ def _first_line(error: BaseException) -> str:
         error = error.__cause__
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200].rstrip('.')}" if text else type(error).__name__
+
+
+@dataclass(frozen=True)
+class InMemory(Place):
+    """A place whose splits are Arrow tables."""
+
+    tables: tuple[tuple[str, Any, Any], ...] = ()
+    """Each split's name, table and features."""
+
+    def _open(self, split: str) -> tuple[dict[str, Any], Read]:
+        table, features = next((table, features) for name, table, features in self.tables if name == split)
+        return features, lambda columns: even_batches(
+            type(table).from_batches([batch]) for batch in table.select(columns).to_batches(BATCH)
+        )
+
+
+def is_frame(data: Any) -> bool:
+    """Return whether this is a pandas `DataFrame`."""
+    return type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "iloc") and hasattr(data, "columns")
+
+
+def is_table(data: Any) -> bool:
+    """Return whether this is a Hugging Face `Dataset` of single values, with or without images, and not of tokens."""
+    features = getattr(data, "features", None)
+    if not hasattr(data, "column_names") or not hasattr(data, "with_format") or not isinstance(features, Mapping):
+        return False
+    single = [
+        isinstance(getattr(feature, "dtype", None), str) and not hasattr(feature, "feature")
+        for feature in features.values()
+    ]
+    return len(single) > 1 and all(single)
+
+
+def in_memory(data: Any, test: Any) -> InMemory:
+    """Return the place of such data, and of a test set of the same kind."""
+    splits = {"train": data} | ({"test": test} if test is not None else {})
+    if any(type(given) is not type(data) for given in splits.values()):
+        raise UndriftError(f"The test set must be a {type(data).__name__}, like the data to train on.")
+    if is_frame(data):
+        name, tables = FRAMES["train"], [(split, *_read_frame(frame, split)) for split, frame in splits.items()]
+    else:
+        name = "the data set"
+        tables = [(split, each.with_format("arrow")[:], dict(each.features)) for split, each in splits.items()]
+    return InMemory(name, "memory", tuple((split, ()) for split in splits), tables=tuple(tables))
+
+
+def _read_frame(frame: Any, split: str) -> tuple[Any, dict[str, Any]]:
+    import pyarrow as pa
+
+    twice = frame.columns[frame.columns.duplicated()]
+    if len(twice):
+        raise UndriftError(f"T{FRAMES[split][1:]} has the column {str(twice[0])!r} more than once; rename one.")
+    try:
+        table = pa.Table.from_pandas(frame.rename(columns=str), preserve_index=False)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise UndriftError(f"T{FRAMES[split][1:]} cannot be read ({first_line(error)}).") from error
+    for i, entry in enumerate(table.schema):
+        if pa.types.is_dictionary(entry.type):  # pandas' categories
+            table = table.set_column(i, entry.name, table.column(i).cast(entry.type.value_type))
+    return table, arrow_features(table.schema)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from undrift.data.dataset import FederatedDataset
-from undrift.data.holdings import holdings
+from undrift.data.partition_summary import partition_summary
 from undrift.engine.ranks import Ranks, launched
 from undrift.errors import machine_trouble
 from undrift.losses import directions
@@ -252,7 +252,7 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
         loop = Loop(run, watch, listeners, given.evaluate_every, given.personalize_every, rule, state)
         ranks.first(lambda: listeners.begin(config, loop.rows, given.resume))
         if given.out and not loop.state.round:
-            ranks.first(lambda: folder.partition(holdings(run.data)))
+            ranks.first(lambda: folder.partition(partition_summary(run.data)))
         with progress or nullcontext():
             return loop.train()
 
