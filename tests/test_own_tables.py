@@ -560,5 +560,5 @@ def test_the_least_size_of_a_dirichlet_partition(caplog):
     assert not caplog.messages
     ud.load("digits", ud.IID(), clients=5000)
     assert caplog.messages == [
-        "3,562 of 5,000 clients have no samples, for there are 1,438 to train on; ask for fewer clients"
+        "3,562 of 5,000 clients have no samples, as there are only 1,438 to train on; ask for fewer clients"
     ]

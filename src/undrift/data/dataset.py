@@ -374,10 +374,10 @@ class FederatedDataset:
         """
         if self.labels is None:
             raise UndriftError("label_counts needs targets that are classes, one whole number per sample.")
-        asked = len(self) if clients is None else len(clients)
-        if asked * self.classes > MOST_COUNTS:
+        count = len(self) if clients is None else len(clients)
+        if count * self.classes > MOST_COUNTS:
             raise UndriftError(
-                f"The samples of {asked:,} clients by {self.classes:,} classes are too many to count; ask for fewer "
+                f"The samples of {count:,} clients by {self.classes:,} classes are too many to count; ask for fewer "
                 "clients, or number the classes from 0."
             )
         if self._label_counts is None and (clients is None or len(self) * self.classes <= 1_000_000):

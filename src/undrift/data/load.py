@@ -30,7 +30,7 @@ from undrift.data.user_data import (
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
 
-EMPTY = "%s of %s clients have no samples, for there are %s to train on; ask for fewer clients"
+EMPTY = "%s of %s clients have no samples, as there are only %s to train on; ask for fewer clients"
 
 
 def load(
@@ -109,10 +109,10 @@ def load(
     arguments = dict(locals())
     partition = None if partition is None else _check_partition(partition)
     augment = _check_augmentation(augment)
-    made = sources.FUNCTIONS[name]() if isinstance(name, str) and name in sources.FUNCTIONS else None
-    if isinstance(made, FederatedDataset):
+    returned = sources.FUNCTIONS[name]() if isinstance(name, str) and name in sources.FUNCTIONS else None
+    if isinstance(returned, FederatedDataset):
         check_unchanged(arguments, partition)
-        return replace(made, augment=augment or made.augment, origin=_origin(arguments, ByKey(), augment))
+        return replace(returned, augment=augment or returned.augment, origin=_origin(arguments, ByKey(), augment))
     partition = IID() if partition is None else partition
     natural = isinstance(partition, ByKey)
     _check_clients(clients, natural)
@@ -120,9 +120,9 @@ def load(
     if test_size is not None and (not whole(test_size) or test_size < 1):
         raise UndriftError(f"test_size must be a whole number from 1, not {quoted(test_size)}.")
     options = UserDataOptions(label, client, columns, drop, missing, resize, data_dir, lazy, workers)
-    source = _find_source(name, test, options, made)
+    source = _find_source(name, test, options, returned)
     if not len(source.labels):
-        raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
+        raise UndriftError("There are no training samples: the data set is empty, or every text is too short.")
     if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
         known, keys = unique_inverse(source.keys)
         names, test_keys = client_names(known, source.clients), _renumbered_test_keys(source, known)
@@ -151,13 +151,13 @@ def load(
             raise UndriftError("client_test_fraction is less than one sample of every client; make it larger.")
         personal = _assign(source, left[held], owner[held], count, **common)
         left, owner = left[kept], owner[kept]
-    made = _assign(
+    data = _assign(
         source, left, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
         client_test=personal, augment=augment, origin=_origin(arguments, partition, augment), **common,
     )  # fmt: skip
-    if 2 * made.population < count:
-        warn_once.warn(EMPTY % (f"{count - made.population:,}", f"{count:,}", f"{len(left):,}"))
-    return made
+    if 2 * data.population < count:
+        warn_once.warn(EMPTY % (f"{count - data.population:,}", f"{count:,}", f"{len(left):,}"))
+    return data
 
 
 def _renumbered_test_keys(source: Source, known: np.ndarray) -> np.ndarray | None:
@@ -224,8 +224,8 @@ def _assign(source: Source, samples: np.ndarray, owner: np.ndarray, clients: int
     return FederatedDataset.from_owners(source.store, source.in_store(samples), owner, clients, **rest)
 
 
-def _find_source(name: Any, test: Any, options: UserDataOptions, made: Any) -> Source:
-    """Return the data that an argument stands for. `made`: what the function of this name returned, if it has one."""
+def _find_source(name: Any, test: Any, options: UserDataOptions, returned: Any) -> Source:
+    """Return the data that an argument stands for. `returned`: by the function of this name, if there is one."""
     if not isinstance(name, str | Path):
         sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
         if not is_frame(name) and not isinstance(name, tuple | list) and not sequence:
@@ -240,7 +240,7 @@ def _find_source(name: Any, test: Any, options: UserDataOptions, made: Any) -> S
             "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."
         )
     if name in sources.FUNCTIONS:
-        return source_from_function(str(name), made, options)
+        return source_from_function(str(name), returned, options)
     if name in sources.RECIPES:
         if options.client is not None:
             raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")

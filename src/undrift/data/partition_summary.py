@@ -194,10 +194,10 @@ def report(data: FederatedDataset, title: str) -> Any:
     for client in _by_name(data)[:TABLE_ROWS]:
         own = counts[client]
         top = np.argsort(-own, kind="stable")[:3]
-        said = [f"{names[c] if names else c} {own[c] / own.sum():.0%}" for c in top if own[c]]
+        shares = [f"{names[c] if names else c} {own[c] / own.sum():.0%}" for c in top if own[c]]
         bar = "█" * round(20 * data.sizes[client] / data.sizes.max())
         who = data.client_names[client] if data.client_names else str(client)
-        table.add_row(Text(who), f"{data.sizes[client]:,}", bar, Text(", ".join(said)))
+        table.add_row(Text(who), f"{data.sizes[client]:,}", bar, Text(", ".join(shares)))
     rest = [f"and {len(data) - TABLE_ROWS:,} more clients"] if len(data) > TABLE_ROWS else []
     return Group(Text(title, style="bold"), *lines, "", table, *rest)
 

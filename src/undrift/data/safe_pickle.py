@@ -107,26 +107,26 @@ class Machine:
             return Kind(arguments[0])
         raise ValueError("it calls something that makes no array of numbers")
 
-    def build(self, made: Any, state: Any) -> Any:
+    def build(self, target: Any, state: Any) -> Any:
         """Return an array or a type, after setting its state."""
-        if isinstance(made, ArrayState):
-            made.state = state
-        elif isinstance(made, Kind) and isinstance(state, tuple) and len(state) > 1:
-            made.order = state[1] if state[1] in ("<", ">") else "="
+        if isinstance(target, ArrayState):
+            target.state = state
+        elif isinstance(target, Kind) and isinstance(state, tuple) and len(state) > 1:
+            target.order = state[1] if state[1] in ("<", ">") else "="
         else:
             raise ValueError("it changes something that is no array of numbers")
-        return made
+        return target
 
     def extend(self, values: list[Any]) -> Any:
         """Return the list on the stack with more entries, or the dict with more pairs."""
-        (made,) = self.pop(1)
-        if isinstance(made, list):
-            made += values
-        elif isinstance(made, dict):
-            made |= dict(pairs(values))
+        (target,) = self.pop(1)
+        if isinstance(target, list):
+            target += values
+        elif isinstance(target, dict):
+            target |= dict(pairs(values))
         else:
             raise ValueError("it adds to something that is neither a list nor a dict")
-        return made
+        return target
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from undrift.data.paths import as_path, files_below, kind, unreadable
+from undrift.data.paths import as_path, files_below, kind, unreadable_error
 from undrift.errors import UndriftError, first_line, listed, quoted, shortened
 
 BATCH = 1000
@@ -53,22 +53,21 @@ class Place:
             try:
                 status = file.stat()
             except OSError as error:
-                raise unreadable(file, error) from error
+                raise unreadable_error(file, error) from error
             files.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
         return [self.name, self.config, *files]
 
     def batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
         """Yield the given columns of a split, as Arrow tables of at most `BATCH` rows."""
         features, read = self._open(split)
-        missing = [name for name in columns if name not in features]
-        if missing:
+        if missing := [name for name in columns if name not in features]:
             raise UndriftError(f"{self.name} has no column {quoted(missing[0])}; its columns are {listed(features)}.")
         try:
             yield from read(list(columns))
         except UndriftError:
             raise
         except Exception as error:  # readers raise all kinds of errors for damaged bytes
-            raise _unreadable_table(self.name, error) from error
+            raise _unreadable_table_error(self.name, error) from error
 
     def features(self, split: str) -> dict[str, Any]:
         """Return the columns and their types."""
@@ -105,8 +104,9 @@ class Place:
             raise UndriftError(f"{self.name} has no {split} split; it has {listed(dict(self.files))}.")
         files = dict(self.files)[split]
         features = _features(files[0], self.kind)
-        read = _read_csv if self.kind == "csv" else _read_parquet
-        return features, lambda columns: even_batches(read(files, columns, features))
+        if self.kind == "csv":
+            return features, lambda columns: _slices(_csv_table(files[0]).select(columns))
+        return features, lambda columns: _even_batches(_read_parquet(files, columns, features))
 
     def _from_hub(self, get: Callable[[], Any]) -> Any:
         if "/" not in self.name:
@@ -118,7 +118,7 @@ class Place:
             return get()
         except Exception as error:  # no network, no such data set, no such split: many types
             raise UndriftError(
-                f"{self.name} could not be read from the Hugging Face hub ({_first_line(error)}). Without a network, "
+                f"{self.name} could not be read from the Hugging Face hub ({_root_cause(error)}). Without a network, "
                 f"put its parquet files into FOLDER/{self.name} and set UNDRIFT_DATA=FOLDER."
             ) from error
 
@@ -158,13 +158,13 @@ def hub_folder(folder: Path, name: str, config: str | None = None) -> Place | No
 def _features(file: Path, format: str) -> dict[str, Any]:
     """Return the columns of a local table, as a dict: `datasets.Features` copies itself at every access."""
     try:
-        schema = _csv(file).schema if format == "csv" else _parquet_schema(file)
+        schema = _csv_table(file).schema if format == "csv" else _parquet_schema(file)
         twice = [name for name in schema.names if len(schema.get_all_field_indices(name)) > 1]
         features = arrow_features(schema)
     except UndriftError:
         raise
     except Exception as error:  # readers raise all kinds of errors for damaged bytes
-        raise _unreadable_table(file, error) from error
+        raise _unreadable_table_error(file, error) from error
     if twice:
         raise UndriftError(f"{file} has the column {quoted(twice[0])} more than once; rename or remove the others.")
     return features
@@ -195,39 +195,35 @@ def _read_parquet(files: Sequence[Path], columns: list[str], features: dict[str,
                 for batch in opened.iter_batches(BATCH, columns=columns):
                     yield table_cast(pa.Table.from_batches([batch]).select(columns), schema)
         except Exception as error:
-            raise _unreadable_table(file, error) from error
+            raise _unreadable_table_error(file, error) from error
 
 
-def _read_csv(files: Sequence[Path], columns: list[str], features: dict[str, Any]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    for file in files:
-        table = _csv(file).select(columns)
-        yield from (pa.Table.from_batches([batch]) for batch in table.to_batches())
+def _slices(table: Any) -> Iterator[Any]:
+    return (table.slice(begin, BATCH) for begin in range(0, len(table), BATCH))
 
 
-def even_batches(tables: Iterable[Any]) -> Iterator[Any]:
+def _even_batches(tables: Iterable[Any]) -> Iterator[Any]:
     """Yield the same rows in batches of `BATCH`, so that no sum over batches depends on how a file was written."""
     import pyarrow as pa
 
-    held: list[Any] = []
+    waiting: list[Any] = []
     for table in tables:
-        held.append(table)
-        while sum(map(len, held)) >= BATCH:
-            whole = pa.concat_tables(held)
-            yield whole.slice(0, BATCH)
-            held = [whole.slice(BATCH)]
-    if sum(map(len, held)):
-        yield pa.concat_tables(held)
+        waiting.append(table)
+        while sum(map(len, waiting)) >= BATCH:
+            joined = pa.concat_tables(waiting)
+            yield joined.slice(0, BATCH)
+            waiting = [joined.slice(BATCH)]
+    if sum(map(len, waiting)):
+        yield pa.concat_tables(waiting)
 
 
-def _csv(file: Path) -> Any:
+def _csv_table(file: Path) -> Any:
     status = file.stat()
-    return _csv_at(str(file), status.st_size, status.st_mtime_ns)
+    return _read_csv(str(file), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
-def _csv_at(file: str, size: int, time: int) -> Any:
+def _read_csv(file: str, size: int, time: int) -> Any:
     """Return a CSV file as a table, cached by size and modification time, so that a changed file is read again."""
     from pyarrow import csv
 
@@ -251,13 +247,13 @@ def _datasets_folders(name: str) -> list[Path]:
     return [Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}", *downloaded]
 
 
-def _unreadable_table(file: str | Path, error: Exception) -> UndriftError:
+def _unreadable_table_error(file: str | Path, error: Exception) -> UndriftError:
     if isinstance(error, PermissionError):
-        return unreadable(file, PermissionError(error.errno, os.strerror(error.errno or 13)))
-    return UndriftError(f"{file} cannot be read ({_first_line(error)}); get or write that file again.")
+        return unreadable_error(file, PermissionError(error.errno, os.strerror(error.errno or 13)))
+    return UndriftError(f"{file} cannot be read ({_root_cause(error)}); get or write that file again.")
 
 
-def _first_line(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return the first line of the root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -274,9 +270,7 @@ class InMemory(Place):
 
     def _open(self, split: str) -> tuple[dict[str, Any], Read]:
         table, features = next((table, features) for name, table, features in self.tables if name == split)
-        return features, lambda columns: even_batches(
-            type(table).from_batches([batch]) for batch in table.select(columns).to_batches(BATCH)
-        )
+        return features, lambda columns: _slices(table.select(columns))
 
 
 def is_frame(data: Any) -> bool:

@@ -131,11 +131,11 @@ class Table:
         """Return the columns to learn from, with their types. Raises `UndriftError` if one does not hold numbers."""
         every = place.features("train")
         others = {n: f for n, f in every.items() if n not in (self.label, self.client)}
-        for asked in (*(self.columns or ()), *(self.drop or ())):
-            if asked not in others:
-                why = "is the label or the client" if asked in every else f"is none of its columns, {listed(every)}"
+        for column in (*(self.columns or ()), *(self.drop or ())):
+            if column not in others:
+                why = "is the label or the client" if column in every else f"is none of its columns, {listed(every)}"
                 which = "drop" if self.columns is None else "columns"
-                raise UndriftError(f"{which} must name features of {place.name}; {quoted(asked)} {why}.")
+                raise UndriftError(f"{which} must name features of {place.name}; {quoted(column)} {why}.")
         if self.columns is not None:
             features = {name: others[name] for name in self.columns}
         else:

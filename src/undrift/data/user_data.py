@@ -48,11 +48,11 @@ class UserDataOptions:
 
     def __post_init__(self) -> None:
         for name in ("columns", "drop"):
-            asked = getattr(self, name)
-            if asked is not None and (isinstance(asked, str) or not all(isinstance(column, str) for column in asked)):
-                raise UndriftError(f"{name} must be a list of columns' names, not {quoted(asked)}.")
+            names = getattr(self, name)
+            if names is not None and (isinstance(names, str) or not all(isinstance(column, str) for column in names)):
+                raise UndriftError(f"{name} must be a list of columns' names, not {quoted(names)}.")
         if self.columns is not None and self.drop is not None:
-            raise UndriftError("columns names the features, drop all that are none; give one of them.")
+            raise UndriftError("columns names the features, drop the columns that are none; give only one of them.")
         if self.missing not in MISSING:
             raise UndriftError(f'missing must be "drop" or "mean", or left out, not {quoted(self.missing)}.')
         if self.workers is not None and (not whole(self.workers) or self.workers < 1):
@@ -166,7 +166,7 @@ def _choose_recipe(place: Place, options: UserDataOptions) -> sources.Recipe:
         options.refuse("a table of images", "columns", "drop", "missing")
         return Images(place.name, images[0], label, client, test, resize=options.size)
     options.refuse("a table of numbers", "resize")
-    columns, drop = (None if asked is None else tuple(asked) for asked in (options.columns, options.drop))
+    columns, drop = (None if names is None else tuple(names) for names in (options.columns, options.drop))
     return Table(place.name, label, client, test, columns, drop, options.missing)
 
 
@@ -217,23 +217,23 @@ def call_once(name: str) -> Iterator[bool]:
     if function is None:
         yield False
         return
-    made = function()
-    sources.FUNCTIONS[name] = lambda: made
+    data = function()
+    sources.FUNCTIONS[name] = lambda: data
     try:
-        yield isinstance(made, FederatedDataset)
+        yield isinstance(data, FederatedDataset)
     finally:
         sources.FUNCTIONS[name] = function
 
 
-def check_unchanged(asked: dict[str, Any], partition: Any) -> None:
+def check_unchanged(arguments: dict[str, Any], partition: Any) -> None:
     """Raise if an argument of `ud.load` would change a `FederatedDataset` that a function returned."""
-    name = asked["name"]
+    name = arguments["name"]
     if partition is not None and not isinstance(partition, ByKey):
         raise UndriftError(
             f"The function of {name} returns a FederatedDataset, which has its own clients: the partition must be "
             f"ByKey() or left out, not {partition!r}."
         )
-    for argument, value in asked.items():
+    for argument, value in arguments.items():
         if argument not in HARMLESS and not any(value is default or value == default for default in DEFAULTS):
             raise UndriftError(
                 f"{argument} does not suit {name}, as its function returns a FederatedDataset, which is used as it is; "
@@ -241,24 +241,24 @@ def check_unchanged(asked: dict[str, Any], partition: Any) -> None:
             )
 
 
-def source_from_function(name: str, made: Any, options: UserDataOptions) -> Source:
-    """Return the source of what the function of `name` made: a table, or a pair (train, test) of tables or arrays."""
-    if isinstance(made, Source):
+def source_from_function(name: str, data: Any, options: UserDataOptions) -> Source:
+    """Return the source of what a function returned: a table, or a pair (train, test) of tables or arrays."""
+    if isinstance(data, Source):
         if options.client is not None:
             raise UndriftError(f"client names a column of your own table, and {name} has none; leave it out.")
         options.refuse(name, "columns", "drop", "missing", "resize")
         options.refuse_lazy(name)
-        return made
-    if _is_tabular(made):
-        return source_from_values(made, None, options)
-    if not isinstance(made, tuple | list) or len(made) != 2 or (hasattr(made[0], "shape") and not _is_tabular(made[0])):
-        pair = isinstance(made, tuple | list) and len(made) == 2
+        return data
+    if _is_tabular(data):
+        return source_from_values(data, None, options)
+    if not isinstance(data, tuple | list) or len(data) != 2 or (hasattr(data[0], "shape") and not _is_tabular(data[0])):
+        pair = isinstance(data, tuple | list) and len(data) == 2
         raise UndriftError(
             f"The function of {name} must return a DataFrame, a FederatedDataset, or a pair (train, test), where train "
             "is a pair (x, y), a Dataset or a DataFrame, and test the same or None, not "
-            f"{'two arrays; write ((x, y), None)' if pair else type(made).__name__}."
+            f"{'two arrays; write ((x, y), None)' if pair else type(data).__name__}."
         )
-    train, test = made
+    train, test = data
     if not _is_tabular(train):
         for argument in ("client", "columns", "drop", "missing"):
             if getattr(options, argument) is not None:
