@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 from undrift.data import digest
 from undrift.data.collate import to_tensors
 from undrift.data.digest import digest_of
-from undrift.data.samples import Store, input_paths, nan_or_infinity, nonfinite_samples, to_store
+from undrift.data.samples import Store, as_pair, input_paths, nan_or_infinity, nonfinite_samples, to_store
 from undrift.errors import UndriftError
 
 log = logging.getLogger("undrift")
@@ -162,14 +162,14 @@ class DatasetReader(Reader):
         probes = np.unique(np.linspace(0, len(data) - 1, PROBES).astype(np.int64))
         super().__init__(len(data), {name: t[0] for name, t in self._stacked(probes[:1]).items() if name != "y"}, "")
         samples = self._stacked(probes)
-        values = {name: _sha256(t) for name, t in samples.items()}
-        if values != {name: _sha256(t) for name, t in self._stacked(probes).items()}:
+        values = {name: digest.of_tensor(t) for name, t in samples.items()}
+        if values != {name: digest.of_tensor(t) for name, t in self._stacked(probes).items()}:
             raise UndriftError(
                 f"{whose[0].upper() + whose[1:]} gives other values each time that a sample is read, so runs would not "
                 "repeat; leave random transforms out of it, and give load an augment=… of your own."
             )
         self.y = self._labels(probes, samples["y"])
-        values["all y"] = _sha256(self.y)
+        values["all y"] = digest.of_tensor(self.y)
         self.identity = digest_of("samples", len(data), values, getattr(data, "_fingerprint", None))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,18 +250,19 @@ class ArrayReader(Reader):
     """
 
     def __init__(self, data: Any, whose: str) -> None:
-        few, self.y = to_tensors(_first(data), whose)[0], to_tensors((np.zeros((len(data[1]), 1)), data[1]), whose)[1]
-        x = data[0]
-        inputs = [values for _, values in input_paths(x)] if isinstance(few, dict | tuple) else [x]
-        columns = dict(zip(to_store(few), inputs, strict=True))
+        if len(data) != 2 or not len(data[1]):
+            raise UndriftError("lazy=True needs a pair (x, y) of arrays with at least one sample.")
+        x, y = data
+        first, self.y = as_pair((_first_sample(x), y[:1]), whose)[0], as_pair((np.zeros((len(y), 1)), y), whose)[1]
+        inputs = [values for _, values in input_paths(x)] if isinstance(first, dict | tuple) else [x]
+        columns = dict(zip(to_store(first), inputs, strict=True))
         self.whose, self.arrays = whose, {name: np.asarray(values) for name, values in columns.items()}
         if wrong := [name for name, values in self.arrays.items() if len(values) != len(self.y)]:
             raise UndriftError(f"{whose} has {len(self.arrays[wrong[0]])} x but {len(self.y)} y; give as many of each.")
         mapped = [array for array in map(_mapped_file, self.arrays.values()) if array is not None]
         self.files = [(array.filename, _status(array.filename)) for array in mapped]
-        described = {name: _identity(values) for name, values in self.arrays.items()}
-        first = {name: t[0] for name, t in to_store(few).items()}
-        super().__init__(len(self.y), first, digest_of("arrays", described))
+        identity = digest_of("arrays", {name: _identity(values) for name, values in self.arrays.items()})
+        super().__init__(len(self.y), {name: t[0] for name, t in to_store(first).items()}, identity)
 
     def sample_name(self, row: int) -> str:
         return f"Sample {row} of {self.whose}"
@@ -273,19 +274,11 @@ class ArrayReader(Reader):
         return {name: torch.from_numpy(np.take(values, rows, 0)) for name, values in self.arrays.items()}
 
 
-def _first(data: Any) -> tuple[Any, Any]:
-    """Return the first sample of a pair of arrays, as a pair of arrays."""
-    if len(data) != 2 or not len(data[1]):
-        raise UndriftError("lazy=True needs a pair (x, y) of arrays with at least one sample.")
-    x, y = data
-    return _first_of(x), y[:1]
-
-
-def _first_of(x: Any) -> Any:
+def _first_sample(x: Any) -> Any:
     if isinstance(x, dict):
-        return {name: _first_of(values) for name, values in x.items()}
+        return {name: _first_sample(values) for name, values in x.items()}
     several = isinstance(x, tuple) and all(hasattr(values, "shape") or isinstance(values, dict | tuple) for values in x)
-    return tuple(map(_first_of, x)) if several else x[:1]
+    return tuple(map(_first_sample, x)) if several else x[:1]
 
 
 def _identity(values: np.ndarray) -> list[Any]:
@@ -313,6 +306,5 @@ def _status(file: Any) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _sha256(values: Tensor | np.ndarray) -> str:
-    flat = digest.as_bytes(values) if isinstance(values, Tensor) else np.ascontiguousarray(values).reshape(-1)
-    return digest.sha256(flat.view(np.uint8))
+def _sha256(values: np.ndarray) -> str:
+    return digest.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8))

@@ -123,10 +123,7 @@ def load(
     source = _find_source(name, test, options, returned)
     if not len(source.labels):
         raise UndriftError("There are no training samples: the data set is empty, or every text is too short.")
-    if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
-        known, keys = unique_inverse(source.keys)
-        names, test_keys = client_names(known, source.clients), _renumbered_test_keys(source, known)
-        source = replace(source, keys=keys, clients=names, test_keys=test_keys)
+    source = _number_clients(source)  # before anything is held out, so that a client's number never changes
     if normalize:
         source = normalize_source(source)
     elif warning := scales_warning(source.scales):
@@ -160,12 +157,16 @@ def load(
     return data
 
 
-def _renumbered_test_keys(source: Source, known: np.ndarray) -> np.ndarray | None:
-    """Return the clients of test samples, by the new numbers of those clients that have these keys."""
-    if source.test_keys is None:
-        return None
-    place = np.searchsorted(known, source.test_keys).clip(max=len(known) - 1)
-    return np.where(known[place] == source.test_keys, place, -1)
+def _number_clients(source: Source) -> Source:
+    """Return the source with its natural clients numbered from 0, without those that have no training samples."""
+    if source.keys is None:
+        return source
+    known, keys = unique_inverse(source.keys)
+    test_keys = source.test_keys
+    if test_keys is not None:
+        place = np.searchsorted(known, test_keys).clip(max=len(known) - 1)
+        test_keys = np.where(known[place] == test_keys, place, -1)
+    return replace(source, keys=keys, clients=client_names(known, source.clients), test_keys=test_keys)
 
 
 def _clients_own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset | None:

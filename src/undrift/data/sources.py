@@ -102,7 +102,10 @@ def open_with_warnings(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) 
 
 
 def decoded(name: str, recipe: Recipe, places: list[Place]) -> tuple[dict[str, Tensor], Notes]:
-    """Return the arrays and notes that a recipe makes from these locations, from the cache if they are there."""
+    """Return the arrays and notes that a recipe makes from these locations, from the cache if they are there.
+
+    The recipe's fields are part of the key, decoders by their names: renaming one means decoding the data again.
+    """
     every = {field: getattr(recipe, field.name) for field in fields(recipe)}
     settings = {f.name: value for f, value in every.items() if value is not None or "added" not in f.metadata}
     identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]

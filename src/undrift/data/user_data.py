@@ -52,7 +52,7 @@ class UserDataOptions:
             if names is not None and (isinstance(names, str) or not all(isinstance(column, str) for column in names)):
                 raise UndriftError(f"{name} must be a list of columns' names, not {quoted(names)}.")
         if self.columns is not None and self.drop is not None:
-            raise UndriftError("columns names the features, drop the columns that are none; give only one of them.")
+            raise UndriftError("columns names the features, drop the columns that are none; give one of them.")
         if self.missing not in MISSING:
             raise UndriftError(f'missing must be "drop" or "mean", or left out, not {quoted(self.missing)}.')
         if self.workers is not None and (not whole(self.workers) or self.workers < 1):
