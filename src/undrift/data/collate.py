@@ -72,13 +72,17 @@ def _table_columns(columns: dict[str, Sequence[Any]], label: str) -> tuple[Any, 
         raise ValueError(f"there is no {quoted(label)} among {listed(columns)}; name the labels with label=…")
     ys = columns.pop(target)
     if text := [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]:
-        warn_once.warn(f"the text in {listed(text)} is left out: only numbers can be trained on")
+        warn_of_text(text)
         columns = {name: values for name, values in columns.items() if name not in text}
     if not columns:
         raise ValueError(f"there are no numbers besides {quoted(target)}; tokenize the text first")
     alone = next(iter(columns.values()))
     picture = len(columns) == 1 and len(alone) > 0 and _is_pil_image(alone[0])  # one tensor, as from a file of pictures
     return (alone if picture else columns), ys
+
+
+def warn_of_text(columns: list[str]) -> None:
+    warn_once.warn(f"the text in {listed(columns)} is left out: only numbers can be trained on")
 
 
 def _stack_columns(xs: Any, ys: Sequence[Any]) -> tuple[Samples, Tensor]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from undrift.data import digest
 from undrift.data.array_ops import size_counts, stable_argsort
-from undrift.data.labels import FEW_CLASSES, labels_are_sparse
+from undrift.data.labels import MANY_CLASSES, labels_are_sparse
 from undrift.data.samples import (
     Samples,
     Store,
     Take,
     as_pair,
-    nan_or_infinity,
+    nonfinite_error,
     nonfinite_samples,
     same_kind,
     sample_kind,
@@ -100,7 +100,7 @@ class Scales:
     mean: np.ndarray
     std: np.ndarray
     count: int
-    """How many values of each feature these are of."""
+    """The number of values per feature that these were computed from."""
     columns: list[str] | None = None
     """The names of the features, if they have any."""
     codes: dict[str, list[str]] = field(default_factory=dict)
@@ -351,7 +351,7 @@ class FederatedDataset:
                 f"The labels run up to {self.classes - 1:,}, which would make a model of {self.classes:,} outputs; "
                 "number the classes from 0, or pass floats if they are numbers to predict."
             )
-        if self.classes <= FEW_CLASSES:
+        if self.classes <= MANY_CLASSES:
             return
         used = len(torch.cat([torch.unique(y[y >= 0]) for y in self._targets()]).unique())
         if labels_are_sparse(used, self.classes):
@@ -402,15 +402,11 @@ class FederatedDataset:
                 for i in nonfinite_samples(tensor) if isinstance(tensor, Tensor) else ():  # lazy data are not read here
                     if not len(places := torch.nonzero(rows.index == i).flatten()):
                         continue  # another split of the same store has it
-                    place = int(places[0])
-                    where = (
-                        self._describe_sample(place) if split == "training" else f"Sample {place} of the {split} data"
-                    )
-                    raise UndriftError(
-                        f"{where} has {nan_or_infinity(tensor[i])} in its {name}; clean or drop that sample."
-                    )
+                    raise nonfinite_error(self._describe_sample(split, int(places[0])), name, tensor[i])
 
-    def _describe_sample(self, place: int) -> str:
+    def _describe_sample(self, split: str, place: int) -> str:
+        if split != "training":
+            return f"Sample {place} of the {split} data"
         client = int(np.searchsorted(self.offsets, place, side="right")) - 1
         who = self.client_names[client] if self.client_names else client
         return f"Client {who}, sample {place - int(self.offsets[client])}"

@@ -11,13 +11,13 @@ from undrift.errors import UndriftError, quoted
 
 MOST_CLASSES = 100_000
 """Bare numbers as labels are classes counted from 0. Larger numbers are taken for something else."""
-FEW_CLASSES = 1000
+MANY_CLASSES = 1000
 """With at most this many classes, unused ones do no harm."""
 
 
 def labels_are_sparse(used: int, outputs: int) -> bool:
     """Return whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
-    return outputs > FEW_CLASSES and used * 10 < outputs
+    return outputs > MANY_CLASSES and used * 10 < outputs
 
 
 class Labels:

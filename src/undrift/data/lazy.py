@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 from undrift.data import digest
 from undrift.data.collate import to_tensors
 from undrift.data.digest import digest_of
-from undrift.data.samples import Store, as_pair, input_paths, nan_or_infinity, nonfinite_samples, to_store
+from undrift.data.samples import Store, as_pair, input_paths, nonfinite_error, nonfinite_samples, to_store
 from undrift.errors import UndriftError
 
 log = logging.getLogger("undrift")
@@ -113,10 +113,7 @@ class Reader(ABC):
                     f"{values.dtype}, but the first are {tuple(shape)} {dtype}; make all samples alike."
                 )
             for i in nonfinite_samples(values):  # data in memory are checked once
-                where = self.sample_name(int(different[i]))
-                raise UndriftError(
-                    f"{where} has {nan_or_infinity(values[i])} in its {name}; clean or drop that sample."
-                )
+                raise nonfinite_error(self.sample_name(int(different[i])), name, values[i])
         index = torch.from_numpy(places.reshape(-1))
         same = len(different) == len(flat) and bool((index == torch.arange(len(flat))).all())
         return {

@@ -28,17 +28,14 @@ RE_SAVE = (
 
 def is_split_by_client(folder: Path) -> bool:
     """Return whether this is such a folder: one with JSON or npz files in `train`, and no folders, as images have."""
-    train = folder / "train"
-    if kind(folder) != "folder" or kind(train) != "folder":
-        return False
-    return bool(_files(folder, "train")) and not any(kind(path) == "folder" for path in train.iterdir())
+    return bool(_files(folder, "train")) and not any(kind(path) == "folder" for path in (folder / "train").iterdir())
 
 
 def _files(folder: Path, split: str) -> list[Path]:
     below = folder / split
     if kind(below) != "folder":
         return []
-    return sorted(path for path in below.iterdir() if path.suffix.lower() in (".json", ".npz"))
+    return [path for path in below.iterdir() if path.suffix.lower() in (".json", ".npz")]
 
 
 def load_source(folder: Path) -> Source:
@@ -104,7 +101,7 @@ def _read_split(folder: Path, split: str) -> Pairs:
         own = _read_json(file) if file.suffix.lower() == ".json" else {file.stem: _read_npz(file)}
         if twice := pairs.keys() & own.keys():
             raise UndriftError(
-                f"{file} has client {min(twice)!r}, whom another file has too; each client has one place."
+                f"{file} has client {min(twice)!r}, who is in another file too; write each client to one file."
             )
         pairs |= own
     if split == "train" and not any(len(y) for _, y in pairs.values()):

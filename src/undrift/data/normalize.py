@@ -27,7 +27,7 @@ CHUNK = 1 << 22
 LOST = 0.01
 """The share of a column's standard deviation above which rounding loses some of its differences."""
 NOISE = 1e-11
-"""The standard deviation, as a share of the largest number, below which differences are rounding themselves."""
+"""The standard deviation, as a share of the largest number, below which differences are rounding errors."""
 
 
 @dataclass

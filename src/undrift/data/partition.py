@@ -481,10 +481,10 @@ def clients_by_class(taken: Array, classes: int) -> list[Array]:
 def draw_in_blocks(
     owner: Array, pools: list[Array], clients: Array, sizes: Array, concentration: Array, rng: np.random.Generator
 ) -> Array:
-    """Owners of all samples: clients, in this order, draw as many as their size from mixes of classes of their own.
+    """Return the owners of all samples: each client, in turn, draws its samples from a mix of classes of its own.
 
-    A block of clients draws together. Where it asks for more of a class than is left, the first of it get that, and
-    what the others lack they draw from the classes that remain.
+    A block of clients draws together. Where it asks for more of a class than is left, its first clients get what there
+    is, and the others draw what they lack from the classes that remain.
 
     Args:
         owner: The array to fill.

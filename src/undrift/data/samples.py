@@ -129,8 +129,10 @@ def nonfinite_samples(tensor: Tensor) -> list[int]:
     return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
 
 
-def nan_or_infinity(sample: Tensor) -> str:
-    return "NaN" if bool(torch.isnan(sample).any()) else "infinity"
+def nonfinite_error(where: str, name: str, values: Tensor) -> UndriftError:
+    """Return the error for a sample with NaN or infinity in the entry `name` of its store."""
+    kind = "NaN" if bool(torch.isnan(values).any()) else "infinity"
+    return UndriftError(f"{where} has {kind} in its {name}; clean or drop that sample.")
 
 
 def _format(x: Samples, leaf: Callable[[Tensor], str]) -> str:

@@ -26,7 +26,7 @@ def with_test(source: Source, name: str | None, fraction: float | None, size: in
         fraction = TEST_FRACTION
     if source.test is None and fraction:
         rng = host_generator(0, f"{name} test set")
-        # Sorted by class and, within a class, by client: exact per class, approximate per client.
+        # Ordered by class and, within a class, by client: the fraction is exact per class, approximate per client.
         strata = source.labels if source.keys is None else shuffled_rank(source.keys, source.labels, rng)
         held = stratified_mask(strata, fraction, rng)
         if not held.any():

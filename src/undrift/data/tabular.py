@@ -80,7 +80,7 @@ class Table:
             write.notes["incomplete"] = f"{place.name}: {self._describe_changes(changed)} (missing={self.missing!r})."
 
     def _describe_changes(self, count: int) -> str:
-        """Return what became of so many missing values, or of rows with one."""
+        """Return what was done about `count` missing values, or rows with one."""
         if self.missing == "mean":
             several = f"{count:,} empty cells were filled with their columns' means"
             return "1 empty cell was filled with its column's mean" if count == 1 else several

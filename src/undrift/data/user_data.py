@@ -14,7 +14,7 @@ from typing import Any
 
 from undrift.data import leaf_pfllib, sources, warn_once
 from undrift.data.cache import MemoryWriter
-from undrift.data.collate import to_tensors
+from undrift.data.collate import to_tensors, warn_of_text
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.images import ImageFolder, Images
 from undrift.data.labels import not_utf8_error
@@ -115,7 +115,7 @@ def _source_from_table(data: Any, test: Any, options: UserDataOptions) -> Source
         kept = (options.label, options.client, "client")
         texts = [n for n, f in place.features("train").items() if "string" in str(f.dtype) and n not in kept]
         if texts:
-            warn_once.warn(f"the text in {listed(texts)} is left out: only numbers can be trained on")
+            warn_of_text(texts)
         options = replace(options, drop=texts)
     recipe = _choose_recipe(place, options)
     recipe.decode([place], write)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.labels import FEW_CLASSES as MANY
+from undrift.data.labels import MANY_CLASSES as MANY
 from undrift.data.labels import labels_are_sparse
 from undrift.data.normalize import loses_precision, rounding_example
 from undrift.data.samples import Samples, Store, to_store
