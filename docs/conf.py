@@ -66,6 +66,7 @@ NAVIGATION = {
     ],
     "Papers, run again": [
         "Overview: papers",
+        "Findings: papers/findings",
         "Decay by round and step (2D-LRD): papers/2d-lrd",
         "Decaying local steps K: papers/k-decay",
         "Four techniques: papers/four-techniques",

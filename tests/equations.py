@@ -38,6 +38,10 @@ METHODS = {
     "FedCurv": (ud.FedCurv(weight=1.5), [("FedCurv", 1.5)]),
     "FedCL": (ud.FedCL(weight=2.0), [("FedCL", {"weight": 2.0})]),
     "FedCL, summed": (ud.FedCL(weight=0.02, fisher="sum"), [("FedCL", {"weight": 0.02, "sum": True})]),
+    "FedCL, per tensor": (
+        ud.FedCL(weight=0.5, fisher="tensor", batch_size=3),
+        [("FedCL", {"weight": 0.5, "batch_size": 3})],
+    ),
     "FedCL-TE": (ud.FedCL(weight=2.0, target=TE), [("FedCL", {"weight": 2.0, "beta": 0.6})]),
     "TwoDLRD": (ud.TwoDLRD(window=1, C=0.5), [("TwoDLRD", {"window": 1, "C": 0.5})]),
     "AllDecreasing": (ud.AllDecreasing(window=1), [("AllDecreasing", {"window": 1, "factor": 0.8})]),

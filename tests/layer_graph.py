@@ -18,6 +18,7 @@ LAYERS = {
         "random",
         "schedule",
         "loss_modules",
+        "columns",
         "losses",
         "metrics",
         "expressions",

@@ -40,6 +40,14 @@ class Problem:
     def fisher(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([self.gradient(w, x[j : j + 1], y[j : j + 1]) ** 2 for j in range(len(x))]).mean(0)
 
+    def fisher_of_tensors(self, w: Tensor, x: Tensor, y: Tensor, size: int) -> Tensor:
+        """One number per tensor: squared gradients of batches' mean losses, summed, by the number of samples."""
+        squares = torch.zeros_like(w)
+        for begin in range(0, len(x), size):
+            squares += self.gradient(w, x[begin : begin + size], y[begin : begin + size]) ** 2
+        tensors = squares.split([shape.numel() for shape in self.shapes.values()])
+        return torch.cat([torch.full_like(t, float(t.sum()) / len(x)) for t in tensors])
+
     def draw(self, words: tuple[int, int], step: int, stream: int) -> Tensor:
         key = Key(torch.tensor([int(w) for w in words]), torch.tensor(step), stream)
         return normal(key, (sum(s.numel() for s in self.shapes.values()),), torch.float64)
@@ -80,6 +88,8 @@ def simulate(model, data, local, cohorts, parts, seed, scales=None, steps=None, 
         fisher_server = problem.fisher(start, *data.server) if "FedCL" in settings else None
         if settings.get("FedCL", {}).get("sum"):
             fisher_server = fisher_server * len(data.server[0])
+        if size := settings.get("FedCL", {}).get("batch_size"):
+            fisher_server = problem.fisher_of_tensors(start, *data.server, size)
         updates, works, weights, signs, new_curvature = [], [], [], [], {}
         c_changes = zeros
         for i in cohort:

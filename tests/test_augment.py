@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 import undrift as ud
 from tests.problems import distance, same_bits
@@ -37,6 +38,23 @@ def test_crops_and_flips_are_pads_and_cuts(padding, mode, flip):
     assert torch.equal(found, reference(x, bits(key(), 3 * len(x)), padding, flip, mode))
 
 
+@pytest.mark.parametrize("reflect", [True, False])
+def test_rotations_are_pillows_after_the_crop(reflect):
+    # Smooth pictures: where the nearest pixel is a close call, the next one is almost the same.
+    waves = torch.sin(torch.arange(40 * 24 * 20).reshape(40, 1, 24, 20) / 7)
+    x = F.avg_pool2d(F.pad(waves, [2] * 4, mode="reflect"), 5, 1)
+    drawn = bits(key(), 4 * len(x)).reshape(-1, 4)
+    cropped = reference(x, drawn[:, :3].flatten(), 2, True, "reflect" if reflect else "constant")
+    found = ud.CropFlip(2, reflect=reflect, rotate=30)(x, key())
+    away = []
+    for picture, before, turn in zip(found, cropped, drawn[:, 3].tolist(), strict=True):
+        image = Image.fromarray(before[0].numpy(), mode="F").rotate(30 * (turn / 2**31 - 1), Image.Resampling.NEAREST)
+        away.append((picture[0] - torch.tensor(np.array(image))).abs())
+    assert (torch.stack(away) < 1e-6).double().mean() > 0.99
+    assert (found == 0).double().mean() > 0.02 and not torch.equal(found, cropped)
+    assert torch.equal(ud.CropFlip(2, reflect=reflect, rotate=1e-6)(x, key())[0], cropped[0])
+
+
 def test_all_moves_are_drawn_and_padding_rows_change_none():
     x = torch.arange(1.0, 82).reshape(1, 1, 9, 9).repeat(3000, 1, 1, 1)
     moved = ud.CropFlip(1)(x, key())
@@ -63,11 +81,12 @@ def net() -> torch.nn.Module:
 LOCAL = ud.Local(steps=5, batch_size=4, lr=0.3)
 
 
+@pytest.mark.parametrize("rotate", [0, 20])
 @pytest.mark.parametrize(
     "method", [ud.FedAvg(), ud.FedCurv(0.1), ud.FedNLR() + ud.ServerTraining(lr=0.1, batch_size=2)]
 )
-def test_engines_augment_alike(method):
-    data = pictures(augment=ud.CropFlip(2))
+def test_engines_augment_alike(method, rotate):
+    data = pictures(augment=ud.CropFlip(2, rotate=rotate))
     runs = [
         ud.train(net(), data, method, rounds=3, local=LOCAL, engine=e, lanes=n)
         for e, n in [("plain", None), ("lanes", 1), ("lanes", 3)]

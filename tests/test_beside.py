@@ -323,6 +323,40 @@ def test_constants_of_a_program_are_never_another_runs(rounds):
     assert not rounds
 
 
+@dataclass(frozen=True)
+class Found(ud.Part):
+    """Finds something out about its number when it is made."""
+
+    number: ud.Number = 0.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "off", self.number == 0)
+
+    def gradient(self, g, params, client):
+        return g if self.off else ud.tree_map(lambda t: t * self.number, g)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_off_in_one_run_is_not_in_another(first, rounds):
+    """A number of 0 may be left out of a program, which is then another one."""
+    local = settings(0)["local"]
+    data = one_store()[0]
+    kinds = [
+        [partial(settings, 0, local=replace(local, weight_decay=0.0, optimizer=ud.SGD(x))) for x in (0.0, 0.9)],
+        [
+            partial(settings, 0, local=replace(local, weight_decay=0.0, optimizer=ud.Adam(weight_decay=x)))
+            for x in (0.0, 0.5)
+        ],
+        [partial(settings, 0, method=Found(x)) for x in (0.0, 0.5)],
+    ]
+    for pair in kinds:
+        tasks = [partial(ud.train, net(), data, **given()) for given in (pair[first], pair[1 - first])]
+        alone = [task() for task in tasks]
+        assert all(same_bits(a.params, b.params) for a, b in zip(alone, side_by_side(tasks), strict=True))
+        assert distance(alone[0].params, alone[1].params) > 1e-3
+    assert not rounds
+
+
 class Attentive(torch.nn.Module):
     def __init__(self, heads):
         super().__init__()

@@ -19,10 +19,10 @@ from rich.console import Console
 import undrift as ud
 from tests.experiments import GOOD, changed, toml, undrift
 from undrift import models
+from undrift.columns import directions, lower_is_better
 from undrift.data import sources
 from undrift.errors import UndriftError
 from undrift.files import lock
-from undrift.losses import directions, lower_is_better
 from undrift.metrics import METRICS
 from undrift.tools import listing, plugins
 from undrift.tools.cli import app

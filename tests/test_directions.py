@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from undrift import metrics
+from undrift.columns import direction, directions
 from undrift.errors import UndriftError
 from undrift.files import seal
-from undrift.losses import direction, directions
 from undrift.metrics import get_metrics
 from undrift.tools.cli import app
 from undrift.tools.compare import Run, agreed

@@ -18,8 +18,11 @@ import torch
 
 import undrift as ud
 from benchmarks import costs, troubles
+from scripts.columns import pages as pages_of_columns
+from tests.field import Median
 from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, commands, console, python, run
 from undrift import models
+from undrift.columns import COLUMNS, FEDERATION
 from undrift.data import sources
 from undrift.tools.config import read
 from undrift.tools.study.file import read_study
@@ -196,3 +199,31 @@ def test_the_reference_has_every_public_name():
     text = (DOCS / "api.md").read_text(encoding="utf-8")
     for name in set(ud.__all__) - {"models", "random"}:
         assert f":: undrift.{name}\n" in text, name
+
+
+def test_the_tables_of_columns_are_up_to_date_and_complete():
+    for file, text in pages_of_columns().items():
+        assert file.read_text(encoding="utf-8") == text, f"{file.name} is out of date: python -m scripts.columns"
+
+
+def test_every_column_that_runs_write_is_listed_with_its_type():
+    """Runs that write all of a simulation's columns, but for those of a lack of memory."""
+    data = ud.load("digits", ud.Dirichlet(0.3), clients=6, client_test_fraction=0.2)
+    local = ud.Local(steps=3, batch_size=16, lr=0.1)
+    faults = ud.Faults(dropout=0.3, stragglers=0.5, nan=0.2)
+    runs = [
+        ud.train(
+            "mlp", data, Median(), rounds=4, local=local, drift="layers", faults=faults, on_nonfinite="skip",
+            max_norm_ratio=3, personalize_every=2,
+        ),
+        ud.train("mlp", data, rounds=9, local=local, stop_when="EarlyStopping('loss', patience=1, min_delta=9)"),
+    ]  # fmt: skip
+    metrics = re.compile(r"(client_|tuned_)?(loss|accuracy)(_std|_worst)?")
+    seen = set()
+    for row in (row for result in runs for row in result.history):
+        own = {name: value for name, value in row.items() if name in COLUMNS or not metrics.fullmatch(name)}
+        for name, value in own.items():
+            kind = COLUMNS[name].kind
+            assert isinstance(value, int | float if kind is float else kind), name
+        seen |= own.keys()
+    assert seen >= {name for name, column in COLUMNS.items() if column.page != FEDERATION} - {"lanes", "switched"}

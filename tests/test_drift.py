@@ -11,7 +11,7 @@ import torch
 import undrift as ud
 from tests import cuda_graphs
 from tests.problems import Point, make_clients, net, quadratics, same_bits
-from undrift.training.drift import COLUMNS
+from undrift.training.drift import FIGURES
 
 SIZES = [23, 5, 0, 41, 10, 17, 1]
 LOCAL = ud.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.5)
@@ -142,7 +142,7 @@ def test_figures_through_graphs(monkeypatch, compile):
     found = ud.train(net(), make_clients(SIZES), ud.Scaffold(), engine="lanes", lanes=3, compile=compile, **given)
     assert found.choices["engine"] == "lanes" and sum(graph.replays for graph in graphs) > 10
     for row, wanted in zip(found.history, plain.history, strict=True):
-        for name in set(COLUMNS) & wanted.keys():
+        for name in set(FIGURES) & wanted.keys():
             assert row[name] == pytest.approx(wanted[name], rel=1e-9), name
 
 
@@ -190,8 +190,8 @@ def test_figures_change_nothing_else(engine, method, options):
     for before, after in zip(off.history, on.history, strict=True):
         assert {**before, "seconds": 0} == {name: after[name] for name in before} | {"seconds": 0}
         added = {"agreement", "train_loss"} if before["steps"] else {"server_step"}  # nobody trains
-        assert {"client_norms", *COLUMNS} >= after.keys() - before.keys() >= added
-        assert np.isfinite([after[name] for name in COLUMNS if isinstance(after.get(name), float)]).all()
+        assert set(FIGURES) >= after.keys() - before.keys() >= added
+        assert np.isfinite([after[name] for name in FIGURES if isinstance(after.get(name), float)]).all()
 
 
 def test_clients_that_do_not_count_are_left_out():
@@ -243,7 +243,7 @@ def test_weights_of_half_precision(dtype):
 def test_a_round_in_which_nobody_counts_has_no_figures():
     faults = ud.Faults(dropout=lambda t: 1.0 if t == 1 else 0.0)
     rows = ud.train(net(), make_clients(SIZES), rounds=3, local=LOCAL, drift=True, faults=faults).history
-    assert rows[1].keys() & {*COLUMNS, "client_norms"} == {"server_step"} and rows[1]["server_step"] == 0
+    assert rows[1].keys() & set(FIGURES) == {"server_step"} and rows[1]["server_step"] == 0
     assert "agreement" in rows[0] and "agreement" in rows[2]
 
 

@@ -348,3 +348,60 @@ def test_expressions_reach_every_method():
     text = 'FedCL(weight=1, target=TemporalEnsemble(0.2)) + Projection(inf, center="global") + TwoDLRD(window=10)'
     expected = ud.FedCL(weight=1, target=TE(0.2)) + ud.Projection(float("inf"), center="global") + ud.TwoDLRD(window=10)
     assert as_method(text).parts == expected.parts
+
+
+def test_fedcl_with_one_number_per_tensor_takes_its_authors_steps():
+    """Three steps of github.com/thu-media/FedCL at 4b16e106: `core/agent.py`, `ewc` on batches of 3, then `train`."""
+
+    def filled(first: int, *shape: int) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        return torch.sin(torch.arange(first, first + count, dtype=torch.float64)).reshape(shape)
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        for i, weights in enumerate(model.parameters()):
+            weights.copy_(filled(10 * i, *weights.shape))
+    pair = filled(100, 7, 3), torch.tensor([0, 1, 2, 2, 1, 0, 2])
+    local = ud.Local(epochs=3, batch_size=7, lr=0.1, momentum=0.9, weight_decay=1e-4)
+    result = ud.train(
+        model=model,
+        data=ud.FederatedDataset.from_clients([pair], test=pair, server=pair),
+        local=local,
+        method=ud.FedCL(0.5, fisher="tensor", batch_size=3),
+        rounds=1,
+        device="cpu",
+    )
+    expected = {
+        "0.weight": [
+            0.0773474163,
+            0.8694530891,
+            0.8621876015,
+            0.219499025,
+            -0.7384370694,
+            -1.0174575277,
+            -0.324972315,
+            0.667620594,
+            1.0464062077,
+            0.3697311231,
+            -0.5569402422,
+            -0.9715633173,
+        ],
+        "0.bias": [-0.5351110516, -0.9109786721, -0.4655810514, 0.4253851262],
+        "2.weight": [
+            0.8961566686,
+            0.7643650264,
+            -0.0350007777,
+            -0.8197385277,
+            -0.893855604,
+            -0.1419553659,
+            0.791987395,
+            0.9209084132,
+            0.2759562221,
+            -0.5817419056,
+            -0.9912981405,
+            -0.3950357529,
+        ],
+        "2.bias": [-0.8671341256, -0.3913464473, 0.4178848765],
+    }
+    for name, weights in expected.items():
+        assert result.params[name].flatten().tolist() == pytest.approx(weights, rel=1e-6, abs=1e-9)

@@ -14,8 +14,9 @@ from sklearn import metrics as sk
 from torch import nn
 
 import undrift as ud
+from undrift.columns import directions, lower_is_better
 from undrift.errors import UndriftError
-from undrift.losses import cross_entropy, directions, lower_is_better
+from undrift.losses import cross_entropy
 from undrift.metrics import METRICS, get_metrics, measure, summed
 from undrift.metrics.base import Tally, fresh
 from undrift.tools.compare import Run

@@ -223,6 +223,20 @@ def test_samples_are_read_along_time():
     assert torch.equal(two(sequence), two.head(two.rnn(sequence)[1][0][-1]))
 
 
+def test_an_lstm_may_read_the_mean_of_its_states_and_start_without_forgetting():
+    def made(**options: object) -> nn.Module:
+        return models.get("lstm", classes=3, shape=(5, 3), hidden=6, layers=2, **options).double()
+
+    last, mean, steady = made(), made(pool="mean"), made(forget_bias=1)
+    x = noise(2, 5, 3)
+    assert torch.equal(mean(x), mean.head(mean.rnn(x)[0].mean(1))) and not torch.allclose(mean(x), last(x))
+    for layer in range(2):
+        biases = [getattr(m.rnn, f"bias_ih_l{layer}") + getattr(m.rnn, f"bias_hh_l{layer}") for m in (last, steady)]
+        assert (biases[1][6:12] == 1).all()
+        for kept in (slice(0, 6), slice(12, 24)):
+            assert torch.equal(biases[0][kept], biases[1][kept])
+
+
 @pytest.mark.parametrize("method", [ud.FedAvg(), ud.FedNLR()])
 def test_a_gru_trains_the_same_on_both_engines(method):
     torch.manual_seed(0)
@@ -310,6 +324,8 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_drawn():
         ("resnet20", (32, 32), {}, 'The model "resnet20" needs images of channels × height × width'),
         ("gru", (3, 32, 32), {}, 'The model "gru" needs tokens of shape .time,., sequences .* or spectrograms'),
         ("lstm", (30,), {}, 'The model "lstm" reads samples of shape .* pass vocabulary to models.get.'),
+        ("lstm", (30,), {"vocabulary": 9, "pool": "max"}, 'lstm.pool. must be "last" or "mean", not \'max\'.'),
+        ("lstm", (30,), {"vocabulary": 9, "forget_bias": "1"}, "lstm.forget_bias. must be a number, not '1'."),
         ("lstm", (30,), {"vocabulary": 0}, "vocabulary must be a whole number from 1, not 0."),
         (
             "vgg9",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,6 +162,21 @@ def test_by_key_takes_the_datas_own_clients():
     assert owner.tolist() == [1, 0, 1, 2]
 
 
+def test_by_key_takes_the_largest_of_the_datas_own_clients():
+    keys = np.array(["d", "b", "a", "b", "c", "d", "c", "b", "e"])
+    frame = pd.DataFrame({"x": np.arange(9.0), "label": np.arange(9) % 2, "client": keys})
+    data = ud.load(frame, ud.ByKey(largest=3))
+    assert {data.client_names[c]: data[c][0].flatten().tolist() for c in range(3)} == {
+        "d": [0, 5], "b": [1, 3, 7], "c": [4, 6],
+    }  # fmt: skip
+    two = ud.load(frame, "ByKey(largest=2)")  # c and d are equally large, and d is first in the table
+    assert list(two.client_names) == ["d", "b"]
+    assert two.origin is None and repr(ud.ByKey(largest=2)) == "ByKey(largest=2)" and repr(ud.ByKey()) == "ByKey()"
+    assert len(ud.load(frame, ud.ByKey(largest=9))) == 5
+    with pytest.raises(ud.UndriftError, match=r"ByKey\(largest=3\) leaves samples out"):
+        ud.ByKey(largest=3)(np.zeros(9), 0, np.random.default_rng(0), keys)
+
+
 def test_a_stratified_fraction_takes_every_class_alike():
     labels = np.repeat(np.arange(4), [100, 50, 30, 20])
     mask = stratified_mask(labels, 0.1, np.random.default_rng(0))
@@ -202,6 +218,7 @@ def test_tails_leave_a_gap():
         (ud.Shards(2), 4, "leaves some of the 10 classes without a holder; use at least 5 clients"),
         (ud.LabelSplit(), 11, "enough for at most 10 clients"),
         (ud.ByKey(), None, "needs data with a client column"),
+        ("ByKey(largest=0)", None, "ByKey(largest) must be a whole number from 1, not 0"),
         ("Dirichlett(0.1)", 20, "no partition called 'Dirichlett'. Did you mean 'Dirichlet'"),
         ("Dirichlet(alfa=0.1)", 20, "Dirichlet has no argument 'alfa'"),
         (0.1, 20, "partition must be an object such as"),

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 import tomllib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +23,21 @@ import undrift as ud
 from tests import hub
 from tests.experiments import undrift
 from tests.problems import same_bits
+from undrift import files
 from undrift.data import sources
 from undrift.errors import UndriftError
-from undrift.reproduce import arrays, catalogue, problems, queue, work
+from undrift.reproduce import archive, arrays, catalogue, problems, queue, work
 from undrift.reproduce.__main__ import duration, experiment_file, main
+from undrift.reproduce.archive import Archive, pack, unpack
 from undrift.reproduce.catalogue import Table
-from undrift.reproduce.results import Results, pack, unpack
-from undrift.reproduce.runner import Runner
+from undrift.reproduce.results import Results
+from undrift.reproduce.runner import Process, Runner, how, siblings
 from undrift.tools import config, experiment
+from undrift.training.beside import signature
+from undrift.training.build import prepare
+from undrift.training.checkpoint import verified
+from undrift.training.result import history
+from undrift.training.settings import Settings
 
 EVERY = list(catalogue.cells(catalogue.select()))
 FEDERATED = [cell for cell in EVERY if cell.options.get("kind", "train") in ("train", "coordinates", "path")]
@@ -167,6 +175,22 @@ def test_a_cell_stops_when_it_has_had_its_samples(tmp_path):
     assert work.run(cell, tmp_path)["curve"] == found["curve"], "also if it is interrupted right then"
 
 
+def test_a_cell_may_have_as_many_samples_as_the_longest_of_others(tmp_path):
+    tables = [catalogue.papers(quick=True)["2d-lrd"].tables[name] for name in ("table-3-patience", "table-3-converged")]
+    results, parts = Results(tmp_path / "results"), tmp_path / "parts"
+    first, then = (table.cells for table in tables)
+    assert list(queue.ordered(tables, results)) == first, "those that decide come first"
+    runner = Runner(results, parts, time.monotonic(), "cpu", say=lambda line: None)
+    runner.one(then[0])
+    assert first[0].key in runner.failed[then[0].key] and not results.by_digest
+    runner = Runner(results, parts, time.monotonic(), "cpu", say=lambda line: None)
+    runner.run(tables)
+    assert not runner.failed and len(runner.finished) == len(first) + len(then)
+    used = max(results.get(cell)["processed"] for cell in first)
+    assert used == 3 * 12 * 2 * 100 and all(results.get(cell)["options"]["samples"] == used for cell in then)
+    assert all(results.get(cell)["processed"] >= used for cell in then)
+
+
 def _total_steps(folder: Path) -> list[int]:
     return [json.loads(line)["total_steps"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
@@ -224,6 +248,72 @@ def test_step_fractions_are_the_papers():
         found = problems.step_fractions(f"decay({start}, {factor})", 4000)["steps_fraction"][-1]
         taken = sum(max(1, -int(-start * factor**t // 1)) for t in range(4000))
         assert round(found, 2) == published and found == pytest.approx(taken / (4000 * start), rel=1e-3)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeesValues(ud.Part):
+    """Cannot be traced from round 2 on, when clients receive something of another shape."""
+
+    def broadcast(self, params, state, server):
+        return torch.ones(1 if server.round < 2 else 2)
+
+    def gradient(self, g, params, client):
+        return g if len(client.received) == 1 or client.received.sum() > client.n else {n: 2 * t for n, t in g.items()}
+
+
+class Branches(torch.nn.Module):
+    """Looks at values, which lanes cannot."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.inner = torch.nn.Linear(shape[-1] * shape[-2], 10)
+
+    def forward(self, x):
+        return self.inner(x.flatten(1)) if x.sum() > 0 else self.inner(-x.flatten(1))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A CPU that cells take for a GPU."""
+    monkeypatch.setattr(work, "_on_gpu", lambda device: True)
+    monkeypatch.setitem(ud.models.MODELS, "branches", lambda classes, shape: Branches(shape))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why", "rounds"),
+    [({"model": "branches"}, "data-dependent", 0), ({"method": "SeesValues()"}, "SeesValues.gradient", 2)],
+)
+def test_a_cell_that_lanes_cannot_train_is_refused_on_a_gpu(tmp_path, on_a_gpu, changed, why, rounds):
+    cell, spoken = with_settings(quick_cell(), **changed), []
+    found = runner(tmp_path)
+    found.say = spoken.append
+    found.several([cell])
+    assert len(spoken) == 1 and spoken[0].startswith("FAILED")
+    assert why in spoken[0] and 'unless fednlr.toml has engine = "plain"' in spoken[0]
+    history = tmp_path / "parts" / cell.digest / "run/metrics.jsonl"
+    assert (len(history.read_text().splitlines()) if history.exists() else 0) == rounds, "no round on the plain engine"
+
+
+def test_a_cell_may_ask_for_the_plain_engine_and_a_cpu_chooses_it(tmp_path, on_a_gpu, monkeypatch):
+    for changed in ({"model": "branches"}, {"method": "SeesValues()"}):
+        cell = with_settings(quick_cell(), engine="plain", **changed)
+        assert work.run(cell, tmp_path / cell.digest)["choices"]["engine"] == "plain"
+    monkeypatch.setattr(work, "_on_gpu", lambda device: False)
+    cell = with_settings(quick_cell(), model="branches")
+    found = work.run(cell, tmp_path / cell.digest)
+    assert found["choices"]["engine"] == "plain" and found["settings"] == cell.settings
+
+
+def test_on_a_gpu_lanes_are_what_is_chosen_anyway(tmp_path, on_a_gpu):
+    cell = with_settings(quick_cell())
+    given = {**work.arguments(cell.settings), "precision": "tf32"}
+    wanted, found = ud.train(**given), work.run(cell, tmp_path / "parts")
+    assert found["choices"]["engine"] == "lanes" and found["settings"] == cell.settings
+    assert found["choices"]["lanes"] == wanted.choices["lanes"]
+    assert found["curve"]["accuracy"][-1] == pytest.approx(wanted.history[-1]["accuracy"], abs=1e-5)
 
 
 # ---- many cells --------------------------------------------------------------------------------------------------
@@ -298,8 +388,82 @@ def test_a_cell_that_fails_does_not_end_the_queue(tmp_path, monkeypatch):
     assert "mu" in next(iter(found.failed.values())) and len(found.finished) == 1
 
 
+def with_settings(cell: catalogue.Cell, **changed) -> catalogue.Cell:
+    return dataclasses.replace(cell, settings=catalogue.merge({**cell.settings, "engine": "auto"}, changed))
+
+
+def signature_of(cell: catalogue.Cell) -> str:
+    given = Settings(**work.arguments(cell.settings), device="cpu")
+    return signature(prepare(given), given)
+
+
+LOCAL = (
+    [{"lr": 0.1}, {"lr": "decay(0.2, 0.99)"}, {"clip_norm": 1.0}, {"clip_norm": 10}, {"step_schedule": "cosine()"}]
+    + [{"momentum": x} for x in (0.0, 0.5, 0.9)]
+    + [{"weight_decay": x} for x in (0.0, 0.1, "decay(0.1, 0.5)")]
+    + [{"optimizer": f"SGD({x})"} for x in ("", "0.9", "0.5", "0.9, nesterov=True")]
+    + [{"optimizer": "Adam()"}, {"optimizer": "Adam(beta2=0.9)"}, {"optimizer": "AdamW()"}, {"batch_size": 16}]
+)
+METHODS = [
+    "FedAvg()", "FedAvg(weighting='uniform')", "FedProx(0.1)", "FedProx(decay(1.0, 0.9))", "FedNLR(0.45, 0.3)",
+    "FedNLR(1, 1)", "FedNLR(ratio=1.5)", "FedNLR(ratio={'1': 2.0})", "FedDyn(0.1)", "FedDyn(0.2) + FedNLR()",
+    "FedDyn(0.1) + FedNLR(depth=0.45)", "FedAvg() + ServerSGD(lr=0.5)", "FedAvg() + ServerSGD(lr=decay(1.0, 0.9))",
+    "FedProx(0.1, target=TemporalEnsemble(0.2))", "FedProx(0.2, target=TemporalEnsemble(0.5))", "TwoDLRD(window=1)",
+    "TwoDLRD(window=2)", "FedCL(1.0, fisher='sum')", "Scaffold()",
+]  # fmt: skip
+
+
+def alike_as_trained(cells):
+    """Check that cells are siblings if and only if `side_by_side` takes their runs for one program."""
+    shapes, together = [signature_of(cell) for cell in cells], 0
+    for i, one in enumerate(cells):
+        for j, other in enumerate(cells[:i]):
+            assert siblings(one, other) == (shapes[i] == shapes[j] != ""), (one.settings, other.settings)
+            together += siblings(one, other)
+    return together
+
+
+def test_cells_that_differ_in_numbers_train_in_one_program():
+    base = with_settings(quick_cell(), method="FedAvg()", data={"partition": "IID()", "server_fraction": 0.1})
+    assert alike_as_trained([with_settings(base, local=local) for local in LOCAL]) == 11
+    assert alike_as_trained([with_settings(base, method=method) for method in METHODS]) == 6
+    seeds = [with_settings(base, seed=seed, local={"lr": 0.1 * seed}) for seed in (1, 2)]
+    assert siblings(*seeds) and signature_of(seeds[0]) == signature_of(seeds[1])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"rounds": 7}, {"local": {"epochs": 2}}, {"data": {"clients": 6}}, {"data": {"partition": "IID()"}},
+     {"model": "logistic"}, {"participation": 2}, {"engine": "plain"}, {"lanes": 2}, {"precision": "bfloat16"}],
+)  # fmt: skip
+def test_cells_that_differ_in_anything_else_do_not(changed):
+    cell = with_settings(quick_cell())
+    other = dataclasses.replace(cell, settings=catalogue.merge(cell.settings, changed))
+    assert siblings(cell, cell) and not siblings(cell, other) and not siblings(other, cell)
+    assert not siblings(cell, dataclasses.replace(cell, options={"training_loss": True}))
+
+
+@pytest.mark.parametrize("changed", [{"engine": "plain"}, {"lanes": 2}, {"method": "FedProx("}])
+def test_a_cell_that_trains_alone_or_not_at_all_has_no_siblings(changed):
+    cell, other = (with_settings(quick_cell(seed=seed), **changed) for seed in range(2))
+    assert not siblings(cell, other)
+
+
+def test_the_papers_rows_that_train_in_one_program():
+    """Scaled down, and on the same samples for all clients: of an uneven partition a CPU trains no lanes."""
+    count = 0
+    for table in catalogue.select(quick=True):
+        cells = [cell for cell in table.cells if cell.options.get("kind", "train") == "train"]
+        cells = [with_settings(cell, data={"partition": "IID()", "clients": 4}) for cell in cells]
+        by_steps: dict[object, dict[str, catalogue.Cell]] = {}
+        for cell in cells:
+            by_steps.setdefault(cell.settings["local"].get("steps"), {})[cell.digest] = cell
+        count += sum(alike_as_trained(list(own.values())) for own in by_steps.values())
+    assert count > 3
+
+
 def test_seeds_of_one_setting_train_in_one_program(tmp_path, monkeypatch):
-    cells = [quick_cell(seed=seed) for seed in range(3)] + [quick_cell(rounds=9, row="longer")]
+    cells = [with_settings(quick_cell(seed=seed)) for seed in range(3)] + [quick_cell(rounds=9, row="longer")]
     tables = [table_of(*cells)]
     found = runner(tmp_path, budget=100.0)
     costs = SimpleNamespace(seconds=lambda cell: 10.0)
@@ -307,8 +471,11 @@ def test_seeds_of_one_setting_train_in_one_program(tmp_path, monkeypatch):
     assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1, 2]
     assert [c.seed for c in beside(costs, 3.0, [cells[1].key])] == [0, 2]
     with monkeypatch.context() as patch:
-        patch.setattr(work, "share_done", lambda folder, cell: 0.5 * (cell.seed == 2))
-        assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1], "those that have come as far"
+        rounds = {cells[0].digest: {2, 4}, cells[1].digest: {4}, cells[2].digest: {3}}
+        patch.setattr(work, "saved", lambda folder: rounds.get(folder.name, set()))
+        assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1], "those that have a round in common"
+        rounds.pop(cells[1].digest)
+        assert [c.seed for c in beside(costs, 3.0, [])] == [0], "the others would begin"
     found.budget = 28.0
     assert [c.seed for c in beside(costs, 3.0, [])] == [0, 1], "three take 20 s, and the margins"
     found.budget = None
@@ -325,6 +492,50 @@ def test_cells_in_one_program_stop_after_the_same_round(tmp_path, monkeypatch):
     assert found.late(2) and found.late(2) and found.late(7)
     clock.now = 0.0
     assert found.late(3), "once cells have begun to stop, all do"
+
+
+class Child:
+    """A process that takes 130 seconds."""
+
+    stdin = None
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def poll(self) -> int | None:
+        return 1 if self.clock.now > 130 else None
+
+    def wait(self) -> None:
+        pass
+
+
+def test_every_minute_there_is_a_line_for_each_process(tmp_path, monkeypatch):
+    clock, spoken = Clock(monkeypatch, {"a": 100, "b": 100}), []
+    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(clock, "now", clock.now + 1))
+    found = runner(tmp_path, 1000)
+    found.say, found.processes = spoken.append, 2
+    found.start = lambda cells: Process(cells, Child(clock), io.StringIO(), clock.now)
+    found.ended = lambda cell, code, first: found.fail(cell, "over")
+    tables = rows_of("a", "b")
+    tables[0].cells[:] = [dataclasses.replace(cell, share=0.5) for cell in tables[0].cells]
+    found.run(tables)
+    lines = [line for line in spoken if line.startswith("running")]
+    assert len(lines) == 4 and lines[0] == f"running      60 s  {tables[0].cells[0].key}: 0 of 6 rounds, starting"
+    assert "120 s" in lines[2]
+
+
+def test_the_line_says_how_cells_train(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "forget", lambda folder: None)
+    monkeypatch.setattr(time, "monotonic", lambda: 70.0)
+    cells = [with_settings(quick_cell(seed=seed), data={"partition": "IID()"}) for seed in range(2)]
+    found = runner(tmp_path)
+    found.several(cells)
+    process = Process(cells, Child(None), io.StringIO(), 20.0)
+    line = f"running      50 s  {cells[0].key} + 1: 12 of 12 rounds, 2 × 3 lanes, 2 runs as one"
+    assert found.report(process) == line
+    on_gpu = {"engine": "lanes", "lanes": 64, "device": "cuda:0", "compile": True}
+    assert how(on_gpu) == "64 lanes, CUDA graphs, compiled"
+    assert how({"engine": "plain", "why": "asked for", "lanes": 1}) == "plain engine (asked for)"
 
 
 def test_side_by_side_in_processes(tmp_path, capsys):
@@ -445,8 +656,7 @@ def test_torch_numpy_and_safetensors_are_enough(tmp_path):
 
 
 def test_an_archive_does_not_replace_results_or_leave_its_folder(tmp_path):
-    (tmp_path / "new.json").write_text('{"digest": "new"}')
-    pack([("results/a/b.json", tmp_path / "new.json")], tmp_path / "a.tar.gz")
+    pack([("results/a/b.json", io.BytesIO(b'{"digest": "new"}'))], tmp_path / "a.tar.gz")
     (tmp_path / "home" / "a").mkdir(parents=True)
     (tmp_path / "home" / "a" / "b.json").write_text("old")
     assert unpack(tmp_path / "a.tar.gz", tmp_path / "home", tmp_path / "parts") == []
@@ -506,14 +716,17 @@ def test_what_is_no_archive_is_refused(tmp_path, kind):
         unpack(archive, tmp_path / "home", tmp_path / "parts")
 
 
-def test_unfinished_cells_are_taken_over_whole_if_they_trained_for_longer(tmp_path):
-    def cell(seconds, name):
-        return {"parts/abc/part.json": json.dumps({"seconds": seconds, "parts": 1}).encode(), f"parts/abc/{name}": b"x"}
+def test_unfinished_cells_are_taken_over_whole_if_they_have_come_further(tmp_path):
+    def cell(seconds, name, rounds):
+        files = {"part.json": json.dumps({"seconds": seconds, "parts": 1}).encode(), name: b"x"}
+        files |= {f"run/checkpoint/round-{rounds}.json": b"{}"} if rounds else {}
+        return {f"parts/abc/{file}": content for file, content in files.items()}
 
     parts = tmp_path / "parts"
-    for seconds, name, kept in ((5.0, "a", "a"), (4.0, "b", "a"), (6.0, "c", "c")):
-        unpack(archived(tmp_path, cell(seconds, name)), tmp_path / "home", parts)
-        assert sorted(file.name for file in (parts / "abc").iterdir()) == [kept, "part.json"]
+    tries = ((5.0, "a", 0, "a"), (4.0, "b", 0, "a"), (6.0, "c", 0, "c"), (1.0, "d", 9, "d"), (7.0, "e", 8, "d"))
+    for seconds, name, rounds, kept in tries:
+        unpack(archived(tmp_path, cell(seconds, name, rounds)), tmp_path / "home", parts)
+        assert sorted({file.name for file in (parts / "abc").iterdir()} - {"run"}) == [kept, "part.json"]
     assert [file.name for file in parts.iterdir()] == ["abc"]
 
 
@@ -537,6 +750,165 @@ def test_the_command_says_what_is_wrong_with_an_archive(tmp_path, capsys):
         == 2
     )
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- archives of calls that are killed -----------------------------------------------------------------------------
+
+
+def call(tmp_path: Path, *arguments: str, before: str = "") -> subprocess.Popen:
+    """`undrift reproduce` in a process of its own, in which `before` is run first."""
+    where = ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
+    command = [*arguments, *where, "--archive", str(tmp_path / "a.tar.gz")]
+    code = f"import runpy, sys\n{before}\nsys.argv = ['undrift.reproduce', *{command!r}]\n"
+    code += "runpy.run_module('undrift.reproduce', run_name='__main__')"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+
+
+def unpacked(tmp_path: Path, home: Path) -> list[str]:
+    """The names of the results; every archive that is there must be whole."""
+    archives = [tmp_path / name for name in ("a.tar.gz", "parts-a.tar.gz") if (tmp_path / name).exists()]
+    return [name for archive in archives for name in unpack(archive, home / "results", home / "parts")]
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_killed_call_leaves_the_results_that_it_had(tmp_path, processes):
+    """A real kill in the middle. Until then, whoever reads the archives never sees a half of one."""
+    process = call(tmp_path, "fednlr", "--table", "table-1", "--quick", "--processes", processes)
+    most, seen = 18 if processes == "0" else 1, []
+
+    def enough() -> bool:
+        seen.append(len(unpacked(tmp_path, tmp_path / f"home-{len(seen)}")))
+        return seen[-1] >= min(most, 3)
+
+    try:
+        until(enough)
+    finally:
+        process.kill()
+        process.wait()
+    names = unpacked(tmp_path, tmp_path / "home")
+    assert seen[-1] <= len(names) < 18
+    for name in names:
+        assert (tmp_path / "home/results" / name).read_bytes() == (tmp_path / "results" / name).read_bytes()
+    assert len(Results(tmp_path / "results").by_digest) - len(names) <= 1, "all but one that was just being archived"
+
+
+OFTEN = "from undrift.reproduce import archive, work; work.SAVED = archive.OFTEN = 0.0"
+
+
+def test_a_killed_call_leaves_the_cell_that_it_was_training(tmp_path):
+    process = call(tmp_path, "k-decay", "--table", "quadratic", "--processes", "0", before=OFTEN)
+    cell = catalogue.cell("k-decay/quadratic/k=1/0")
+    try:
+        until(lambda: max(work.saved(tmp_path / "parts" / cell.digest), default=0) > 20)
+    finally:
+        process.kill()
+        process.wait()
+    unpacked(tmp_path, tmp_path / "home")
+    folder = tmp_path / "home/parts" / cell.digest
+    rounds, there = work.saved(folder), work.saved(tmp_path / "parts" / cell.digest)
+    assert len(rounds) == 2 and max(there) - 1 <= max(rounds) <= max(there)
+    with pytest.raises(work.Paused):
+        work.run(cell, folder, late=lambda t: t > max(rounds))
+    rows, wanted = (history(at / "run") for at in (folder, tmp_path / "parts" / cell.digest))
+    assert len(rows) == max(rounds) + 1, "it went on from the checkpoint"
+    assert [row["x"] for row in rows[: len(wanted)]] == [row["x"] for row in wanted[: len(rows)]]
+    part = json.loads((folder / "part.json").read_text())
+    assert part["parts"] == 2 and part["seconds"] > 0, "the time until it was killed counts"
+
+
+TRAIN = """
+import dataclasses, sys
+from pathlib import Path
+from undrift.reproduce import catalogue, work
+work.SAVED = 0.0
+cell = catalogue.cell({key!r}, quick=True)
+cell = dataclasses.replace(cell, settings=dict(cell.settings, rounds=400))
+work.run(cell, Path({folder!r}))
+"""
+
+
+def test_checkpoints_that_are_being_replaced_are_archived_whole(tmp_path):
+    """One process saves after every round and is killed; another archives all the while."""
+    cell = quick_cell(rounds=400)
+    folder = tmp_path / "parts" / cell.digest
+    folder.mkdir(parents=True)
+    code = TRAIN.format(key=cell.key, folder=str(folder))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    kept, count, found = Archive(tmp_path / "a.tar.gz", tmp_path / "results", tmp_path / "parts"), 0, set()
+    try:
+        until(lambda: bool(work.saved(folder)))
+        while len(found) < 8:
+            assert process.poll() is None
+            kept.write()
+            count += 1
+            unpacked(tmp_path, tmp_path / f"home-{count}")
+            place = tmp_path / f"home-{count}/parts" / cell.digest
+            rounds = work.saved(place)
+            assert rounds, "there are always two, of which one may be replaced meanwhile"
+            for t in rounds:
+                verified(place / "run/checkpoint", t)
+            found |= rounds
+    finally:
+        process.kill()
+        process.wait()
+    (tmp_path / "whole").mkdir()
+    for at in (place, tmp_path / "whole"):
+        with pytest.raises(work.Paused):
+            work.run(cell, at, late=lambda t: t == max(rounds) + 2)
+    rows, wanted = ([dict(row, seconds=0) for row in history(at / "run")] for at in (place, tmp_path / "whole"))
+    assert rows == wanted, "it went on from there as if it had not been killed"
+
+
+def test_a_cell_that_ends_while_it_is_archived_is_among_the_results(tmp_path, monkeypatch):
+    cell, order = quick_cell(), []
+    parts, results = tmp_path / "parts", Results(tmp_path / "results")
+    with pytest.raises(work.Paused):
+        work.run(cell, parts / cell.digest, late=lambda t: t == 3)
+    kept = Archive(tmp_path / "a.tar.gz", results.folder, parts)
+    look = archive._rounds_in
+
+    def ends(folder):
+        found = look(folder)
+        results.add(cell, {"curve": {}, "seed": 0, "seconds": 1.0})
+        work.forget(parts / cell.digest)
+        return found
+
+    replace = files.atomic_replace
+    monkeypatch.setattr(files, "atomic_replace", lambda one, other: (order.append(other.name), replace(one, other))[1])
+    kept.write()
+    unpacked(tmp_path, tmp_path / "before")
+    assert work.saved(tmp_path / "before/parts" / cell.digest) == {3}
+    monkeypatch.setattr(kept, "_now", lambda: None)
+    monkeypatch.setattr(archive, "_rounds_in", ends)
+    order.clear()
+    assert kept.write() == 1 and [n for n in order if n.endswith("gz")] == ["a.tar.gz", "parts-a.tar.gz"]
+    assert unpacked(tmp_path, tmp_path / "home") == [f"{cell.key}.json"]
+    assert not list((tmp_path / "home/parts").iterdir())
+
+
+def test_archives_are_written_when_there_is_something_new(tmp_path, monkeypatch):
+    clock, when = Clock(monkeypatch, {}), []
+    found = runner(tmp_path, 1000)
+    found.archive = kept = Archive(tmp_path / "out/a.tar.gz", tmp_path / "results", tmp_path / "parts")
+    write = kept.write
+    monkeypatch.setattr(kept, "write", lambda: (when.append(clock.now), write())[1])
+    new = {130: tmp_path / "parts/abc/run/checkpoint/round-7.json", 300: tmp_path / "results/a.json"}
+    for file in new.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+    for clock.now in range(50, 400, 10):
+        if file := new.get(clock.now):
+            file.write_text("{}")
+        assert not found.late(1)
+    assert when == [60, 180, 300], "at the first minute, and where something is new"
+    monkeypatch.setattr(kept, "write", partial(disk_full, kept.file))
+    spoken: list[str] = []
+    found.say = spoken.append
+    found.keep(new=True)
+    assert spoken == [f"not archived: {str(kept.file)!r}: No space left on device."]
+
+
+def disk_full(file: Path) -> None:
+    raise OSError(28, "No space left on device", str(file))
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

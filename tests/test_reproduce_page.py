@@ -572,15 +572,16 @@ def test_page_is_the_same_every_time(results: Results, known: Paper, tmp_path: P
     assert [file.relative_to(tmp_path).as_posix() for file in written] == [
         "docs/papers.md",
         "docs/papers/tests.md",
+        "docs/papers/findings.md",
         "docs/papers/tests-main.svg",
         "docs/papers/tests-single.svg",
     ]
     before = [file.read_bytes() for file in written]
     page.write(results.folder, tmp_path / "docs" / "papers.md")
     assert [file.read_bytes() for file in written] == before
-    assert [text.decode() for text in before[:2]] == list(page.pages(results.folder).values())
+    assert [text.decode() for text in before[:3]] == list(page.pages(results.folder).values())
     assert "](tests-main.svg)" in before[1].decode()
-    assert b"<dc:date>" not in before[2] and b"1 of 2 diverged" in before[2]
+    assert b"<dc:date>" not in before[3] and b"1 of 2 diverged" in before[3]
 
 
 def test_links_lead_from_wherever_the_page_is(results: Results, known: Paper, tmp_path: Path) -> None:

@@ -136,6 +136,18 @@ def test_the_text_is_stored_once():
     assert data.store["y"].data_ptr() == data.store["x"].data_ptr() + 80
 
 
+def test_only_the_speakers_with_the_most_text_train():
+    every, some = ud.load("shakespeare_roles", ud.ByKey()), ud.load("shakespeare_roles", ud.ByKey(largest=1))
+    sizes = every.offsets[1:] - every.offsets[:-1]
+    chosen = sorted(np.argsort(-sizes, kind="stable")[:1])
+    assert len(some) == 1 and len(every) == 2
+    for mine, theirs in enumerate(chosen):
+        assert torch.equal(some[mine][0], every[theirs][0]) and some.client_names[mine] == every.client_names[theirs]
+    assert len(some.test[0]) == len(every.test[0])
+    held = ud.load("shakespeare_roles", ud.ByKey(largest=1), validation_fraction=0.2)
+    assert 0 < len(held.validation[0]) < sizes[chosen].sum()
+
+
 def test_bags_of_words_and_tags():
     data = ud.load("stackoverflow_tags", lambda labels, *_: np.zeros(len(labels), int), 1, test_size=1)
     counts: dict[str, int] = {}

@@ -25,6 +25,14 @@ class UndriftError(ValueError):
     """
 
 
+class LanesError(UndriftError):
+    """Raised if the lanes engine cannot train a run that asks for it. `why` is the reason alone."""
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why
+
+
 def require(fine: bool, sentence: str) -> None:
     if not fine:
         raise UndriftError(sentence)

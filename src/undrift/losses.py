@@ -6,9 +6,7 @@ whose sums are divided. Others are in `undrift.metrics`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -141,56 +139,6 @@ LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cr
 LOSSES["model"] = model_loss
 OURS = frozenset(LOSSES)
 """The names that users cannot register."""
-
-
-COLUMNS = {
-    "round", "clients", "steps", "total_steps", "steps_fraction", "local_steps", "lr", "samples", "seconds",
-    "bytes_down", "bytes_up", "total_bytes", "loss", "class_accuracy", "by_client", "skipped", "dropped", "stragglers",
-    "left_out", "survivors", "round_skipped", "stopped_early",
-    "switched", "lanes",
-}  # fmt: skip
-"""The columns that every row of the history may have."""
-
-
-def reserved(name: str) -> bool:
-    """Whether metrics and columns of parts must not have this name."""
-    return name in COLUMNS or str(name).startswith(("validation_", "client_", "tuned_"))
-
-
-LOWER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "std")
-"""The last words of columns of which less is better; the last is a deviation over clients."""
-HIGHER = ("accuracy", "auc", "auroc", "f1", "precision", "r2", "recall", "recall_at_5")
-"""Those of which more is."""
-
-
-PREFIX, SUFFIX = re.compile(r"^(validation_|client_|tuned_)"), re.compile(r"(_worst|_first)$")
-"""What a column's name has beside that of its metric."""
-Directions = Mapping[str, bool]
-"""Whether lower values are better, of those metrics of a run that say so themselves, by name."""
-
-
-def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether lower values are better, of those metrics that have an attribute `higher_is_better`."""
-    found = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
-    return {name: not higher for name, higher in found.items() if isinstance(higher, bool)}
-
-
-def direction(name: str, said: Directions = MappingProxyType({})) -> bool | None:
-    """Return whether a lower value of a column of a run's history is the better one, or None if nothing says so.
-
-    Args:
-        name: The column, such as `validation_mae` or `client_accuracy_worst`.
-        said: What the run's metrics say themselves. The name decides for all others.
-    """
-    whole = PREFIX.sub("", name)
-    base = SUFFIX.sub("", whole)
-    by_name = True if base.endswith(LOWER) else False if base.endswith(HIGHER) else None
-    return said.get(whole, said.get(base, by_name))
-
-
-def lower_is_better(name: str, said: Directions = MappingProxyType({})) -> bool:
-    """Return whether a lower value of a column is the better one; a higher one is where nothing says so."""
-    return bool(direction(name, said))
 
 
 def register_loss(name: str, loss: Loss) -> None:

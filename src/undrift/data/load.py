@@ -123,6 +123,8 @@ def load(
     source = _find_source(name, test, options, returned)
     if not len(source.labels):
         raise UndriftError("There are no training samples: the data set is empty, or every text is too short.")
+    if isinstance(partition, ByKey) and source.keys is not None:
+        source = source.only(partition.chosen(source.keys))
     source = _number_clients(source)  # before anything is held out, so that a client's number never changes
     if normalize:
         source = normalize_source(source)

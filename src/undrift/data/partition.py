@@ -383,16 +383,43 @@ class ByKey:
         >>> ud.ByKey()(np.array([0, 1, 0]), 0, np.random.default_rng(0), np.array([7, 9, 7]))
         array([0, 1, 0])
 
+    Args:
+        largest: Train only this many clients, those with the most training samples; of equals, the first. `ud.load`
+            leaves the training samples of the others out, but not the test samples. By default, all clients train.
+
     Raises:
-        UndriftError: When the data are partitioned, if they have no clients of their own.
+        UndriftError: If `largest` is not a whole number from 1. When the data are partitioned, if they have no clients
+            of their own.
     """
+
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.largest is not None:
+            _check_count("ByKey(largest)", self.largest)
+
+    def __repr__(self) -> str:
+        return "ByKey()" if self.largest is None else f"ByKey(largest={self.largest})"
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         if keys is None:
             raise UndriftError(
                 "ByKey() needs data with a client column; choose another partition, such as Dirichlet(0.1)."
             )
+        if not self.chosen(keys).all():
+            raise UndriftError(
+                f"{self!r} leaves samples out, but a partition must assign all of them; pass it to ud.load, or leave "
+                "`largest` out."
+            )
         return unique_inverse(keys)[1]
+
+    def chosen(self, keys: Array) -> Array:
+        """Return which samples belong to the clients that train."""
+        if self.largest is None:
+            return np.ones(len(keys), bool)
+        client = unique_inverse(keys)[1]
+        by_size = np.argsort(-np.bincount(client), kind="stable")
+        return np.isin(client, by_size[: self.largest])
 
 
 def _check_positive(where: str, x: float) -> None:

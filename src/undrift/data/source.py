@@ -40,6 +40,14 @@ class Source:
     scales: Scales | None = None
     """The scales of the features, if they are known. They are computed where they are needed and not known."""
 
+    def only(self, chosen: np.ndarray) -> Source:
+        """Return the data with only these training samples."""
+        if chosen.all():
+            return self
+        parts = {"labels": self.labels, "keys": self.keys, "spans": self.spans}
+        left = {name: array[chosen] for name, array in parts.items() if array is not None}
+        return replace(self, indices=self.in_store(np.flatnonzero(chosen)), **left)
+
     def in_store(self, positions: np.ndarray) -> np.ndarray:
         """Return the store's indices of the training samples at these positions."""
         return positions if self.indices is None else self.indices[positions]

@@ -228,7 +228,7 @@ def call_once(name: str) -> Iterator[bool]:
 def check_unchanged(arguments: dict[str, Any], partition: Any) -> None:
     """Raise if an argument of `ud.load` would change a `FederatedDataset` that a function returned."""
     name = arguments["name"]
-    if partition is not None and not isinstance(partition, ByKey):
+    if partition not in (None, ByKey()):
         raise UndriftError(
             f"The function of {name} returns a FederatedDataset, which has its own clients: the partition must be "
             f"ByKey() or left out, not {partition!r}."

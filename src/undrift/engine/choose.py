@@ -23,7 +23,7 @@ from undrift.engine.stacked import StackedEngine
 from undrift.engine.steps import EagerSteps, GraphSteps
 from undrift.engine.threads import ThreadedEngine
 from undrift.engine.vectorized import Vectorized
-from undrift.errors import UndriftError
+from undrift.errors import LanesError, UndriftError
 from undrift.functional.arguments import batch_size
 from undrift.functional.model import Model
 from undrift.method.local import Spread
@@ -77,7 +77,8 @@ def choose(
         return Choice("plain", 1, "asked for")
     obstacle = model.obstacle or obstacle
     if engine == "lanes" and obstacle:
-        raise UndriftError(f'engine="lanes" cannot train this model: {obstacle}. Use engine="plain" or "auto".')
+        message = f'engine="lanes" cannot train this model: {obstacle}. Use engine="plain" or "auto".'
+        raise LanesError(message, obstacle)
     if obstacle:
         return Choice("plain", 1, obstacle)
     if lanes is not None:

@@ -12,7 +12,7 @@ import torch
 from undrift.engine.base import Engine, Outcome, RoundInputs, Visit
 from undrift.engine.client import Program
 from undrift.engine.feed import of_data
-from undrift.errors import UndriftError, first_sentence, machine_trouble
+from undrift.errors import LanesError, UndriftError, first_sentence, machine_trouble
 from undrift.tree import Tree
 
 log = logging.getLogger("undrift")
@@ -113,8 +113,8 @@ def out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def explained(error: Exception) -> UndriftError:
+def explained(error: Exception) -> LanesError:
     """Return advice for the user, in one sentence."""
-    return UndriftError(
-        f'The lanes engine failed ({first_sentence(error)}). engine="auto" goes on with the plain engine where it must.'
-    )
+    why = first_sentence(error)
+    message = f'The lanes engine failed ({why}). engine="auto" goes on with the plain engine where it must.'
+    return LanesError(message, why)

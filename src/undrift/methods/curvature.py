@@ -67,6 +67,20 @@ def _one_by_one(model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: 
     return total
 
 
+def squared_per_tensor(
+    model: Model, loss: Callable[[Tensor, Tensor], Tensor], params: Tree, x: Samples, y: Tensor, size: int
+) -> Tree:
+    """Return `Σ_b ‖∇ℓ_b‖² / n` of every tensor, where ℓ_b is the mean loss of a batch of this size."""
+    total = tree_map(lambda w: w.new_zeros(()), params)
+    for some, labels in zip(split(x, size), y.split(size), strict=True):
+
+        def mean(params: Tree, some: Samples = some, labels: Tensor = labels) -> Tensor:
+            return loss(model(params, some), labels).mean()
+
+        total = tree_map(lambda t, g: t + g.square().sum(), total, model.gradient(mean, params))
+    return tree_map(lambda t: t / len(y), total)
+
+
 @dataclass(frozen=True)
 class FedCurv(Part):
     """Curvature penalty: stay close to the previous cohort's models where their Fisher information is large.
@@ -137,8 +151,10 @@ class FedCL(Targeted):
     penalty `α·(w − w₀)ᵀ diag(F)(w − w₀)`, so the gradient becomes `g + 2α·F·(w − w₀)`, where w₀ are the weights
     received. The server computes F at the global model, on its own data (`data.server`).
 
-    Averaged over samples, F is so small in a trained network that a weight of 0.1 is next to no penalty. The paper does
-    not say whether it averages.
+    Averaged over samples, F is so small in a trained network that a weight of 0.1 is next to no penalty, and summed it
+    is too large. The paper does not say how it scales F. Its authors' code has one number per tensor instead of one per
+    weight, `F = Σ_b ‖∇ℓ_b‖² / n` with the gradients of the tensor for the mean losses of batches b of the n samples;
+    `fisher="tensor"` is that.
 
     Needs data at the server: `ud.load(…, server_fraction=0.01)`.
 
@@ -149,19 +165,24 @@ class FedCL(Targeted):
     Args:
         weight: The strength α.
         target: With `TemporalEnsemble(beta)`, w₀ is an average of the global models. F is still computed at the latest.
-        fisher: `"mean"` or `"sum"`: whether F is the mean or the sum of the squared gradients of the server's samples.
+        fisher: `"mean"` or `"sum"`: F is the mean or the sum of the squared gradients of the server's samples;
+            `"tensor"`: it is one number per tensor, as above.
+        batch_size: With `fisher="tensor"`, the size of the batches.
     """
 
     weight: Number
     target: TemporalEnsemble | None = None
     fisher: str = field(default="mean", metadata=ADDED)
+    batch_size: int = field(default=64, metadata=ADDED)
 
     needs_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fisher not in ("mean", "sum"):
-            raise UndriftError(f'FedCL(fisher) must be "mean" or "sum", not {quoted(self.fisher)}.')
+        if self.fisher not in ("mean", "sum", "tensor"):
+            raise UndriftError(f'FedCL(fisher) must be "mean", "sum" or "tensor", not {quoted(self.fisher)}.')
+        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
+            raise UndriftError(f"FedCL(batch_size) must be a whole number from 1, not {quoted(self.batch_size)}.")
 
     def check(self, local: Any, data: Any) -> None:
         if data.server_rows is None:
@@ -170,8 +191,12 @@ class FedCL(Targeted):
     def broadcast(self, params: Tree, state: Tree, server: Server) -> Tree:
         assert server.data is not None
         x, y = server.data
-        sums = squared_gradients(server.model, server.loss, params, Batch(x, y, torch.ones(len(y), device=y.device)))
-        fisher = tree_map(lambda f: f / len(y), sums) if self.fisher == "mean" else sums
+        if self.fisher == "tensor":
+            fisher = squared_per_tensor(server.model, server.loss, params, x, y, self.batch_size)
+        else:
+            batch = Batch(x, y, torch.ones(len(y), device=y.device))
+            sums = squared_gradients(server.model, server.loss, params, batch)
+            fisher = tree_map(lambda f: f / len(y), sums) if self.fisher == "mean" else sums
         return {**super().broadcast(params, state, server), "F": fisher}
 
     def gradient(self, g: Tree, params: Tree, client: Client) -> Tree:

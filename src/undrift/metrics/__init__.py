@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from undrift.columns import reserved
 from undrift.errors import UndriftError, unknown
-from undrift.losses import CLASSES, Loss, accuracy, recall_at_5, reserved
+from undrift.losses import CLASSES, Loss, accuracy, recall_at_5
 from undrift.metrics.base import Metric, Ratio, fresh, streams
 from undrift.metrics.classes import BalancedAccuracy, ConfusionMatrix, MacroF1, WeightedF1
 from undrift.metrics.numbers import MAE, R2, Perplexity

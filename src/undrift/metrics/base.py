@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from undrift.columns import directions, lower_is_better
 from undrift.errors import UndriftError
 from undrift.loss_modules import PerSample
-from undrift.losses import directions, lower_is_better
 
 
 class Metric(ABC):

@@ -1,16 +1,17 @@
-"""Recurrent models: a GRU or LSTM, and a linear layer on its last hidden state."""
+"""Recurrent models: a GRU or LSTM, and a linear layer on its hidden state."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, quoted
 
 
 class Reader(nn.Module):
-    """A recurrent layer, and a linear layer on its last hidden state.
+    """A recurrent layer, and a linear layer on its last hidden state, or on the mean of all.
 
     Samples are tokens, sequences of features, or spectrograms of 1 × features × time.
     """
@@ -19,6 +20,7 @@ class Reader(nn.Module):
         super().__init__()
         self.embedding = embedding
         self.rnn = rnn
+        self.pool = "last"
         self.head = nn.Linear(rnn.hidden_size, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +30,8 @@ class Reader(nn.Module):
             x = self.embedding(x.long())
         elif x.dim() == 4:
             x = x.squeeze(1).transpose(1, 2)
-        return self.head(self.rnn(x)[0][:, -1])
+        hidden = self.rnn(x)[0]
+        return self.head(hidden[:, -1] if self.pool == "last" else hidden.mean(1))
 
 
 def gru_reader(
@@ -55,14 +58,34 @@ def lstm_reader(
     embedding: int = 64,
     hidden: int = 128,
     layers: int = 1,
+    pool: str = "last",
+    forget_bias: float | None = None,
 ) -> nn.Module:
-    """An LSTM for words or spectrograms, as in 2D-LRD's experiments, which do not give its sizes."""
+    """An LSTM for words or spectrograms, as in 2D-LRD's experiments, which do not give its sizes.
+
+    `pool` is `"last"` or `"mean"`: whether the last hidden state is classified or the mean over time. `forget_bias` is
+    the initial bias of the forget gates; by default it is PyTorch's, which is close to 0, so that long texts are
+    forgotten at first.
+    """
     if len(shape) == 1 and vocabulary is None:
         raise UndriftError(
             f'The model "lstm" reads samples of shape {shape} as tokens, and needs to know how many different ones '
             "there are; pass vocabulary to models.get."
         )
-    return _reader("lstm", nn.LSTM, classes, shape, vocabulary, embedding, hidden, layers)
+    if pool not in ("last", "mean"):
+        raise UndriftError(f'lstm(pool) must be "last" or "mean", not {quoted(pool)}.')
+    if not isinstance(forget_bias, int | float | None) or isinstance(forget_bias, bool):
+        raise UndriftError(f"lstm(forget_bias) must be a number, not {quoted(forget_bias)}.")
+    reader = _reader("lstm", nn.LSTM, classes, shape, vocabulary, embedding, hidden, layers)
+    reader.pool = pool
+    if forget_bias is not None:
+        with torch.no_grad():
+            for layer in range(layers):
+                # The gates are in the order input, forget, cell, output, and their two biases are added.
+                forget = slice(hidden, 2 * hidden)
+                getattr(reader.rnn, f"bias_ih_l{layer}")[forget] = forget_bias
+                getattr(reader.rnn, f"bias_hh_l{layer}")[forget] = 0
+    return reader
 
 
 def _reader(
@@ -74,7 +97,7 @@ def _reader(
     embedding: int,
     hidden: int,
     layers: int,
-) -> nn.Module:
+) -> Reader:
     spectrogram = len(shape) == 3 and shape[0] == 1
     if not (len(shape) in (1, 2) or spectrogram) or not math.prod(shape):
         raise UndriftError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from undrift.errors import DEBUG, UndriftError, printable
 from undrift.reproduce import catalogue
 from undrift.reproduce.catalogue import Cell, Table
-from undrift.reproduce.results import DEFAULT, Results, pack, unpack
+from undrift.reproduce.results import DEFAULT, Results
 
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--archive",
         type=Path,
         metavar="FILE",
-        help="pack the results of this call into FILE, and unfinished cells into parts-FILE",
+        help="pack the results of this call into FILE, and unfinished cells into parts-FILE, while it runs",
     )
     add("--unpack", type=Path, metavar="FILE", help="add the contents of such an archive")
     add("--page", type=Path, metavar="FILE", help="write the page that shows all results: docs/papers.md")
@@ -87,6 +87,8 @@ def command(asked: argparse.Namespace) -> int:
         print(experiment_file(catalogue.cell(asked.show, asked.quick)), end="")
         return 0
     if asked.unpack:
+        from undrift.reproduce.archive import unpack
+
         taken = unpack(asked.unpack, out, parts)
         print(f"{len(taken)} results added from {asked.unpack}")
         return 0
@@ -115,6 +117,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     import torch
 
     from undrift.reproduce import comparison
+    from undrift.reproduce.archive import Archive
     from undrift.reproduce.runner import PAUSED, Runner
     from undrift.tools.stopping import stopping
     from undrift.training.arithmetic import threads
@@ -122,8 +125,8 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     device = "cpu" if asked.quick and asked.device == "auto" else asked.device
     on_gpu = device != "cpu" and torch.cuda.is_available()
     processes = asked.processes if asked.processes is not None else (4 if on_gpu else 0)
-    before = set(results.by_digest)
-    runner = Runner(results, parts, began, device, asked.budget, processes, asked.data, asked.quick, _say)
+    archive = Archive(asked.archive, results.folder, parts) if asked.archive else None
+    runner = Runner(results, parts, began, device, asked.budget, processes, asked.data, asked.quick, _say, archive)
     if asked.child:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -135,13 +138,10 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
                 runner.run(tables)
     finally:
         results = runner.results
-        if asked.archive:
-            new = [result["file"] for digest, result in results.by_digest.items() if digest not in before]
-            count = pack([(f"results/{name}", results.folder / name) for name in new], asked.archive)
-            kept = [file for file in parts.rglob("*") if file.is_file()] if parts.exists() else []
-            more = asked.archive.with_name(f"parts-{asked.archive.name}")
-            pack([(f"parts/{file.relative_to(parts).as_posix()}", file) for file in kept], more)
-            print(f"{count} results in {asked.archive}, {len(runner.paused)} unfinished cells in {more}")
+        if archive:
+            print(
+                f"{archive.write()} results in {archive.file}, {len(runner.paused)} unfinished cells in {archive.more}"
+            )
     if asked.cell:
         return PAUSED if runner.paused else int(bool(runner.failed))
     if asked.quick:
@@ -187,14 +187,15 @@ def listing(tables: list[Table], results: Results, parts: Path, cells: bool, dev
     from undrift.reproduce.queue import Costs, ordered
 
     costs = Costs(results, work.hardware(device))
-    lines = [f"{'':34}{'done':>6}{'all':>6}{'to run':>8}   time left on {costs.hardware}"]
+    wide = max(len(f"{table.paper}/{table.name}") for table in tables)
+    lines = [f"{'':{wide}}{'done':>6}{'all':>6}{'to run':>8}   time left on {costs.hardware}"]
     for table in tables:
         done = sum(results.get(cell) is not None for cell in table.cells)
         waiting = list(ordered([table], results))
         seconds = costs.total(waiting)
         left = "unknown" if seconds is None else f"{seconds / 60:.0f} min"
         name = f"{table.paper}/{table.name}"
-        lines.append(f"{name:34}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else '-'}")
+        lines.append(f"{name:{wide}}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else '-'}")
         if cells:
             lines += [f"    {_state(cell, results, parts):8} {cell.key}" for cell in table.cells]
     waiting = list(ordered(tables, results))

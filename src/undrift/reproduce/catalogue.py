@@ -65,7 +65,7 @@ class Cell:
     settings: Settings
     """The contents of an experiment file, including the seed."""
     options: Settings
-    """Options for the runner: `kind`, `samples`, `keep`, `training_loss`."""
+    """Options for the runner: `kind`, `samples`, `samples_of`, `keep`, `training_loss`."""
     minutes: float | None = None
     """The estimated time on one H200, used until a similar cell has been measured."""
     share: float = 1.0

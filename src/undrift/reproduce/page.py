@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from undrift.errors import UndriftError, unknown
-from undrift.files import write_text
+from undrift.files import read_text, write_text
 from undrift.reproduce import catalogue, drawings, paired, readings, verdict
 from undrift.reproduce.catalogue import Cell, Figure, Paper, Table
 from undrift.reproduce.comparison import NOT_RUN, QUICK, lines_of, ours_of, seeds_of, shown_variant
@@ -18,6 +18,7 @@ from undrift.reproduce.readings import chosen_variant, find
 from undrift.reproduce.results import DEFAULT, Result, Results
 from undrift.reproduce.verdict import Verdict, judge
 
+FINDINGS = catalogue.FOLDER / "findings.md"
 NOT_JUDGED = "not judged yet"
 CLAIM = ["claim", "verdict", "by how much", "last fifth, paired", "seeds", "evidence"]
 
@@ -30,6 +31,11 @@ class Place:
     """The results, from the overview."""
     name: str = "papers"
     """The overview's name without its ending, which is also that of the folder with the papers' pages."""
+
+    @property
+    def findings(self) -> str:
+        """Return the page of findings, from the overview."""
+        return f"{self.name}/findings.md"
 
     def page(self, paper: str) -> str:
         """Return a paper's page, from the overview."""
@@ -62,6 +68,8 @@ def pages(results_folder: Path, quick: bool = False, place: Place | None = None)
     found = {f"{place.name}.md": overview}
     for paper in papers:
         found[place.page(paper.name)] = list(_paper(paper, results, Place(f"../{place.results}", place.name), quick))
+    if FINDINGS.exists() and not quick:
+        found[place.findings] = [read_text(FINDINGS).strip().replace("../papers.md", f"../{place.name}.md")]
     return {name: "\n\n".join(parts) + "\n" for name, parts in found.items()}
 
 
@@ -108,6 +116,8 @@ def _opening(papers: list[Paper], results: Results, quick: bool, place: Place) -
         "`src/undrift/reproduce/papers/*.toml`, which lists every run before it starts. A run that "
         "has not finished is shown as such."
     )
+    if FINDINGS.exists() and not quick:
+        yield f"[Findings]({place.findings}) says what held, what did not and what to know, half a screen per paper."
     links = [[f"[{_escape(paper.title)}]({place.page(paper.name)})", _runs_of(paper, results)] for paper in papers]
     yield _markdown(["paper", "runs finished"], links)
     chosen = [(paper, claim) for paper in papers for claim in paper.claims if claim.get("headline")]

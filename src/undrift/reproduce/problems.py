@@ -120,6 +120,10 @@ def example(method: str) -> Curve:
     return {"round": [1], "first": [hidden[0]], "second": [hidden[1]], "probability": [probability]}
 
 
+BOTH = ("model", "local", "seed", "engine")
+"""The settings of both runs of `bound_neurons`."""
+
+
 def bound_neurons(given: dict[str, Any], device: torch.device) -> Curve:
     """By how much client 1's training lowers the activations of client 2's bound neurons on client 2's samples.
 
@@ -127,7 +131,7 @@ def bound_neurons(given: dict[str, Any], device: torch.device) -> Curve:
     trained by FedAvg over all clients until it reaches 88% on the test set; then only client 1 trains, with `method`.
     """
     data: FederatedDataset = given["data"]
-    common = {name: given[name] for name in ("model", "local", "seed")} | {"device": str(device)}
+    common = {"device": str(device)} | {name: x for name, x in given.items() if name in BOTH}
     follow, reached = Follow(), list[float]()
 
     def look(row: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,9 +22,11 @@ def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
 
     `papers/queue.toml` lists the most valuable; all others follow in the order of the files. Seeds are in the outer
     loop, so that every row has its first seed before any has its second. For a table with variants, only the
-    calibration row is run until a variant is chosen, and then only that variant.
+    calibration row is run until a variant is chosen, and then only that variant. A cell that takes its number of
+    samples from others comes after them.
     """
     waiting = [cell for table in tables for cell in _open(table, results) if results.get(cell) is None]
+    waiting = [cell for cell in waiting if not first_needed(cell, results)]
     seen: set[str] = set()
     for wanted in [*_first(), {}]:
         chosen = [cell for cell in waiting if _fits(cell, wanted)]
@@ -32,6 +35,23 @@ def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
             if cell.digest not in seen:
                 seen.add(cell.digest)
                 yield cell
+
+
+def first_needed(cell: Cell, results: Results) -> list[Cell]:
+    """Return the cells that must finish before this one, since it takes its number of samples from them."""
+    return [other for other in _decisive(cell) if results.get(other) is None]
+
+
+def with_samples(cell: Cell, results: Results) -> Cell:
+    """Return the cell with as many samples as the longest of those that decide it has used."""
+    used = [results.by_digest[other.digest]["processed"] for other in _decisive(cell)]
+    return replace(cell, options={**cell.options, "samples": max(used)}) if used else cell
+
+
+def _decisive(cell: Cell) -> list[Cell]:
+    name = cell.options.get("samples_of")
+    table = papers(cell.quick)[cell.paper].tables[name] if name else None
+    return [other for other in table.cells if other.column == cell.column] if table else []
 
 
 @cache

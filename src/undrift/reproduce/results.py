@@ -7,15 +7,9 @@ numbers are computed from curves (`figure`), so that several tables can use the 
 from __future__ import annotations
 
 import json
-import lzma
-import os
-import shutil
 import statistics
-import tarfile
-import zlib
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 from undrift.errors import UndriftError, first_line
@@ -126,101 +120,3 @@ def over_seeds(which: Figure, results: Iterable[Result]) -> tuple[float, float |
     if not values:
         return None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values)
-
-
-def pack(files: Iterable[tuple[str, Path]], archive: Path) -> int:
-    """Write files into one archive, under the given names. Returns how many."""
-    count = 0
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:gz") as tar:
-        for name, file in files:
-            tar.add(file, name, recursive=False)
-            count += 1
-    return count
-
-
-def unpack(archive: Path, results: Path, parts: Path) -> list[str]:
-    """Extract an archive's results and unfinished cells. Returns the names of the results.
-
-    Existing results are not replaced; of a cell that is unfinished here too, the one that has trained for longer stays.
-    Nothing is written unless all of the archive is as `pack` writes it.
-    """
-    for folder in (results, parts):
-        folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".unpack-", dir=parts) as name:
-        fresh = Path(name)
-        found = _extract(archive, fresh)
-        for inner in found["results"]:
-            _inside(results, results / inner)
-        for cell in {inner.parts[0] for inner in found["parts"]}:
-            if (parts / cell).is_symlink():
-                raise UndriftError(f"{parts / cell} is a link; remove it, or unpack with another --parts.")
-        for cell in {inner.parts[0] for inner in found["parts"]}:
-            _take_over(fresh / "parts" / cell, parts / cell)
-        taken = [inner for inner in found["results"] if not os.path.lexists(results / inner)]
-        for inner in taken:
-            (results / inner).parent.mkdir(parents=True, exist_ok=True)
-            write_text(results / inner, read_text(fresh / "results" / inner))
-    return [str(inner) for inner in taken]
-
-
-def _extract(archive: Path, folder: Path) -> dict[str, list[PurePosixPath]]:
-    """Write an archive's files into a new folder. Raises `UndriftError` if they are not what `pack` writes."""
-    found: dict[str, list[PurePosixPath]] = {"results": [], "parts": []}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                where = PurePosixPath(member.name)
-                safe = member.isfile() and ".." not in where.parts and not where.is_absolute() and len(where.parts) > 1
-                if not safe or where.parts[0] not in found:
-                    raise UndriftError(f"{archive} contains {member.name!r}, so it is not an archive of results.")
-                opened, target = tar.extractfile(member), folder / where
-                assert opened is not None
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("xb") as out:
-                    shutil.copyfileobj(opened, out)
-                if where.parts[0] == "results":
-                    _check(target, f"{archive}: {where}")
-                found[where.parts[0]].append(PurePosixPath(*where.parts[1:]))
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
-        if isinstance(error, UndriftError):
-            raise
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise UndriftError(f"{archive} is not an archive of results, or is damaged ({why}).") from error
-    return found
-
-
-def _check(file: Path, name: str) -> None:
-    try:
-        parse(read_text(file))
-    except ValueError as error:
-        raise UndriftError(f"{name} is not a cell's result ({first_line(error)}); nothing was unpacked.") from None
-
-
-def _inside(folder: Path, file: Path) -> None:
-    """Raise if a file would be written somewhere else, through a link."""
-    if not Path(os.path.realpath(file.parent)).is_relative_to(os.path.realpath(folder)):
-        raise UndriftError(
-            f"{file.parent} is outside of {folder}, by a link; remove the link, or choose another --out."
-        )
-
-
-def _take_over(fresh: Path, there: Path) -> None:
-    """Move an unfinished cell to its place, unless the one there has trained for longer."""
-    if fresh.is_dir() and there.is_dir():
-        if _seconds(there) >= _seconds(fresh):
-            return
-        shutil.rmtree(there)
-    elif there.exists() and (fresh.is_dir() or there.is_dir()):
-        raise UndriftError(
-            f"{there} is not what the archive has under this name; remove it, or choose another --parts."
-        )
-    fresh.replace(there)
-
-
-def _seconds(cell: Path) -> float:
-    """How long an unfinished cell has trained."""
-    try:
-        return float(parse_json(read_text(cell / "part.json"))["seconds"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0.0

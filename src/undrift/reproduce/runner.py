@@ -1,6 +1,6 @@
 """Runs cells from the queue within a time budget; on a GPU, several at once.
 
-Seeds of the same setting and method train in one program (`training/beside.py`); different ones share the GPU as
+Cells that differ only in seeds and numbers train in one program (`training/beside.py`); others share the GPU as
 processes.
 
 A cell is only started if it is expected to finish within the remaining time. If no cell is, one that takes longer than
@@ -14,19 +14,24 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from undrift.errors import UndriftError, first_line
-from undrift.reproduce import work
-from undrift.reproduce.catalogue import Cell, Table
-from undrift.reproduce.queue import Costs, ordered, slower
+from undrift.errors import UndriftError, first_line, machine_trouble
+from undrift.method.parse import parse_method
+from undrift.method.work import with_local_work
+from undrift.reproduce import problems, work
+from undrift.reproduce.archive import Archive
+from undrift.reproduce.catalogue import Cell, Settings, Table
+from undrift.reproduce.queue import Costs, first_needed, ordered, slower, with_samples
 from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
-from undrift.training.beside import MOST, side_by_side
+from undrift.training.beside import MOST, side_by_side, structure
+from undrift.training.identity import deeply
 
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""
@@ -36,6 +41,10 @@ LEAST = 45.0
 """A cell is not run in part with fewer seconds left, most of which its start would take."""
 SLACK = 1.15
 """The safety factor for estimates."""
+REPORT = 60.0
+"""The seconds between lines about running processes."""
+OF_RUNS = ("lr", "momentum", "weight_decay", "clip_norm", "optimizer")
+"""The settings of local training whose numbers are those of each run in a program: see `shape_of`."""
 
 
 @dataclass
@@ -54,6 +63,8 @@ class Runner:
     data: Path | None = None
     quick: bool = False
     say: Callable[[str], None] = print
+    archive: Archive | None = None
+    """What is kept up to date with results and checkpoints."""
     stop: Stop = field(default_factory=Stop)
     finished: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
@@ -77,6 +88,7 @@ class Runner:
 
         Cells in one program get the same answer. If one of them went on alone, a program would be compiled for it.
         """
+        self.keep()
         if t != self.decided[0]:
             self.decided = t, self.decided[1] or self.stop.asked or self.left < MARGIN
         return self.decided[1]
@@ -98,18 +110,22 @@ class Runner:
         return [cell for cell in ordered(tables, self.results) if cell.key not in tried]
 
     def beside(self, cell: Cell, tables: list[Table], costs: Costs, room: float, busy: Iterable[str]) -> list[Cell]:
-        """Return the cell, and those of its other seeds that are not done, as far as time and memory allow."""
-        if cell.options.get("kind", "train") != "train":
-            return [cell]
-        done = self.rounds_done(cell)  # cells at different rounds would not stop after the same one
+        """Return the cell, and those of its siblings that are not done, as far as time and memory allow."""
+        done = self.saved(cell)  # cells without a round in common would not stop after the same one
         alike = [other for other in self.waiting(tables, busy) if siblings(cell, other)]
-        chosen = [other for other in alike if self.rounds_done(other) == done][:MOST]
-        expected = costs.seconds(cell) or 0.0
-        while len(chosen) > 1 and not (
-            share_of(chosen) <= room + 1e-9 and self.in_time(expected * slower(len(chosen)))
-        ):
+        chosen = [o for o in alike if self.saved(o) & done or not (self.saved(o) or done)][:MOST]
+
+        def expected() -> float:
+            longest = max(costs.seconds(other) or 0.0 for other in chosen) * (1 - self.rounds_done(cell))
+            return longest * slower(len(chosen))
+
+        while len(chosen) > 1 and not (share_of(chosen) <= room + 1e-9 and self.in_time(expected())):
             chosen.pop()
         return chosen if cell in chosen else [cell]
+
+    def saved(self, cell: Cell) -> set[int]:
+        """Return the rounds from which a cell can continue."""
+        return work.saved(self.parts / cell.digest)
 
     def rounds_done(self, cell: Cell) -> float:
         """Return the share of a cell's rounds that earlier parts have done."""
@@ -164,8 +180,12 @@ class Runner:
         """Run a cell, whether or not it fits, until it is finished or the time is up. `beside`: see `work.run`."""
         if self.results.get(cell):
             return
+        if first := first_needed(cell, self.results):
+            self.fail(cell, f"its number of samples is that of {first[0].key}, which must be run before it")
+            return
         try:
-            result = work.run(cell, self.folder(cell), self.late, self.device, beside)
+            whole = with_samples(cell, self.results)
+            result = work.run(whole, self.folder(cell), self.late, self.device, beside)
         except work.Paused:
             self.pause(cell)
         except Exception as error:  # one cell that fails must not end the queue
@@ -176,43 +196,66 @@ class Runner:
             self.results.add(cell, result)
             work.forget(self.parts / cell.digest)
             self.finish(cell, result)
+            self.keep(new=True)
+
+    def keep(self, new: bool = False) -> None:
+        """Bring the archives up to date: at once if there is a `new` result, and otherwise once a minute."""
+        try:
+            if self.archive:
+                self.archive.write() if new else self.archive.keep_up()
+        except OSError as error:  # what is trained is still on the disk, and archived at the next occasion
+            self.say(f"not archived: {machine_trouble(error)}")
 
     def _side_by_side(self, tables: list[Table], costs: Costs) -> None:
-        running: dict[str, tuple[list[Cell], subprocess.Popen[str], TextIO]] = {}
-        asked_to_stop: set[str] = set()
+        running: list[Process] = []
+        reported = time.monotonic()
         try:
             while True:
-                room = 1.0 - sum(share_of(cells) for cells, *_ in running.values())
-                busy = [cell.key for cells, *_ in running.values() for cell in cells]
+                room = 1.0 - sum(share_of(process.cells) for process in running)
+                busy = [cell.key for process in running for cell in process.cells]
                 while len(running) < self.processes and (cell := self.next(tables, costs, room, busy)):
                     cells = self.beside(cell, tables, costs, room, busy)
-                    running[cell.key] = (cells, *self.start(cells))
+                    running.append(self.start(cells))
                     room -= share_of(cells)
                     busy += [other.key for other in cells]
                 if not running:
                     return
                 time.sleep(0.2)
-                for key, (cells, process, log) in list(running.items()):
-                    if (
-                        self.stop.asked and key not in asked_to_stop
-                    ):  # only once: a second signal would interrupt the round
-                        asked_to_stop.add(key)
-                        process.terminate()
+                self.keep()
+                if time.monotonic() - reported >= REPORT:
+                    reported = time.monotonic()
+                    for process in running:
+                        self.say(self.report(process))
+                for process in list(running):
+                    if self.stop.asked:
+                        process.ask_to_stop()
                     if self.left < -3 * MARGIN:
-                        process.kill()
-                    if (code := process.poll()) is not None:
-                        del running[key]
-                        close(process, log)
-                        for cell in cells:
-                            self.ended(cell, code, cells[0])
-                        if all(self.results.get(cell) for cell in cells):
-                            self.log(cells[0]).unlink()
+                        process.child.kill()
+                    if (code := process.child.poll()) is not None:
+                        running.remove(process)
+                        process.close()
+                        for cell in process.cells:
+                            self.ended(cell, code, process.cells[0])
+                        if all(self.results.get(cell) for cell in process.cells):
+                            self.log(process.cells[0]).unlink()
+                        self.keep(new=True)
         finally:
-            for _, process, log in running.values():
-                process.kill()
-                close(process, log)
+            for process in running:
+                process.child.kill()
+                process.close()
 
-    def start(self, cells: list[Cell]) -> tuple[subprocess.Popen[str], TextIO]:
+    def report(self, process: Process) -> str:
+        """Return one line about a process: its cells, their rounds, and how they train."""
+        cells = process.cells
+        found = [work.under_way(self.parts / cell.digest) for cell in cells]
+        done, rounds = sum(t for t, _ in found), sum(int(cell.settings["rounds"]) for cell in cells)
+        kinds = Counter(how(choices) for _, choices in found)
+        engines = "; ".join(kind if len(cells) == 1 else f"{count} × {kind}" for kind, count in kinds.items())
+        more = f" + {len(cells) - 1}" if len(cells) > 1 else ""
+        seconds = time.monotonic() - process.began
+        return f"running {seconds:7.0f} s  {cells[0].key}{more}: {done} of {rounds} rounds, {engines}"
+
+    def start(self, cells: list[Cell]) -> Process:
         command = [sys.executable, "-m", "undrift.reproduce", "--out", str(self.results.folder)]
         command += [word for cell in cells for word in ("--cell", cell.key)]
         command += ["--parts", str(self.parts), "--device", self.device]
@@ -223,7 +266,7 @@ class Runner:
         self.folder(cells[0])
         log = self.log(cells[0]).open("a", encoding="utf-8")
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True)
-        return child, log
+        return Process(cells, child, log, time.monotonic())
 
     def log(self, cell: Cell) -> Path:
         """Return the log file of the process whose first cell this is. The cell's own folder is removed at the end."""
@@ -258,9 +301,32 @@ class Runner:
 
 
 def siblings(one: Cell, other: Cell) -> bool:
-    """Return whether two cells differ in nothing but their seeds."""
-    mine, theirs = ({**cell.settings, "seed": 0} for cell in (one, other))
-    return one.quick == other.quick and one.options == other.options and mine == theirs
+    """Return whether two cells differ only in what runs in one program may differ in: seeds and some numbers.
+
+    These are the rates, decays and clipping of local training, and the numbers of the method. Steps and epochs must be
+    the same, as a client with fewer would wait for those with more.
+    """
+    mine, theirs = ({**cell.settings, "seed": 0, "method": "", "local": fixed(cell)} for cell in (one, other))
+    alike = one.quick == other.quick and one.options == other.options and mine == theirs
+    return alike and bool(shape := shape_of(one)) and shape == shape_of(other)
+
+
+def fixed(cell: Cell) -> Settings:
+    """Return the settings of local training whose values are the same in all runs of one program."""
+    return {name: value for name, value in cell.settings.get("local", {}).items() if name not in OF_RUNS}
+
+
+def shape_of(cell: Cell) -> str:
+    """Return what `signature` has of the cell's method and local training; "" if the cell trains alone."""
+    given = cell.settings
+    if cell.options.get("kind", "train") != "train" or given.get("engine", "auto") == "plain" or "lanes" in given:
+        return ""
+    try:
+        local = problems.local_work(given["local"])
+        method = with_local_work(parse_method(given.get("method", "FedAvg()")), local, {}, (), frozenset())
+        return deeply([structure(method), callable(local.weight_decay) or bool(local.weight_decay)])
+    except UndriftError:  # which the cell will raise when it runs
+        return ""
 
 
 def share_of(cells: list[Cell]) -> float:
@@ -268,9 +334,36 @@ def share_of(cells: list[Cell]) -> float:
     return min(1.0, sum(cell.share for cell in cells))
 
 
-def close(process: subprocess.Popen[str], log: TextIO) -> None:
-    """Wait for a process that is about to end, and close its files."""
-    process.wait()
-    if process.stdin:
-        process.stdin.close()
-    log.close()
+def how(choices: dict[str, Any]) -> str:
+    """Return in a few words how a run trains, from what it chose."""
+    if not choices:
+        return "starting"
+    if choices["engine"] != "lanes":
+        return f"{choices['engine']} engine ({choices['why']})"
+    graphs = ["CUDA graphs"] if choices["device"].startswith("cuda") else []
+    beside = [f"{1 + len(choices['beside'])} runs as one"] if "beside" in choices else []
+    return ", ".join([f"{choices['lanes']} lanes", *graphs, *(["compiled"] if choices["compile"] else []), *beside])
+
+
+@dataclass
+class Process:
+    """A process that runs cells in one program."""
+
+    cells: list[Cell]
+    child: subprocess.Popen[str]
+    log: TextIO
+    began: float
+    asked: bool = False
+
+    def ask_to_stop(self) -> None:
+        """Let it stop after its round. Only once: a second signal would interrupt the round."""
+        if not self.asked:
+            self.asked = True
+            self.child.terminate()
+
+    def close(self) -> None:
+        """Wait for the process, which is about to end, and close its files."""
+        self.child.wait()
+        if self.child.stdin:
+            self.child.stdin.close()
+        self.log.close()

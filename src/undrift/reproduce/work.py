@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
-from undrift.errors import UndriftError
-from undrift.files import parse_json, read_text, write_text
+from undrift.errors import LanesError, UndriftError, first_sentence
+from undrift.files import parse_json, read_bytes, read_text, write_text
+from undrift.method.calls import HookFailureError
 from undrift.method.local import Local
 from undrift.method.parse import as_method, parse_method
 from undrift.method.part import Method
@@ -25,11 +27,14 @@ from undrift.reproduce.catalogue import Cell, Settings
 from undrift.reproduce.results import Result
 from undrift.tools.info import source
 from undrift.training import identity
+from undrift.training.checkpoint import CHECKPOINT, rounds_in
 from undrift.training.loop import train
 from undrift.training.result import RUN, history
 
 METRICS = ("accuracy", "recall_at_5", "loss")
 Late = Callable[[int], bool]
+SAVED = 60.0
+"""The seconds between checkpoints."""
 POINTS = 100
 """The most points in a curve of a column that `keep` names."""
 
@@ -52,17 +57,37 @@ def run(cell: Cell, folder: Path, late: Late = lambda t: False, device: str = "a
     if kind not in KINDS:
         raise UndriftError(f"{cell.key}: there is no kind of cell called {kind!r}; known: {', '.join(KINDS)}.")
     device = "cpu" if kind in ARITHMETIC else device
+    asked = in_lanes(cell) if _on_gpu(device) else cell
     began, code, earlier = time.monotonic(), source(), _earlier(folder)
+    noted = began
+
+    def seconds() -> float:
+        return earlier["seconds"] + time.monotonic() - began
+
+    def look(t: int) -> bool:
+        nonlocal noted
+        if time.monotonic() - noted >= SAVED:  # in case the process is killed
+            noted = time.monotonic()
+            _note(folder, seconds(), earlier["parts"] + 1)
+        return late(t)
+
     try:
-        found = KINDS[kind](cell, folder, late, device)
+        found = KINDS[kind](asked, folder, look, device)
     except Paused:
-        _note(folder, earlier["seconds"] + time.monotonic() - began, earlier["parts"] + 1)
+        _note(folder, seconds(), earlier["parts"] + 1)
         raise
-    seconds = earlier["seconds"] + time.monotonic() - began
+    except (LanesError, HookFailureError, torch.OutOfMemoryError) as error:
+        if asked.settings.get("engine") != "lanes":
+            raise
+        why = getattr(error, "why", "") or first_sentence(error)
+        raise UndriftError(
+            f'on a GPU a cell must train in lanes, unless {cell.paper}.toml has engine = "plain" for it. Lanes cannot '
+            f"train this one: {why}"
+        ) from error
     return {
         "settings": cell.settings, "options": cell.options, "seed": cell.seed, "quick": cell.quick,
-        **found, "seconds": round(seconds, 2), "parts": earlier["parts"] + 1,
-        "share": min(1.0, cell.share * beside) / beside if _device(device).type == "cuda" else 1.0, "beside": beside,
+        **found, "seconds": round(seconds(), 2), "parts": earlier["parts"] + 1,
+        "share": min(1.0, cell.share * beside) / beside if _on_gpu(device) else 1.0, "beside": beside,
         "hardware": hardware(device), "versions": identity.versions(_device(device)), "source": code,
     }  # fmt: skip
 
@@ -80,10 +105,23 @@ def _note(folder: Path, seconds: float, count: int) -> None:
     write_text(folder / "part.json", json.dumps({"seconds": seconds, "parts": count}))
 
 
+def saved(folder: Path) -> set[int]:
+    """Return the rounds of the cell's checkpoints, from which it can continue."""
+    return set(rounds_in(folder / "run" / CHECKPOINT))
+
+
 def share_done(folder: Path, cell: Cell) -> float:
-    """Return the share of the cell's rounds that earlier parts have done."""
-    rows = history(folder / "run") if (folder / "run" / "metrics.jsonl").exists() else []
-    return len(rows) / int(cell.settings["rounds"])
+    """Return the share of the cell's rounds that earlier parts have done, up to the last checkpoint."""
+    return max(saved(folder), default=0) / int(cell.settings["rounds"])
+
+
+def under_way(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Return how many rounds a running cell has trained, and what its run chose; nothing before it has started."""
+    try:
+        rounds = read_bytes(folder / "run" / "metrics.jsonl").count(b"\n")
+        return rounds, parse_json(read_bytes(folder / "run" / RUN))["body"]["choices"]
+    except (OSError, ValueError, LookupError, TypeError):  # or while it is replaced
+        return 0, {}
 
 
 def forget(folder: Path) -> None:
@@ -93,6 +131,16 @@ def forget(folder: Path) -> None:
 
 def _device(asked: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)
+
+
+def _on_gpu(device: str) -> bool:
+    return _device(device).type == "cuda"
+
+
+def in_lanes(cell: Cell) -> Cell:
+    """Return the cell for a GPU: with an error where `engine="auto"` would train on the plain engine, which is slow."""
+    engine = cell.settings.get("engine", "auto")
+    return replace(cell, settings={**cell.settings, "engine": "lanes" if engine == "auto" else engine})
 
 
 def hardware(device: str = "auto") -> str:
@@ -195,7 +243,7 @@ def _train(
     method: Method = as_method(given.pop("method"))
     local: Local = given["local"]
     most = math.inf if samples is None else samples / (local.batch_size or 1)
-    if _device(device).type == "cuda":
+    if _on_gpu(device):
         given.setdefault("precision", "tf32")  # torch's default for convolutions on such a GPU
 
     def look(row: dict[str, Any]) -> None:
@@ -209,7 +257,7 @@ def _train(
     result, stopped, choices = None, None, {}
     try:
         result = train(
-            **given, method=method, device=device, out=out, resume=resume, checkpoint_every="120s", on_round=look
+            **given, method=method, device=device, out=out, resume=resume, checkpoint_every=f"{SAVED}s", on_round=look
         )  # fmt: skip
         stopped, choices = result.stopped, result.choices
     except Enough:
@@ -222,6 +270,7 @@ def _train(
     return {
         "curve": curve(rows, int(given.get("evaluate_every", 1)), keep, points), "rounds": len(rows),
         "samples": sum(row["samples"] for row in rows), "stopped": stopped,
+        "processed": round(rows[-1]["total_steps"] * (local.batch_size or 1)) if rows else 0,
         "precision": given.get("precision", "auto"),
         "choices": {key: value for key, value in choices.items() if isinstance(value, str | int | bool)},
         "data": {"digest": digest, "clients": len(data), "samples": int(data.offsets[-1])},

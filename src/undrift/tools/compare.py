@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from undrift import files
+from undrift.columns import COLUMNS, Directions, direction, lower_is_better
 from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
-from undrift.losses import Directions, direction, lower_is_better
 from undrift.method.parse import parse_method
 from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
@@ -239,12 +239,10 @@ def _check_row(row: Any, t: int) -> None:
             raise ValueError(f"line {t + 1} has no {key}")
         if abs(row[key]) >= 2**63:
             raise ValueError(f"in line {t + 1}, {key} is too large a number")
-    kinds = {"clients": list, "skipped": list, "left_out": list, "local_steps": dict, "class_accuracy": list}
-    for key, kind in kinds.items():
-        if not isinstance(row.get(key, kind()), kind):
+    for key, column in COLUMNS.items():
+        if column.kind in (list, dict) and not isinstance(row.get(key, column.kind()), column.kind):
             raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
-    for key in ("clients", "skipped", "left_out"):
-        if not all(isinstance(client, int | str) for client in row.get(key, ())):
+        if column.kind is list and column.by_client and not all(isinstance(c, int | str) for c in row.get(key, ())):
             raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
     for key, value in row.items():
         for x in value.values() if isinstance(value, dict) else (value,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from undrift.losses import reserved
+from undrift.columns import reserved
 from undrift.metrics import METRICS
 from undrift.training.rows import number
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 from undrift import models
+from undrift.columns import direction, directions
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, first_line, listed, quoted
 from undrift.expressions import parse_number
 from undrift.files import read_text
-from undrift.losses import direction, directions
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.parse import parse_local, parse_method

@@ -8,6 +8,7 @@ meet in the same way to evaluate their models.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -24,6 +25,8 @@ from undrift.engine.fallback import Fallback
 from undrift.engine.stacked import StackedEngine, data_of
 from undrift.errors import listed
 from undrift.method.local import Spread
+from undrift.method.part import Method
+from undrift.schedule import nested
 from undrift.training.checkpoint import LAST, companions_in
 from undrift.training.identity import ATTRIBUTES, deeply, identity
 from undrift.training.meeting import Group, Interrupted
@@ -221,22 +224,18 @@ def signature(run: Run, given: Settings) -> str:
     if run.choices["engine"] != "lanes" or given.lanes is not None:
         return ""
     program = run.engine.program
-    numbers = run.composed.numbers(0)
-    method = run.composed.bind(tree_map(lambda number: 0.0, numbers))
     known = {name: value for name, value in identity(run, given).items() if name not in OWN | run.data.digests.keys()}
     return deeply(
         {
             **known,
             "model itself": given.model,
             "functions": [run.loss, run.data.take, run.data.augment, run.conditions],
-            "method": method,
-            "weighting": run.composed.weighting,
+            "method": structure(run.composed),
             "hooks": program.using,
             "rates": program.reads_rates,
-            "numbers": [sorted(own) for own in numbers],
             "program": [type(program).__name__, program.weight_decay, program.decay, program.personal],
             "norms": [getattr(program, name, 0) for name in ("norms", "cohort", "layers")],
-            "batches": [run.local.widest(run.data.size_counts[0]), run.composed.batches],
+            "batches": run.local.widest(run.data.size_counts[0]),
             "store": of_parts(run.data.store),
             "classes": [run.data.classes, run.model.outputs],
             "tracked": sorted(run.model.tracked),
@@ -246,6 +245,21 @@ def signature(run: Run, given: Settings) -> str:
             "threads": run.choices["threads"],
         }
     )
+
+
+def structure(method: Method) -> list[Any]:
+    """Return what methods must have in common to be one program: all but the values of their numbers."""
+    numbers = method.numbers(0)
+    bound = method.bind(tree_map(lambda number: 0.0, numbers))
+    names, more = [sorted(own) for own in numbers], [constants(part) for part in method.parts]
+    return [bound, names, more, method.weighting, method.batches]
+
+
+def constants(owner: Any) -> list[Any]:
+    """Return what a part has beside its fields, such as which of its numbers are 0, and what the objects in it have."""
+    known = {field.name for field in dataclasses.fields(owner)}
+    own = {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in known}
+    return [own, *(constants(inner) for _, inner in nested(owner))]
 
 
 def engine_of(runs: list[Run]) -> StackedEngine | None:

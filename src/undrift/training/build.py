@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from undrift import models
+from undrift.columns import directions
 from undrift.data.dataset import FederatedDataset, Rows
 from undrift.data.samples import sample_shape
 from undrift.engine.base import Engine
@@ -30,7 +31,7 @@ from undrift.functional.copying import Factory, has_hooks, unwrapped, without_fa
 from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
 from undrift.loss_modules import of_batches
-from undrift.losses import OURS, Loss, directions, for_labels, get_loss, model_loss, name_of
+from undrift.losses import OURS, Loss, for_labels, get_loss, model_loss, name_of
 from undrift.method.calls import call, ours
 from undrift.method.groups import group_factors
 from undrift.method.local import Local

@@ -48,6 +48,8 @@ from undrift.tree import Tree, tree_to
 
 log = logging.getLogger("undrift")
 
+CHECKPOINT = "checkpoint"
+"""The folder of checkpoints in a run's folder."""
 LAST = 2
 """The number of checkpoints to keep, each in its own series."""
 PIECES = 16
@@ -79,7 +81,7 @@ class Checkpoints:
     """The checkpoints of one run; without a folder there are none."""
 
     def __init__(self, folder: Path | None, run: Run, every: int | str | None) -> None:
-        self.folder = folder / "checkpoint" if folder else None
+        self.folder = folder / CHECKPOINT if folder else None
         self.run = run
         self.rounds, self.seconds = parse_interval(every)
         self.saved_round, self.saved_at = 0, time.monotonic()
@@ -214,13 +216,10 @@ class Checkpoints:
         """Remove our files that neither of the last two checkpoints needs."""
         assert self.folder
         needed = set(self.run.files.files) if self.run.files else set()
-        last = _listed(self.folder)[:LAST]
+        last = rounds_in(self.folder)[:LAST]
         for number in last:
-            try:
-                whole = unseal(self.folder / f"round-{number}.json")
-                needed |= {f"round-{number}.json", *whole["files"], *whole.get("kept", ())}
-            except DamagedError:
-                continue
+            with contextlib.suppress(DamagedError):
+                needed |= set(files_of(self.folder, number))
         ours = [file for file in self.folder.iterdir() if OURS.fullmatch(file.name) and regular(file)]
         for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # files that name others are removed first
             if file.name not in needed:
@@ -245,7 +244,7 @@ class Checkpoints:
         return max(self._found(), default=0)
 
     def _found(self) -> list[int]:
-        return _listed(self.folder) if self.folder and self.folder.is_dir() else []
+        return rounds_in(self.folder) if self.folder else []
 
     def restore(self, last: int | None = None) -> State | None:
         """Return the state of the newest complete checkpoint, or None if there is no checkpoint at all.
@@ -353,16 +352,24 @@ def companions_in(folder: Path) -> dict[int, list[Path] | None]:
     A checkpoint that is damaged is not among them; None stands for one that does not say.
     """
     found: dict[int, list[Path] | None] = {}
-    place = folder / "checkpoint"
-    for number in _listed(place) if place.is_dir() else ():
+    place = folder / CHECKPOINT
+    for number in rounds_in(place):
         with contextlib.suppress(Exception):  # damage may raise anything
             others = verified(place, number).get("beside")
             found[number] = None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
     return found
 
 
-def _listed(folder: Path) -> list[int]:
-    """Return the rounds that have a checkpoint, newest first."""
+def files_of(folder: Path, number: int) -> list[str]:
+    """Return the names of a checkpoint's files. Raises `DamagedError` if it cannot be read."""
+    whole = unseal(folder / f"round-{number}.json")
+    return [f"round-{number}.json", *whole["files"], *whole.get("kept", ())]
+
+
+def rounds_in(folder: Path) -> list[int]:
+    """Return the rounds that have a checkpoint in a folder, newest first."""
+    if not folder.is_dir():
+        return []
     found = [(OURS.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
     return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
 

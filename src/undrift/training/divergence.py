@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from undrift.columns import Directions, directions, lower_is_better
 from undrift.errors import quoted
-from undrift.losses import Directions, accuracy, directions, lower_is_better
+from undrift.losses import accuracy
 from undrift.training.nonfinite import LOSSES, log
 from undrift.training.rows import number
 from undrift.training.run import Run

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from undrift.columns import COLUMNS, DRIFT
 from undrift.engine.client import Program, Sent
 from undrift.errors import UndriftError, quoted
 from undrift.tree import Tree, to_device
@@ -44,19 +45,15 @@ LEAST = 1e-30
 LOSS = "the loss of this step"
 """A buffer's name that no model has: the loss leaves the gradient's computation among the buffers."""
 
-
-COLUMNS = (
-    "train_loss_first", "train_loss", "update_norm", "update_norm_max", "mean_update_norm", "server_step", "cosine",
-    "cosine_min", "agreement", "layer_agreement",
-)  # fmt: skip
-"""The columns of the history, beside those of clients."""
+FIGURES = [name for name, column in COLUMNS.items() if column.page == DRIFT]
+"""The columns of the history."""
 
 
 def check(drift: Any, metrics: Iterable[str]) -> None:
     """Refuse what `drift` may not be, and metrics that have the names of its columns."""
     if not isinstance(drift, bool) and drift != LAYERS:
         raise UndriftError(f'drift must be True, False or "{LAYERS}", not {quoted(drift)}.')
-    if drift and (taken := sorted(set(COLUMNS) & set(metrics))):
+    if drift and (taken := sorted(set(FIGURES) & set(metrics))):
         raise UndriftError(f"The metric {taken[0]!r} has the name of a column that drift={drift!r} adds; rename it.")
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from undrift.columns import COLUMNS, Directions, directions, lower_is_better, reserved
 from undrift.errors import UndriftError, listed, quoted, require, whole
 from undrift.expressions import parse
-from undrift.losses import COLUMNS, Directions, directions, lower_is_better, reserved
 from undrift.metrics import METRICS
 from undrift.training.run import Run
 from undrift.training.settings import Settings
@@ -132,7 +132,7 @@ def check_possible(rule: Rule | None, run: Run) -> None:
     if run.data.client_test is not None:
         endings = [f"{name}{figure}" for name in names for figure in FIGURES]
         known += [f"{prefix}_{name}" for prefix in ("client", "tuned") for name in endings]
-    if rule.column not in known and rule.column not in COLUMNS - {"loss"}:
+    if rule.column not in known and rule.column not in {name for name in COLUMNS if reserved(name)} - {"loss"}:
         raise no_column(rule, known)
 
 

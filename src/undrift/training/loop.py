@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undrift.columns import directions
 from undrift.data.dataset import FederatedDataset
 from undrift.data.partition_summary import partition_summary
 from undrift.engine.ranks import Ranks, launched
 from undrift.errors import machine_trouble
-from undrift.losses import directions
 from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.columns import directions, lower_is_better
 from undrift.data.dataset import Rows
 from undrift.engine.base import RoundInputs
 from undrift.engine.ranks import ALONE
 from undrift.errors import require, whole
 from undrift.functional.model import Model, Params
-from undrift.losses import directions, lower_is_better
 from undrift.method.part import Method
 from undrift.metrics import summed
 from undrift.metrics.base import Tally, streams, valued_by_client

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
+from undrift.columns import reserved
 from undrift.errors import require
-from undrift.losses import reserved
 from undrift.training import drift, nonfinite
 from undrift.training.evaluate import Columns
 from undrift.training.rounds import Round

@@ -49,8 +49,8 @@ KINDS: dict[str, Any] = {
 """The formats of a figure, without the time in them."""
 
 
-LABELS = {"lr": "learning rate", "local_steps": "local steps per client", "diagnostic": "diagnostic $S$"}
-"""What columns of the history are called on an axis, if not by their names."""
+LABELS = {"diagnostic": "diagnostic $S$"}
+"""What columns of parts are called on an axis, if not by their names; the payload has the labels of all others."""
 
 
 def draw(payload: Payload, folder: Path, width: float = SINGLE) -> list[str]:
@@ -124,7 +124,7 @@ def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
             if source == "test" and metric != "loss" and max(counts) > 1:
                 found[f"{name}_over_bytes"] = partial(found[name], axis="bytes")
     for key in {key: None for group in payload["groups"] for key in group["schedules"]}:
-        label = LABELS.get(key) or escaped(key.replace("_", " "))
+        label = LABELS.get(key) or payload["labels"].get(key) or escaped(key.replace("_", " "))
         found[key] = partial(curves, payload=payload, where="schedules", grid="every", key=key, label=label)
     if any("classes" in run for run in payload["runs"]):
         found["class_accuracy"] = lambda axes: by_class(axes, payload)

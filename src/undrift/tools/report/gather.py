@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from undrift import __version__
+from undrift.columns import COLUMNS
 from undrift.errors import UndriftError
 from undrift.files import parse_json, read_text
 from undrift.tools.compare import Run, damage, groups, read_runs
@@ -29,13 +30,15 @@ from undrift.training.track import BY_CLIENT
 
 Row = dict[str, Any]
 
-COLUMNS = 100
+PLACES = 100
 """The most columns of a heat map by round."""
 CLIENTS = 200
 LINES = 60
 """The most lines in one chart, for example one per layer: more could not be told apart."""
 MAPS = {"layer_agreement": 200}
 """Columns by layer that are drawn as a map, with the most layers of each."""
+LABELS = {name: column.label for name, column in COLUMNS.items() if column.label}
+"""What charts call columns of the history, if not by their names."""
 SHOWN_OTHERWISE = {*BY_CLIENT, "local_steps", "class_accuracy"}
 
 
@@ -77,6 +80,7 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
         "title": summary.title(runs, grouped),
         "subtitle": summary.subtitle(runs),
         "metrics": metrics,
+        "labels": LABELS,
         "drift": any(run.settings.get("drift") for run in runs),
         "groups": [],
         "runs": [],
@@ -130,7 +134,7 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
     found["layers"], found["axes"] = layers(run)
     by_class = [row for row in run.rows if "class_accuracy" in row]
     if by_class:
-        shown = [by_class[i] for i in even(len(by_class), COLUMNS)]
+        shown = [by_class[i] for i in even(len(by_class), PLACES)]
         found["classes"] = {
             "axes": axes(run, shown),
             "accuracy": [rounded(row["class_accuracy"], 3) for row in shown],

@@ -25,7 +25,7 @@ const SCALES = {
 };
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const NAMES = {
-  lr: "learning rate", local_steps: "local steps per client", diagnostic: "diagnostic S", decays: "decays so far, d",
+  ...payload.labels, diagnostic: "diagnostic S", decays: "decays so far, d",
   rates: "learning rate of the first local steps", ratio: "ratio μ by layer", temperature: "temperature T by layer",
 };
 

@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from undrift.columns import COLUMNS
 from undrift.errors import UndriftError, quoted, unknown
 from undrift.files import untouched
 
 log = logging.getLogger("undrift")
 
 KNOWN = ("mlflow", "tensorboard", "wandb")
-BY_CLIENT = ("clients", "by_client", "skipped", "dropped", "stragglers", "left_out", "client_norms", "client_cosines")
+BY_CLIENT = {name for name, column in COLUMNS.items() if column.by_client}
 """Columns with one entry per client, which are in `metrics.jsonl` but too many to draw."""
 
 Scalars = dict[str, float]
