@@ -13,7 +13,7 @@ import undrift as ud
 from tests.flower_problem import register
 from tests.problems import make_clients
 from undrift import losses, metrics, models
-from undrift.data import notices, partition_names, sources
+from undrift.data import partition, sources, warn_once
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 torch.set_num_threads(1)  # tests run two at a time on two cores
@@ -44,13 +44,13 @@ def no_waiting_for_the_disk():
 @pytest.fixture(autouse=True)
 def warnings_again() -> None:
     """Every test gets the warnings about its data, which a process gives once."""
-    notices.given.clear()
+    warn_once.warned.clear()
 
 
 @pytest.fixture(autouse=True)
 def registries_as_before():
     """What a test registers, as the examples of docstrings do, is gone after it."""
-    registries = [losses.LOSSES, metrics.METRICS, models.MODELS, sources.FUNCTIONS, partition_names.OWN]
+    registries = [losses.LOSSES, metrics.METRICS, models.MODELS, sources.FUNCTIONS, partition.REGISTERED]
     before = [dict(registry) for registry in registries]
     yield
     for registry, known in zip(registries, before, strict=True):

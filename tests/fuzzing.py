@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.data.augment import parse_augmentation
-from undrift.data.partition_names import parse_partition
+from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError
 from undrift.expressions import parse_number
 from undrift.method.parse import parse_method

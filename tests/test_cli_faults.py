@@ -24,7 +24,7 @@ from benchmarks.report_page import make_run
 from tests.experiments import GOOD, changed, toml
 from tests.problems import make_clients
 from undrift.data.augment import parse_augmentation
-from undrift.data.partition_names import parse_partition
+from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, machine_trouble, quoted
 from undrift.expressions import parse_number
 from undrift.method.parse import parse_method

@@ -31,9 +31,9 @@ from safetensors.torch import load_file, save_file
 
 import undrift as ud
 from tests import hub
-from undrift.data import notices, tables
+from undrift.data import tables, warn_once
+from undrift.data.audio import spectrogram
 from undrift.data.images import picture
-from undrift.data.sound import spectrogram
 
 X, Y = np.arange(24.0, dtype=np.float32).reshape(12, 2), np.arange(12) % 3
 
@@ -178,7 +178,7 @@ def test_whole_numbers_written_as_floats_are_classes_and_that_is_said(tmp_path, 
         data = ud.load(tmp_path / f"t.{ending}", everything, 1)
         assert data.classes == 3 and data[0][1].tolist() == [0, 1, 2, 1] and data.task.loss is None
         assert "the whole numbers from 0 to 2, written as floats, and are treated as classes" in said(caplog)
-        notices.given.clear()  # as in another process
+        warn_once.warned.clear()  # as in another process
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 import undrift as ud
-from undrift.data import show
-from undrift.data.heterogeneity import class_counts, heterogeneity, label_distance
+from undrift.data import partition_summary
+from undrift.data.partition_summary import class_counts, heterogeneity, label_distance
 from undrift.tools.cli import app, main
 
 
@@ -43,7 +43,7 @@ def test_a_sample_with_several_labels_counts_for_each():
 
 @pytest.mark.parametrize("clients", [5, 70])
 def test_the_picture_is_drawn(tmp_path, clients):
-    show.picture(ud.load("digits", ud.Dirichlet(0.1), clients), "digits", tmp_path / "a.svg")
+    partition_summary.draw(ud.load("digits", ud.Dirichlet(0.1), clients), "digits", tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert "</svg>" in text and text.count("<path") > 10
 

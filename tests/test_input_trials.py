@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import undrift as ud
-from undrift.data import notices
+from undrift.data import warn_once
 
 LOCAL = ud.Local(steps=2, batch_size=8, lr=0.01)
 RNG = np.random.default_rng(0)
@@ -99,7 +99,7 @@ def test_identifiers_that_are_whole_stay_exact(caplog):
 
 def test_columns_of_a_table_that_are_rounded(caplog, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(notices, "given", set())
+    monkeypatch.setattr(warn_once, "warned", set())
     table = pd.DataFrame({"when": 1.7e9 + 60 * RNG.random(60), "one": 1.0, "other": OTHER, "label": LABELS})
     table.assign(when=table["when"] - 1.7e9).to_csv("fine.csv", index=False)
     table.to_csv("times.csv", index=False)
@@ -117,7 +117,7 @@ def test_the_warning_of_a_table_comes_from_the_cache_too(caplog, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     pd.DataFrame({"number": 2**24 + np.arange(60), "label": LABELS}).to_csv("numbers.csv", index=False)
     for _ in range(2):
-        monkeypatch.setattr(notices, "given", set())
+        monkeypatch.setattr(warn_once, "warned", set())
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             ud.load("numbers.csv", ud.IID(), 3)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import undrift as ud
 from tests.handloop import hand_loop
 from tests.problems import distance, net
-from undrift.data.heterogeneity import heterogeneity
-from undrift.data.holdings import holdings
+from undrift.data.partition_summary import heterogeneity, partition_summary
 from undrift.losses import accuracy, cross_entropy
 
 SIZES = [7, 1, 4, 10]
@@ -61,7 +60,7 @@ def test_counts_leave_them_out(missing):
     for i, counts in enumerate(data.label_counts()):
         assert counts.tolist() == [int((data[i][1] == c).sum()) for c in range(4)]
     assert data.classes == data.outputs == 4
-    assert heterogeneity(data)["classes"] == 4 and len(holdings(data)["counts"]) == len(SIZES)
+    assert heterogeneity(data)["classes"] == 4 and len(partition_summary(data)["counts"]) == len(SIZES)
 
 
 def test_own_losses_may_use_any_label_below_0():

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from tests.experiments import deadline
-from undrift.data.holdings import holdings
-from undrift.data.images import resized
-from undrift.data.pickles import arrays
+from undrift.data.images import resize_image
+from undrift.data.partition_summary import partition_summary
+from undrift.data.safe_pickle import load_arrays
 from undrift.tools.cli import app
 from undrift.tools.config import checked
 from undrift.tools.experiment import arguments
@@ -63,7 +63,9 @@ def test_clients_by_name_with_test_sets_of_their_own(tmp_path):
     assert row["accuracy"] == pytest.approx((7 * right["north"] + 5 * right["south"]) / 12)  # of all tests together
     assert json.loads((tmp_path / "run/partition.json").read_text())["names"] == ["north", "south", "east"]
     listed = ud.FederatedDataset.from_clients(list(train.values()), test=[tests["north"], tests["south"], None])
-    assert listed.digests == data.digests and listed.client_names is None and holdings(data)["names"][2] == "east"
+    assert (
+        listed.digests == data.digests and listed.client_names is None and partition_summary(data)["names"][2] == "east"
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_pictures_of_several_sizes(tmp_path):
         with pytest.raises(refused, match="resize must be a size"):
             ud.load("pics", ud.IID(), 2, resize=wrong)
     flat = np.full((3, 10, 20), 7, np.uint8)
-    assert (resized(flat, (5, 4)) == 7).all() and resized(flat, (10, 20)) is flat
+    assert (resize_image(flat, (5, 4)) == 7).all() and resize_image(flat, (10, 20)) is flat
 
 
 # ---- LEAF and PFLlib --------------------------------------------------------------------------------------------
@@ -351,10 +353,10 @@ def test_pfllib():
         six = np.arange(6, dtype=kind).reshape(2, 3)
         for x in (six, np.asfortranarray(six), six[:0]):
             np.savez("one.npz", data={"x": x.astype(np.dtype(kind).newbyteorder(">")), "y": x[:, 0]})
-            found = arrays("one.npz")
+            found = load_arrays("one.npz")
             assert np.array_equal(found["x"], x) and found["x"].dtype == x.dtype and found["x"].shape == x.shape
     np.savez("plain.npz", x=np.ones((2, 3)), y=np.zeros(2))  # as the message recommends
-    assert arrays("plain.npz")["x"].sum() == 6
+    assert load_arrays("plain.npz")["x"].sum() == 6
 
 
 class Evil:
@@ -401,7 +403,7 @@ def test_forged_arrays_are_refused():
     eight = b"C\x08" + bytes(8)
     good = array(b"f8", b"(I1\nt", eight)
     forged(outer(b"(dS'x'\n" + good + b"sS'y'\n" + good + b"s"))
-    assert arrays("pfl/train/0.npz")["x"].tolist() == [0.0]
+    assert load_arrays("pfl/train/0.npz")["x"].tolist() == [0.0]
     bad = [array(b"f8", b"(I9\nt", eight), array(b"O8", b"(I1\nt", eight), array(b"V8", b"(I1\nt", eight),
            array(b"f8", b"(I-1\nt", eight), array(b"f8", b"I1\n", eight), array(b"f8", b"(I1\nt", b"(lI1\na"),
            b"I5\n", b"(lI5\na", start, b"cnumpy\ndtype\n", b"cnumpy\ndtype\n(S'f8'\ntR"]  # fmt: skip
@@ -482,7 +484,7 @@ def test_a_small_file_does_not_fill_the_memory(kind):
 
 
 def test_large_arrays_that_are_hardly_compressed_are_read(monkeypatch):
-    monkeypatch.setattr("undrift.data.pickles.MOST_BYTES", 100)
+    monkeypatch.setattr("undrift.data.safe_pickle.MOST_BYTES", 100)
     x = RNG.normal(size=(50, 4)).astype("float32")
     pfl(0, x, np.arange(50) % 2)
     np.savez_compressed("pfl/train/1.npz", x=x, y=np.arange(50) % 2)
@@ -558,5 +560,5 @@ def test_the_least_size_of_a_dirichlet_partition(caplog):
     assert not caplog.messages
     ud.load("digits", ud.IID(), clients=5000)
     assert caplog.messages == [
-        "3,562 of 5,000 clients have no samples, for there are 1,438 to train on; ask for fewer clients"
+        "3,562 of 5,000 clients have no samples, as there are only 1,438 to train on; ask for fewer clients"
     ]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import undrift as ud
-from undrift.data.fractions import stratified, stratified_by_group, tails
+from undrift.data.splits import stratified_mask, stratified_mask_by_group, tail_masks
 
 PARTITIONS = [
     ud.IID(),
@@ -85,7 +85,7 @@ def test_capped_dirichlet_is_niid_benchs():
 
 
 def eval_repr(partition) -> bool:
-    from undrift.data.partition_names import parse_partition
+    from undrift.data.partition import parse_partition
 
     return parse_partition(repr(partition)) == partition
 
@@ -179,35 +179,35 @@ def test_by_key_takes_the_largest_of_the_datas_own_clients():
 
 def test_a_stratified_fraction_takes_every_class_alike():
     labels = np.repeat(np.arange(4), [100, 50, 30, 20])
-    mask = stratified(labels, 0.1, np.random.default_rng(0))
+    mask = stratified_mask(labels, 0.1, np.random.default_rng(0))
     assert np.bincount(labels[mask]).tolist() == [10, 5, 3, 2]
 
 
 def test_a_fraction_of_each_group_is_class_balanced_also_over_small_groups():
     rng = np.random.default_rng(0)
     groups, labels = np.repeat(np.arange(2000), 5), rng.integers(0, 10, 10_000)
-    taken = stratified_by_group(labels, groups, 0.2, rng)
+    taken = stratified_mask_by_group(labels, groups, 0.2, rng)
     assert np.bincount(groups[taken], minlength=2000).tolist() == [1] * 2000
     share = np.bincount(labels[taken], minlength=10) / np.bincount(labels)
     assert (np.abs(share - 0.2) < 0.03).all(), share
-    big = stratified_by_group(np.arange(1000) % 4, np.arange(1000) // 500, 0.1, rng)
+    big = stratified_mask_by_group(np.arange(1000) % 4, np.arange(1000) // 500, 0.1, rng)
     assert all(abs(n - 12.5) <= 1.5 for n in np.bincount(np.arange(1000)[big] // 500 * 4 + np.arange(1000)[big] % 4))
 
 
 def test_nobodys_last_row_is_taken():
     groups = np.repeat(np.arange(300), np.arange(300) % 3 + 1)
     for fraction in (0.1, 0.5, 0.95):
-        taken = stratified_by_group(np.zeros(len(groups), int), groups, fraction, np.random.default_rng(1))
+        taken = stratified_mask_by_group(np.zeros(len(groups), int), groups, fraction, np.random.default_rng(1))
         assert (np.bincount(groups[~taken], minlength=300) >= 1).all()
 
 
 def test_tails_leave_a_gap():
     spans = np.repeat([3, 5, 9], [100, 20, 50])
-    held, left = tails(spans, 0.2, 10)
+    held, left = tail_masks(spans, 0.2, 10)
     assert [int(held[spans == s].sum()) for s in (3, 5, 9)] == [20, 4, 10]
     assert [int(left[spans == s].sum()) for s in (3, 5, 9)] == [70, 6, 30]
     assert np.flatnonzero(held)[:20].tolist() == list(range(80, 100)) and not (held & left).any()
-    held, left = tails(spans, 0.2, 30)  # too short a span gives nothing and keeps all
+    held, left = tail_masks(spans, 0.2, 30)  # too short a span gives nothing and keeps all
     assert not held[spans == 5].any() and left[spans == 5].all()
 
 

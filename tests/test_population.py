@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import undrift as ud
-from undrift.data import dealing, holdings, partition, pieces
-from undrift.data.names import Numbered, names_of
-from undrift.data.shares import by_class, in_order, lexsort, numbered
+from undrift.data import array_ops, partition, partition_summary
+from undrift.data.array_ops import lexsort, stable_argsort, unique_inverse
+from undrift.data.source import ClientNumbers, client_names
 from undrift.engine.client_states import ClientStates
 from undrift.method import local
 from undrift.method.local import Local
@@ -29,14 +29,14 @@ def owned(sizes: list[int], labels: np.ndarray | None = None) -> ud.FederatedDat
 @pytest.mark.parametrize(("clients", "classes", "each"), [(1, 4, 4), (9, 10, 2), (50, 7, 3), (33, 12, 8), (200, 5, 1)])
 @pytest.mark.parametrize("block", [1, 64, 1 << 22])
 def test_classes_are_dealt_out_as_by_a_loop(monkeypatch, clients, classes, each, block):
-    monkeypatch.setattr(dealing, "BLOCK", block)
+    monkeypatch.setattr(partition, "BLOCK", block)
     rng, ours = generator(), generator()
     held: list[list[int]] = [[] for _ in range(classes)]
     for client in range(clients):
         load = np.array([len(h) for h in held]) + rng.random(classes)
         for c in np.argsort(load)[:each]:
             held[c].append(client)
-    dealt = dealing.holders(dealing.fewest_first(clients, classes, each, ours), classes)
+    dealt = partition.clients_by_class(partition.least_held_classes(clients, classes, each, ours), classes)
     assert [h.tolist() for h in dealt] == held and rng.random() == ours.random()
 
     held = [[] for _ in range(classes)]
@@ -44,14 +44,14 @@ def test_classes_are_dealt_out_as_by_a_loop(monkeypatch, clients, classes, each,
         others = rng.permutation(np.delete(np.arange(classes), client % classes))[: each - 1]
         for c in (client % classes, *others):
             held[c].append(client)
-    dealt = dealing.holders(dealing.own_and_others(clients, classes, each, ours), classes)
+    dealt = partition.clients_by_class(partition.own_class_and_others(clients, classes, each, ours), classes)
     assert [h.tolist() for h in dealt] == held and rng.random() == ours.random()
 
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 22])
 @pytest.mark.parametrize(("gamma", "low", "high"), [(1e-3, 0.9, 1.0), (1.0, 0.6, 0.9), (1e6, 0.4, 0.7)])
 def test_blocks_of_clients_get_their_samples(monkeypatch, block, gamma, low, high):
-    monkeypatch.setattr(dealing, "BLOCK", block)
+    monkeypatch.setattr(partition, "BLOCK", block)
     monkeypatch.setattr(partition, "ONE_BY_ONE", 10)
     labels = generator().choice(5, 1003, p=[0.5, 0.2, 0.2, 0.09, 0.01])
     owner = ud.DirichletPrior(gamma)(labels, 100, generator(), None)
@@ -63,7 +63,7 @@ def test_blocks_of_clients_get_their_samples(monkeypatch, block, gamma, low, hig
 
 def test_blocks_have_the_mix_of_one_by_one(monkeypatch):
     labels = np.repeat(np.arange(4), 3000)
-    monkeypatch.setattr(dealing, "BLOCK", 400)
+    monkeypatch.setattr(partition, "BLOCK", 400)
 
     def spread(one_by_one: int) -> float:
         monkeypatch.setattr(partition, "ONE_BY_ONE", one_by_one)
@@ -75,7 +75,7 @@ def test_blocks_have_the_mix_of_one_by_one(monkeypatch):
 
 
 def test_facts_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE", 7)
+    monkeypatch.setattr(array_ops, "CHUNK", 7)
     rng = generator()
     for clients in (1, 6, 7, 8, 50, 300):
         sizes = np.where(rng.random(clients) < 0.3, 0, rng.integers(1, 9, clients))
@@ -86,26 +86,31 @@ def test_facts_piece_by_piece(monkeypatch):
         assert [array.tolist() for array in data.size_counts] == [
             a.tolist() for a in np.unique(some, return_counts=True)
         ]
-        assert pieces.median(*data.size_counts) == np.median(some)
+        assert array_ops.median_size(*data.size_counts) == np.median(some)
         places = np.arange(len(some))
         assert data.holders(places).tolist() == data.nonempty.tolist() == np.flatnonzero(sizes).tolist()
         assert data.sizes_of(data.nonempty).tolist() == some.tolist()
         labels = data.store["y"][data.index].numpy()
-        assert pieces.firsts(data.store["y"], data.index).tolist() == np.unique(labels, return_index=True)[1].tolist()
+        assert (
+            array_ops.first_occurrences(data.store["y"], data.index).tolist()
+            == np.unique(labels, return_index=True)[1].tolist()
+        )
         rest = labels[labels != -2]
-        assert pieces.extremes(data.store["y"], data.index, None) == (labels.min(), labels.max())
-        assert pieces.extremes(data.store["y"], data.index, -2) == ((rest.min(), rest.max()) if len(rest) else None)
+        assert array_ops.label_range(data.store["y"], data.index, None) == (labels.min(), labels.max())
+        assert array_ops.label_range(data.store["y"], data.index, -2) == (
+            (rest.min(), rest.max()) if len(rest) else None
+        )
         for work in (Local(epochs=3, batch_size=2, lr=1), Local(steps=list(range(1, clients + 1)), lr=1)):
             steps = work.step_counts(0, data.nonempty, some)
             assert work.spread(0, data) == (steps.mean(), steps.max())
 
 
 def test_listed_clients_are_at_ranks_by_size(monkeypatch):
-    monkeypatch.setattr(holdings, "MOST", 20)
+    monkeypatch.setattr(partition_summary, "MOST", 20)
     sizes = generator().integers(0, 6, 300)
     held = np.flatnonzero(sizes)
     ranks = np.linspace(0, len(held) - 1, 20).round().astype(np.int64)
-    found = holdings.holdings(owned(sizes.tolist()))
+    found = partition_summary.partition_summary(owned(sizes.tolist()))
     assert found["listed"] == held[np.argsort(-sizes[held], kind="stable")[ranks]].tolist()
     assert found["sizes"] == sizes[found["listed"]].tolist() and found["empty"] == 300 - len(held)
     assert (found["median"], found["samples"]) == (np.median(sizes[held]), sizes.sum())
@@ -115,7 +120,7 @@ def test_listed_clients_are_at_ranks_by_size(monkeypatch):
 def test_sorting_and_numbering(dtype):
     numbers = generator().integers(0, 90, 1000).astype(dtype)
     numbers.flags.writeable = False
-    assert in_order(numbers).tolist() == np.argsort(numbers, kind="stable").tolist()
+    assert stable_argsort(numbers).tolist() == np.argsort(numbers, kind="stable").tolist()
     chance = generator().random(1000)
     assert lexsort(chance, numbers).tolist() == np.lexsort((chance, numbers)).tolist()
     assert (
@@ -123,17 +128,22 @@ def test_sorting_and_numbering(dtype):
         == np.lexsort((chance.round(1), numbers % 3, numbers)).tolist()
     )
     for keys in (numbers, numbers.astype(np.int64) * 10**12, -numbers.astype(np.int64), numbers.astype(str)):
-        known, place = numbered(keys)
+        known, place = unique_inverse(keys)
         assert (known[place] == keys).all() and known.tolist() == np.unique(keys).tolist()
-    pools = [np.sort(pool).tolist() for pool in by_class(numbers, generator())]
+    pools = [np.sort(pool).tolist() for pool in partition.shuffled_by_class(numbers, generator())]
     assert pools == [np.flatnonzero(numbers == c).tolist() for c in np.unique(numbers)]
 
 
 def test_names_of_numbers():
-    names = names_of(np.array([3, 5, 70]), None)
-    assert isinstance(names, Numbered) and names == ["3", "5", "70"] and names[1:] == ["5", "70"] and names[-1] == "70"
+    names = client_names(np.array([3, 5, 70]), None)
+    assert (
+        isinstance(names, ClientNumbers)
+        and names == ["3", "5", "70"]
+        and names[1:] == ["5", "70"]
+        and names[-1] == "70"
+    )
     assert names != ["3", "5"] and list(names) == ["3", "5", "70"]
-    assert names_of(np.array([0, 2]), ["a", "b", "c"]) == ["a", "c"]
+    assert client_names(np.array([0, 2]), ["a", "b", "c"]) == ["a", "c"]
 
 
 @pytest.mark.parametrize("method", ["FedAvg()", "Scaffold()"])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from undrift import losses, metrics
-from undrift.data import partition_names
+from undrift.data import partition
 from undrift.method.parse import parse_method
 from undrift.tools import compare
 from undrift.tools.cli import app
@@ -114,7 +114,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "LOSSES", dict(losses.LOSSES))
     monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
     monkeypatch.setattr("undrift.training.record.METRICS", metrics.METRICS)
-    monkeypatch.setattr(partition_names, "OWN", {})
+    monkeypatch.setattr(partition, "REGISTERED", {})
     yield tmp_path
     sys.modules.pop("own_names", None)
 

@@ -21,7 +21,7 @@ from benchmarks.report_page import make_run
 from tests.experiments import reseal
 from tests.killing import undrift
 from tests.problems import make_clients
-from undrift.data.holdings import holdings
+from undrift.data.partition_summary import partition_summary
 from undrift.tools.cli import app
 from undrift.tools.report.downsample import downsample, even, rounded
 from undrift.tools.report.figures import draw
@@ -336,7 +336,7 @@ def test_who_holds_what_is_kept_in_short(runs):
     found = json.loads((runs / "decay" / "partition.json").read_text())
     assert np.array(found["counts"]).sum(1).tolist() == found["sizes"] and sum(found["sizes"]) == found["samples"]
     data = make_clients([1 + i % 50 for i in range(1000)])
-    found = holdings(data)
+    found = partition_summary(data)
     assert len(found["listed"]) == 200 and found["clients"] == 1000 and found["largest"] == 50
     assert found["sizes"][0] == 50 and found["sizes"][-1] == 1 and found["sizes"] == sorted(found["sizes"])[::-1]
     for client, counts in zip(found["listed"][:5], found["counts"], strict=False):

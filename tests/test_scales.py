@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import undrift as ud
-from undrift.data import cache, notices, scales
+from undrift.data import cache, normalize, warn_once
 from undrift.tools import sweep
 from undrift.tools.cli import app
 from undrift.tools.config import checked
@@ -86,13 +86,13 @@ def test_missing_values_are_treated_first(missing):
 def test_moments_in_batches_far_from_zero_are_those_of_numpy(monkeypatch):
     x = np.random.default_rng(0).normal(1e6, 1, (1000, 3))
     x[:, 1] = 0.1  # a constant whose mean is rounded
-    found = scales.Moments()
+    found = normalize.Moments()
     for begin in range(0, 1000, 7):
         found.add(x[begin : begin + 7])
     found.add(x[:0])
     assert np.allclose(found.scales().mean, x.mean(0), rtol=1e-12)
     assert np.allclose(found.scales().std, [x[:, 0].std(), 0, x[:, 2].std()], rtol=1e-7) and found.scales().std[1] == 0
-    monkeypatch.setattr(scales, "CHUNK", 20)
+    monkeypatch.setattr(normalize, "CHUNK", 20)
     pair = (x[:, :2].copy(), np.arange(1000) % 2)
     data = ud.load(pair, ud.IID(), 1, normalize=True)
     assert data.store["mean"].dtype == torch.float64 and np.allclose(data.store["std"], [x[:, 0].std(), 1])
@@ -103,9 +103,9 @@ def test_unscaled_columns_are_learned_only_when_normalized():
     options = {"client": "site", "test_fraction": 0.2}
     local = ud.Local(epochs=2, batch_size=16, lr=0.1)
     scores = {}
-    for normalize in (False, True):
-        data = ud.load(table, ud.ByKey(), normalize=normalize, **options)
-        scores[normalize] = ud.train("mlp", data, rounds=5, local=local).history[-1]["accuracy"]
+    for normalized in (False, True):
+        data = ud.load(table, ud.ByKey(), normalize=normalized, **options)
+        scores[normalized] = ud.train("mlp", data, rounds=5, local=local).history[-1]["accuracy"]
     assert scores[False] < 0.7 and scores[True] > 0.9
 
 
@@ -115,7 +115,7 @@ def test_the_identity_of_data_that_are_not_normalized_stays_as_it_was():
     plain, other = (ud.load("t.csv", ud.ByKey(), client="site", normalize=on) for on in (False, True))
     assert set(plain.store) == {"x", "y"} and plain.digests != other.digests
     assert torch.equal(plain.store["x"], other.store["x"])
-    assert len(list(cache.folder().iterdir())) == 1  # the same file, as the statistics are not in the values
+    assert len(list(cache.cache_folder().iterdir())) == 1  # the same file, as the statistics are not in the values
     again = ud.load(table, ud.ByKey(), client="site", normalize=True)
     assert again.digests == other.digests and again.origin is None and other.origin["normalize"] is True
 
@@ -130,7 +130,7 @@ def test_a_warning_names_the_extreme_columns_once(caplog):
     assert f"'income' has a standard deviation of {income:,.0f}, 'ratio' has a standard" in said[0]
     assert f"{ratio:.3g}" in said[0] and "fixed" not in said[0]
     caplog.clear()
-    notices.given.clear()
+    warn_once.warned.clear()
     ud.load(table, ud.ByKey(), client="site", normalize=True)
     ud.load(table, ud.ByKey(), client="site", drop=["income", "fixed"])  # a factor of 100 or less
     ud.load(table.assign(label=1), ud.ByKey(), client="site", columns=["fixed"])
@@ -201,7 +201,7 @@ def test_a_worker_of_a_sweep_gives_no_warnings_about_data(monkeypatch, caplog):
             "data": {"name": "t.csv", "partition": "ByKey()", "client": "site", "test_fraction": 0.2}}  # fmt: skip
     for parent in ("the sweep", None):  # a worker, and the process of the sweep itself
         caplog.clear()
-        notices.given.clear()
+        warn_once.warned.clear()
         monkeypatch.setattr(sweep, "parent_process", lambda parent=parent: parent)
         assert sweep._one(None, text, f"runs/{parent}", "a test", 1, lambda: None) is None
         warned = any("very different scales" in record.getMessage() for record in caplog.records)

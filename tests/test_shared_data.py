@@ -13,7 +13,7 @@ import pytest
 
 import undrift as ud
 from undrift.data import tables
-from undrift.data.heterogeneity import class_counts
+from undrift.data.partition_summary import class_counts
 
 FOLDER = Path(os.environ.get("UNDRIFT_DATA") or Path(__file__).parents[2] / "shared" / "data")
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"the real data sets are not at hand ({FOLDER})")
@@ -70,7 +70,7 @@ def test_shakespeare():
     data = load("shakespeare_roles", ud.ByKey(), None)
     assert len(data) == 1120  # of 1,338 roles those with a window in their first four fifths
     assert len(data.store["x"]) == 4_314_632 and data.classes == data.task.vocabulary == 72
-    (table,) = list(tables.hub("shakespeare_roles", None, FOLDER).batches("train", ["text"]))[:1]
+    (table,) = list(tables.hub_place("shakespeare_roles", None, FOLDER).batches("train", ["text"]))[:1]
     text = table["text"][0].as_py()
     x, y = data[0]
     letters = data.names

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import undrift as ud
 from tests import hub
 from undrift.data import cache, sources, tables
-from undrift.data.text import words
+from undrift.data.text import split_words
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +152,14 @@ def test_bags_of_words_and_tags():
     data = ud.load("stackoverflow_tags", lambda labels, *_: np.zeros(len(labels), int), 1, test_size=1)
     counts: dict[str, int] = {}
     for title, _ in hub.QUESTIONS:
-        for word in words(title):
+        for word in split_words(title):
             counts[word] = counts.get(word, 0) + 1
     vocabulary = sorted(counts, key=lambda w: (-counts[w], w))
     tags = ["python", "c#", "javascript", "c++", "sorting"]  # by count, then by the alphabet
     assert data.names == tags
     seen = [*zip(*(t.tolist() for t in data[0]), strict=True), *zip(*(t.tolist() for t in data.test), strict=True)]
     for title, own in hub.QUESTIONS:
-        bag = [words(title).count(word) / len(words(title)) for word in vocabulary]
+        bag = [split_words(title).count(word) / len(split_words(title)) for word in vocabulary]
         ones = [float(tag in own) for tag in tags]
         assert any(np.allclose(x, bag) and y == ones for x, y in seen), title
 
@@ -209,7 +209,7 @@ def test_the_cache_is_a_safetensors_file_and_mended_when_broken(tmp_path, monkey
     file.write_bytes(whole[: len(whole) // 2])
     assert len(ud.load("mnist", ud.ByKey())) == 7
     assert file.read_bytes() == whole
-    assert cache.folder() == tmp_path / "new"
+    assert cache.cache_folder() == tmp_path / "new"
 
 
 def test_data_that_change_are_decoded_again(tmp_path):

@@ -96,7 +96,7 @@ _PUBLIC = (
         "register_loss": "undrift.losses",
         "register_metric": "undrift.metrics",
         "register_model": "undrift.models",
-        "register_partition": "undrift.data.partition_names",
+        "register_partition": "undrift.data.partition",
         "UndriftError": "undrift.errors",
     }
 )
@@ -118,7 +118,7 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.data.partition import QuantitySkew as QuantitySkew
     from undrift.data.partition import Shards as Shards
     from undrift.data.partition import SortedShards as SortedShards
-    from undrift.data.partition_names import register_partition as register_partition
+    from undrift.data.partition import register_partition as register_partition
     from undrift.data.sources import register_data as register_data
     from undrift.errors import UndriftError as UndriftError
     from undrift.losses import register_loss as register_loss

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from undrift.data.samples import shape
+from undrift.data.samples import sample_shape
 from undrift.errors import UndriftError, quoted
 from undrift.expressions import parse
 from undrift.random import Key, bits
@@ -62,7 +62,7 @@ class CropFlip:
         if not isinstance(x, Tensor) or x.dim() != 4 or self.padding >= min(x.shape[2:]):
             raise UndriftError(
                 f"CropFlip needs images of channels × height × width that are larger than its padding of "
-                f"{self.padding}, not samples of shape {shape(x)}."
+                f"{self.padding}, not samples of shape {sample_shape(x)}."
             )
         n, channels, height, width = x.shape
         row, column = torch.arange(height, device=x.device)[:, None], torch.arange(width, device=x.device)
@@ -104,5 +104,5 @@ def _reflected(position: Tensor, size: int) -> Tensor:
 
 def parse_augmentation(text: str) -> CropFlip:
     """Return the augmentation that a string such as `"CropFlip(padding=4)"` describes."""
-    found: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
-    return found
+    augmentation: CropFlip = parse(text, "augmentation", {"CropFlip": CropFlip}, "CropFlip(padding=4)")
+    return augmentation

@@ -17,11 +17,13 @@ import logging
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,12 +46,43 @@ _mapped_files: dict[int, StorageWeakRef] = {}
 
 def is_mapped(tensor: Tensor) -> bool:
     """Return whether a tensor, or what it is a view of, is a file of the cache."""
-    asked = StorageWeakRef(tensor.untyped_storage())
-    known = _mapped_files.get(asked.cdata)
+    known = _mapped_files.get(StorageWeakRef(tensor.untyped_storage()).cdata)
     return known is not None and not known.expired()
 
 
-class Writer:
+class Writer(ABC):
+    """What a recipe writes a data set to, batch by batch: arrays, each along its first axis, and notes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[str, list[int]]] = {}
+        self.notes: Notes = {}
+
+    def append(self, name: str, values: np.ndarray) -> None:
+        """Append to the array `name`, along its first axis."""
+        dtype, shape = self.shapes.setdefault(name, (values.dtype.name, [0, *values.shape[1:]]))
+        assert dtype == values.dtype.name and shape[1:] == list(values.shape[1:]), f"{name} changed its shape"
+        self._write(name, values)
+        shape[0] += len(values)
+
+    @abstractmethod
+    def _write(self, name: str, values: np.ndarray) -> None: ...
+
+
+class MemoryWriter(Writer):
+    """Keeps the arrays in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, list[np.ndarray]] = {}
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        self.parts.setdefault(name, []).append(values)
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in self.parts.items()}
+
+
+class FileWriter(Writer):
     """A safetensors file that grows batch by batch, so that decoding takes the memory of a batch, not of a data set.
 
     The library only writes whole tensors, so each array grows in its own file, and the last step concatenates them
@@ -57,20 +90,14 @@ class Writer:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.files: dict[str, IO[bytes]] = {}
-        self.shapes: dict[str, tuple[str, list[int]]] = {}
-        self.notes: Notes = {}
 
-    def append(self, name: str, values: np.ndarray) -> None:
-        """Append to the array `name`, along its first axis."""
+    def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self.files:
             self.files[name] = (self.folder / name).open("x+b")
-            self.shapes[name] = values.dtype.name, [0, *values.shape[1:]]
-        dtype, shape = self.shapes[name]
-        assert dtype == values.dtype.name and shape[1:] == list(values.shape[1:]), f"{name} changed its shape"
         self.files[name].write(np.ascontiguousarray(values).data)
-        shape[0] += len(values)
 
     def finish(self, file: Path) -> None:
         header: dict[str, Any] = {"__metadata__": self._metadata()}
@@ -108,24 +135,24 @@ class Writer:
         return {"contents": contents, "sha256": hashlib.sha256(contents.encode()).hexdigest()}
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
     if given := os.environ.get("UNDRIFT_CACHE"):
         return as_path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or as_path("~/.cache")) / "undrift"
 
 
-def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[dict[str, Tensor], Notes]:
+def cached_arrays(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[dict[str, Tensor], Notes]:
     """Return the arrays and notes of the data that `identity` identifies, decoded now or earlier."""
-    key = hashlib.sha256(json.dumps([FORMAT, identity], sort_keys=True).encode()).hexdigest()[:16]
-    file = folder() / f"{name}-{key}.safetensors"
+    key = digest.digest_of(FORMAT, identity)[:16]
+    file = cache_folder() / f"{name}-{key}.safetensors"
     if os.path.lexists(file):
         try:
-            return _mapped(file, check=True)
+            return _open_mapped(file, check=True)
         except Exception as error:  # any damage: the file is written again, so nothing is lost
             log.warning("%s is damaged (%s); its data are decoded again", file, str(error)[:200])
     log.info("decoding %s into %s", name, file)
-    with _scratch(file.parent) as scratch:
-        writer = Writer(scratch)
+    with _scratch_folder(file.parent) as scratch:
+        writer = FileWriter(scratch)
         try:
             decode(writer)
             writer.finish(scratch / "whole")
@@ -138,12 +165,12 @@ def cached(name: str, identity: Any, decode: Callable[[Writer], None]) -> tuple[
             (scratch / "whole").replace(file)
         except OSError as error:  # a folder of that name, which may be the user's
             log.warning("Decoded data cannot be stored as %s (%s); move away what is there", file, error.strerror)
-            return _mapped(scratch / "whole", check=False)  # removed from the disk once it is unmapped
-    return _mapped(file, check=False)
+            return _open_mapped(scratch / "whole", check=False)  # removed from the disk once it is unmapped
+    return _open_mapped(file, check=False)
 
 
 @contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
+def _scratch_folder(parent: Path) -> Iterator[Path]:
     """A folder with a random name and access for this user only, so that no other user can put a link into it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +190,7 @@ def _scratch(parent: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
+def _open_mapped(file: Path, check: bool) -> tuple[dict[str, Tensor], Notes]:
     """Return a file's arrays and notes; raises an exception of any type if the file is damaged."""
     if kind(file) != "file":
         raise ValueError("it is not a regular file")

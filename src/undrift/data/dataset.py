@@ -6,24 +6,31 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data import clients as given
-from undrift.data import digest, samples
-from undrift.data.labels import FEW, sparse
-from undrift.data.pieces import size_counts
-from undrift.data.samples import Samples, Store, Take, as_pair, stored, take
-from undrift.data.shares import in_order
-from undrift.errors import UndriftError
+from undrift.data import digest
+from undrift.data.array_ops import size_counts, stable_argsort
+from undrift.data.labels import MANY_CLASSES, labels_are_sparse
+from undrift.data.samples import (
+    Samples,
+    Store,
+    Take,
+    as_pair,
+    nonfinite_error,
+    nonfinite_samples,
+    same_kind,
+    sample_kind,
+    sample_shape,
+    take,
+    to_store,
+)
+from undrift.errors import UndriftError, listed
 from undrift.losses import IGNORED
 from undrift.random import Key
-
-if TYPE_CHECKING:
-    from undrift.data.source import Scales
 
 log = logging.getLogger("undrift")
 
@@ -40,6 +47,11 @@ class Rows:
     store: Store
     index: Tensor
     take: Take = take
+
+    @classmethod
+    def whole(cls, store: Store, take: Take = take) -> Rows:
+        """Return all rows of a store."""
+        return cls(store, torch.arange(len(store["y"])), take)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -79,6 +91,26 @@ class Task:
     metrics: dict[str, Any] | None = None
     classes: int | None = None
     vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The mean and the standard deviation of each feature over the training split, in float64."""
+
+    mean: np.ndarray
+    std: np.ndarray
+    count: int
+    """The number of values per feature that these were computed from."""
+    columns: list[str] | None = None
+    """The names of the features, if they have any."""
+    codes: dict[str, list[str]] = field(default_factory=dict)
+    """The names of the classes of those features that are numbers of classes."""
+    table: str = ""
+    """What to call the data in messages."""
+
+    def lists(self) -> dict[str, Any]:
+        """Return the numbers in a form that JSON can hold."""
+        return {"mean": self.mean.tolist(), "std": self.std.tolist(), "count": self.count}
 
 
 @dataclass(eq=False)
@@ -121,7 +153,7 @@ class FederatedDataset:
     """The columns and scales of the features, of a table and of what is normalized by columns."""
 
     def __post_init__(self) -> None:
-        self._refuse_not_finite()
+        self._refuse_nonfinite()
         self._label_counts: Tensor | None = None
 
     @classmethod
@@ -158,21 +190,21 @@ class FederatedDataset:
             UndriftError: If something is not a pair of arrays of equal length, if clients' shapes or dtypes differ, if
                 a value is not finite, or if no client has any data.
         """
-        pairs, names = given.named(clients)
+        pairs, names = _pairs_and_names(clients)
         who: Sequence[Any] = names or range(len(pairs))
-        own = given.joined(pairs, who)
+        train = concatenate_clients(pairs, who)
         test_rows, client_test = None, None
-        if given.by_client(test):
-            tests = given.joined(given.tests_of(test, len(pairs), names), who, own, "test samples")
+        if _is_per_client(test):
+            tests = concatenate_clients(_test_pairs(test, len(pairs), names), who, train, "test samples")
             client_test = cls.from_joined(*tests, client_names=names)
             test_rows = Rows(client_test.store, client_test.index)
         return cls.from_joined(
-            *own,
+            *train,
             client_names=names,
             client_test=client_test,
-            test_rows=test_rows or _rows(test, "test"),
-            server_rows=_rows(server, "server"),
-            validation_rows=_rows(validation, "validation"),
+            test_rows=test_rows or _rows_of_pair(test, "test"),
+            server_rows=_rows_of_pair(server, "server"),
+            validation_rows=_rows_of_pair(validation, "validation"),
             task=task or Task(),
         )
 
@@ -186,7 +218,7 @@ class FederatedDataset:
         cls, store: Store, rows: np.ndarray, owner: np.ndarray, clients: int, **rest: Any
     ) -> FederatedDataset:
         """Create a federated data set in which client `owner[j]` holds the sample at `rows[j]` of the store."""
-        order = in_order(owner)
+        order = stable_argsort(owner)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=clients))])
         return cls(store, torch.from_numpy(rows[order]), offsets, **rest)
 
@@ -231,15 +263,14 @@ class FederatedDataset:
         return places if self.population == len(self) else self.nonempty[places]
 
     def __repr__(self) -> str:
-        shape = samples.shape(self.take(self.store, self.index[:1])[0]) if len(self.index) else None
+        shape = sample_shape(self.take(self.store, self.index[:1])[0]) if len(self.index) else None
         kind = f", {self.classes} classes" if self.labels is not None else ""
         smallest = int(self.size_counts[0].min(initial=self.largest)) if self.population == len(self) else 0
         sizes = f"{smallest:,} to {self.largest:,} per client" if len(self) else "none"
         lines = [
             f"FederatedDataset: {len(self):,} clients, {len(self.index):,} samples of shape {shape}{kind} ({sizes})"
         ]
-        splits = {"test": self.test_rows, "validation": self.validation_rows, "server": self.server_rows}
-        held = [f"{name} {len(split):,}" for name, split in splits.items() if split is not None]
+        held = [f"{name} {len(rows):,}" for name, rows in self.held_out.items()]
         held += [f"clients' own tests {len(self.client_test.index):,}"] if self.client_test is not None else []
         return "\n".join([*lines, f"  held out: {', '.join(held)}"] if held else lines)
 
@@ -248,6 +279,12 @@ class FederatedDataset:
             raise IndexError(f"There are {len(self)} clients, so no client {client}.")
         client %= len(self)
         return self.take(self.store, self.index[self.offsets[client] : self.offsets[client + 1]])
+
+    @property
+    def held_out(self) -> dict[str, Rows]:
+        """The test, validation and server data, as far as there are any."""
+        splits = {"test": self.test_rows, "validation": self.validation_rows, "server": self.server_rows}
+        return {name: rows for name, rows in splits.items() if rows is not None}
 
     @property
     def test(self) -> tuple[Samples, Tensor] | None:
@@ -275,14 +312,12 @@ class FederatedDataset:
         data were hashed when they were decoded. Other data are hashed on first use, and again after a tensor has been
         written to.
         """
-        found = {"training data": digest.of_parts(self.store, index=self.index, offsets=self.offsets)}
-        for split in ("test", "validation", "server"):
-            held: Rows | None = getattr(self, f"{split}_rows")
-            if held is not None:
-                found[f"{split} data"] = digest.of_parts(held.store, index=held.index)
+        digests = {"training data": digest.of_parts(self.store, index=self.index, offsets=self.offsets)}
+        for name, rows in self.held_out.items():
+            digests[f"{name} data"] = digest.of_parts(rows.store, index=rows.index)
         if self.client_test is not None:
-            found["clients' test data"] = self.client_test.digests["training data"]
-        return found
+            digests["clients' test data"] = self.client_test.digests["training data"]
+        return digests
 
     @cached_property
     def outputs(self) -> int:
@@ -307,12 +342,7 @@ class FederatedDataset:
         return self.labels is not None and any(bool((y == IGNORED).any()) for y in self._targets())
 
     def _targets(self) -> list[Tensor]:
-        held = [split for split in (self.test_rows, self.validation_rows, self.server_rows) if split]
-        return [self.store["y"], *(split.store["y"] for split in held)]
-
-    def _all_labels(self) -> list[Tensor]:
-        """Return the labels of all splits, without negative ones, which stand for no label."""
-        return [y[y >= 0] for y in self._targets()]
+        return [self.store["y"], *(rows.store["y"] for rows in self.held_out.values() if rows)]
 
     def _check_classes(self) -> None:
         """Warn if labels are unlikely to be classes from 0; raise if no model could have that many outputs."""
@@ -321,10 +351,10 @@ class FederatedDataset:
                 f"The labels run up to {self.classes - 1:,}, which would make a model of {self.classes:,} outputs; "
                 "number the classes from 0, or pass floats if they are numbers to predict."
             )
-        if self.classes <= FEW:
+        if self.classes <= MANY_CLASSES:
             return
-        used = len(torch.cat([torch.unique(y) for y in self._all_labels()]).unique())
-        if sparse(used, self.classes):
+        used = len(torch.cat([torch.unique(y[y >= 0]) for y in self._targets()]).unique())
+        if labels_are_sparse(used, self.classes):
             log.warning(
                 "The labels have %s different values up to %s, so a model gets %s outputs; number the classes from 0 "
                 "if that is not meant.", f"{used:,}", f"{self.classes - 1:,}", f"{self.classes:,}",
@@ -344,10 +374,10 @@ class FederatedDataset:
         """
         if self.labels is None:
             raise UndriftError("label_counts needs targets that are classes, one whole number per sample.")
-        asked = len(self) if clients is None else len(clients)
-        if asked * self.classes > MOST_COUNTS:
+        count = len(self) if clients is None else len(clients)
+        if count * self.classes > MOST_COUNTS:
             raise UndriftError(
-                f"The samples of {asked:,} clients by {self.classes:,} classes are too many to count; ask for fewer "
+                f"The samples of {count:,} clients by {self.classes:,} classes are too many to count; ask for fewer "
                 "clients, or number the classes from 0."
             )
         if self._label_counts is None and (clients is None or len(self) * self.classes <= 1_000_000):
@@ -366,38 +396,108 @@ class FederatedDataset:
         counts = np.bincount(place, minlength=len(clients) * self.classes)
         return torch.from_numpy(counts.reshape(len(clients), self.classes))
 
-    def _refuse_not_finite(self) -> None:
-        for what, tensor in self.store.items():
-            for i in _not_finite(tensor):
-                if len(spot := torch.nonzero(self.index == i).flatten()):  # a client holds it
-                    client = int(np.searchsorted(self.offsets, int(spot[0]), side="right")) - 1
-                    who = self.client_names[client] if self.client_names else client
-                    place = f"Client {who}, sample {int(spot[0]) - int(self.offsets[client])}"
-                    raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
-        for split in ("test", "validation", "server"):
-            held: Rows | None = getattr(self, f"{split}_rows")
-            if held is None:
-                continue
-            for what, tensor in held.store.items():
-                for i in _not_finite(tensor):
-                    if len(spot := torch.nonzero(held.index == i).flatten()):
-                        place = f"Sample {int(spot[0])} of the {split} data"
-                        raise UndriftError(f"{place} has {_what(tensor[i])} in its {what}; clean or drop that sample.")
+    def _refuse_nonfinite(self) -> None:
+        for split, rows in {"training": Rows(self.store, self.index), **self.held_out}.items():
+            for name, tensor in rows.store.items():
+                for i in nonfinite_samples(tensor) if isinstance(tensor, Tensor) else ():  # lazy data are not read here
+                    if not len(places := torch.nonzero(rows.index == i).flatten()):
+                        continue  # another split of the same store has it
+                    raise nonfinite_error(self._describe_sample(split, int(places[0])), name, tensor[i])
+
+    def _describe_sample(self, split: str, place: int) -> str:
+        if split != "training":
+            return f"Sample {place} of the {split} data"
+        client = int(np.searchsorted(self.offsets, place, side="right")) - 1
+        who = self.client_names[client] if self.client_names else client
+        return f"Client {who}, sample {place - int(self.offsets[client])}"
 
 
-def _not_finite(tensor: Tensor) -> list[int]:
-    """Return the indices of samples with NaN or infinity. If the sum is finite, there are none. Skips lazy data."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
-        return []
-    return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
-
-
-def _what(sample: Tensor) -> str:
-    return "NaN" if bool(torch.isnan(sample).any()) else "infinity"
-
-
-def _rows(pair: tuple[Any, Any] | None, name: str) -> Rows | None:
+def _rows_of_pair(pair: tuple[Any, Any] | None, name: str) -> Rows | None:
     if pair is None:
         return None
     x, y = as_pair(pair, f"the {name} set")
-    return Rows({**stored(x), "y": y}, torch.arange(len(y))) if len(y) else None
+    return Rows.whole(to_store(x, y)) if len(y) else None
+
+
+NOTHING: tuple[Samples, Tensor] = (None, torch.empty(0))
+"""The pair of a client without data."""
+
+
+class ConcatenatedClients(NamedTuple):
+    """The data of several clients in one store: client i's samples are from `offsets[i]` to `offsets[i + 1]`."""
+
+    store: Store
+    offsets: np.ndarray
+
+
+def _pairs_and_names(clients: Any) -> tuple[list[Any], list[str] | None]:
+    """Return one entry per client, and the clients' names if these are the keys of a dict."""
+    if isinstance(clients, Mapping):
+        names = [str(name) for name in clients]
+        if len(set(names)) < len(names):
+            raise UndriftError(f"Two clients have the same name among {listed(sorted(names))}; names must differ.")
+        return list(clients.values()), names
+    if isinstance(clients, Tensor | np.ndarray) or not hasattr(clients, "__iter__"):
+        raise UndriftError(
+            f"from_clients needs a list with one (x, y) per client, or a dict of them, not {type(clients).__name__}."
+        )
+    return list(clients), None
+
+
+def concatenate_clients(
+    pairs: Sequence[Any], who: Sequence[Any], like: ConcatenatedClients | None = None, what: str = "samples"
+) -> ConcatenatedClients:
+    """Return the clients' pairs in one store, copied, so that later changes to the caller's arrays have no effect.
+
+    Args:
+        pairs: A pair `(x, y)` per client; None for a client without.
+        who: What to call each client in messages.
+        like: Data that they must be like, if not just like one another.
+        what: What to call the data.
+    """
+    named = zip(pairs, who, strict=True)
+    tensors = [NOTHING if pair is None else as_pair(pair, f"client {name}", copy=False) for pair, name in named]
+    full = [(name, pair) for name, pair in zip(who, tensors, strict=True) if len(pair[1])]
+    if not full:
+        raise UndriftError("No client has any data; give from_clients at least one (x, y) with samples.")
+    first, (x0, y0) = full[0]
+    for name, (x, y) in full[1:]:
+        if not (same_kind(x, x0) and same_kind(y, y0)):
+            raise UndriftError(
+                f"Client {name}'s {what} are {sample_kind(x)} with targets {sample_kind(y)}, but client {first}'s "
+                f"are {sample_kind(x0)} with {sample_kind(y0)}; make them alike."
+            )
+    flat = [to_store(x, y) for _, (x, y) in full]
+    if like is not None and not same_kind(flat[0], like.store):
+        raise UndriftError(
+            f"Client {first}'s {what} are {sample_kind(x0)} with targets {sample_kind(y0)}, unlike those to train "
+            "on; make them alike."
+        )
+    store = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
+    return ConcatenatedClients(store, np.cumsum([0] + [len(y) for _, y in tensors]))
+
+
+def _is_per_client(test: Any) -> bool:
+    """Return whether this is a test pair for each client rather than one pair `(x, y)` for all."""
+    if isinstance(test, Mapping):
+        return True
+    return isinstance(test, list | tuple) and len(test) > 0 and all(each is None or _is_pair(each) for each in test)
+
+
+def _is_pair(each: Any) -> bool:
+    """Return whether this has arrays x and y; an array of two samples is none, and neither is a list of two numbers."""
+    return isinstance(each, list | tuple) and len(each) == 2 and getattr(each[1], "ndim", 0) > 0
+
+
+def _test_pairs(test: Any, clients: int, names: list[str] | None) -> list[Any]:
+    """Return the clients' test pairs, in the clients' order; None for a client without."""
+    if not isinstance(test, Mapping):
+        if len(test) != clients:
+            raise UndriftError(f"test has {len(test)} pairs for {clients} clients; give one per client, or None.")
+        return list(test)
+    if names is None:
+        raise UndriftError("test names clients, but the clients are a list; give both as dicts, or both as lists.")
+    given = {str(name): pair for name, pair in test.items()}
+    if strange := [name for name in given if name not in names]:
+        raise UndriftError(f"test has data of {listed(strange)}, which no client is called; clients: {listed(names)}.")
+    return [given.get(name) for name in names]

@@ -73,3 +73,8 @@ def of_parts(store: Mapping[str, Tensor], **arrays: Tensor | np.ndarray) -> str:
     tensors |= {name: torch.as_tensor(array) for name, array in arrays.items()}
     described = {name: [str(t.dtype), list(t.shape), of_tensor(t)] for name, t in tensors.items()}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(*values: Any) -> str:
+    """Return the SHA-256 of values that JSON can hold."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -9,15 +9,15 @@ import numpy as np
 from undrift.data.tables import Place
 from undrift.errors import UndriftError, quoted
 
-MOST = 100_000
+MOST_CLASSES = 100_000
 """Bare numbers as labels are classes counted from 0. Larger numbers are taken for something else."""
-FEW = 1000
+MANY_CLASSES = 1000
 """With at most this many classes, unused ones do no harm."""
 
 
-def sparse(used: int, outputs: int) -> bool:
+def labels_are_sparse(used: int, outputs: int) -> bool:
     """Return whether so few of the numbers below `outputs` are used that labels are unlikely to be classes from 0."""
-    return outputs > FEW and used * 10 < outputs
+    return outputs > MANY_CLASSES and used * 10 < outputs
 
 
 class Labels:
@@ -32,17 +32,17 @@ class Labels:
         self.strings = kind in ("string", "large_string")
         self.used: set[int] = set()
         if kind in ("binary", "large_binary"):
-            raise not_utf8(place, column)
+            raise not_utf8_error(place, column)
         if self.strings:
-            found = {label for table in place.batches("train", [column]) for label in table[column].to_pylist()}
-            self.names = sorted(found - {None})
-            if len(self.names) > MOST:
+            strings = {label for table in place.batches("train", [column]) for label in table[column].to_pylist()}
+            self.names = sorted(strings - {None})
+            if len(self.names) > MOST_CLASSES:
                 raise UndriftError(
                     f"The column {quoted(column)} of {place.name} has {len(self.names):,} different strings, too "
                     "many for classes; name another column."
                 )
 
-    def read(self, column: Any, split: str, rows: np.ndarray | range) -> np.ndarray:
+    def encode(self, column: Any, split: str, rows: np.ndarray | range) -> np.ndarray:
         """Return one batch of the column; `rows` are the numbers of its rows in the split."""
         if column.null_count:
             row = np.flatnonzero(column.is_null().to_numpy())[0]
@@ -58,7 +58,7 @@ class Labels:
                 f"The column {quoted(self.column)} of {self.place.name} holds {column.type}, not classes; name "
                 "another column."
             )
-        most = len(self.names) if self.names else MOST
+        most = len(self.names) if self.names else MOST_CLASSES
         wrong = np.flatnonzero((y < 0) | (y >= most))
         if len(wrong):
             allowed = "one that the training data have" if self.strings else f"from 0 to {most - 1:,}"
@@ -73,7 +73,7 @@ class Labels:
     def check(self) -> None:
         """Check, after all labels are read, whether most numbers are unused, so that they are codes and not classes."""
         outputs = max(self.used, default=0) + 1
-        if self.names is None and sparse(len(self.used), outputs):
+        if self.names is None and labels_are_sparse(len(self.used), outputs):
             raise UndriftError(
                 f"The column {quoted(self.column)} of {self.place.name} has {len(self.used):,} different labels up to "
                 f"{outputs - 1:,}, which would make a model of {outputs:,} outputs; number the classes from 0, or "
@@ -84,13 +84,13 @@ class Labels:
         return f"Row {row} of the {split} split of {self.place.name}"
 
 
-def not_utf8(place: Place, column: str) -> UndriftError:
+def not_utf8_error(place: Place, column: str) -> UndriftError:
     return UndriftError(
         f"The column {quoted(column)} of {place.name} holds text that is not UTF-8; save the file as UTF-8."
     )
 
 
-def encoded(names: list[Any], codes: dict[Any, int], where: str = "") -> np.ndarray:
+def encode_names(names: list[Any], codes: dict[Any, int], where: str = "") -> np.ndarray:
     """Return names as numbers, in order of first appearance; new ones are added to `codes`."""
     if any(name is None or name != name for name in names):  # NaN is not itself
         raise UndriftError(f"{where} has empty cells, so those rows belong to no client; drop or correct them.")

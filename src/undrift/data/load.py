@@ -5,29 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from undrift.data import held, notices, own, registered, scales, sources
+from undrift.data import sources, warn_once
+from undrift.data.array_ops import unique_inverse
 from undrift.data.augment import parse_augmentation
-from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.fractions import shuffled, stratified, stratified_by_group, tails
-from undrift.data.names import names_of
-from undrift.data.partition import IID, MOST, ByKey, Partition
-from undrift.data.partition_names import parse_partition, text_of
+from undrift.data.dataset import FederatedDataset
+from undrift.data.normalize import normalize_source, scales_warning
+from undrift.data.partition import IID, MAX_CLIENTS, ByKey, Partition, parse_partition, partition_text
 from undrift.data.paths import as_path
-from undrift.data.shares import numbered
-from undrift.data.source import Source
+from undrift.data.source import Source, client_names
+from undrift.data.splits import check_fractions, hold_out, split_masks, with_test
+from undrift.data.tables import is_frame
+from undrift.data.user_data import (
+    UserDataOptions,
+    check_unchanged,
+    source_from_function,
+    source_from_path,
+    source_from_values,
+)
 from undrift.errors import UndriftError, quoted, unknown, whole
 from undrift.random import host_generator
 
-EMPTY = "%s of %s clients have no samples, for there are %s to train on; ask for fewer clients"
-OWN_TEST = 0.2
-"""The fraction of a named data set to test on if it has no test set."""
+EMPTY = "%s of %s clients have no samples, as there are only %s to train on; ask for fewer clients"
 
 
 def load(
@@ -103,72 +106,72 @@ def load(
     Raises:
         UndriftError: If the data cannot be found or read, or an argument does not match them.
     """
-    asked = dict(locals())
-    partition = None if partition is None else _partition(partition)
-    augment = _augment(augment)
-    made = sources.FUNCTIONS[name]() if isinstance(name, str) and name in sources.FUNCTIONS else None
-    if isinstance(made, FederatedDataset):
-        registered.keep(asked, partition)
-        return replace(made, augment=augment or made.augment, origin=_origin(asked, ByKey(), augment))
+    arguments = dict(locals())
+    partition = None if partition is None else _check_partition(partition)
+    augment = _check_augmentation(augment)
+    returned = sources.FUNCTIONS[name]() if isinstance(name, str) and name in sources.FUNCTIONS else None
+    if isinstance(returned, FederatedDataset):
+        check_unchanged(arguments, partition)
+        return replace(returned, augment=augment or returned.augment, origin=_origin(arguments, ByKey(), augment))
     partition = IID() if partition is None else partition
     natural = isinstance(partition, ByKey)
     _check_clients(clients, natural)
-    _check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
+    check_fractions(server_fraction, validation_fraction, client_test_fraction, test_fraction)
     if test_size is not None and (not whole(test_size) or test_size < 1):
         raise UndriftError(f"test_size must be a whole number from 1, not {quoted(test_size)}.")
-    wanted = own.Wanted(label, client, columns, drop, missing, resize, data_dir, lazy, workers)
-    source = _source(name, test, wanted, made)
+    options = UserDataOptions(label, client, columns, drop, missing, resize, data_dir, lazy, workers)
+    source = _find_source(name, test, options, returned)
     if not len(source.labels):
-        raise UndriftError("There is nothing to train on: the data have no samples, or all texts are too short.")
+        raise UndriftError("There are no training samples: the data set is empty, or every text is too short.")
     if isinstance(partition, ByKey) and source.keys is not None:
         source = source.only(partition.chosen(source.keys))
-    if source.keys is not None:  # numbered before anything is held out, so that a client's number never changes
-        known, keys = numbered(source.keys)
-        source = replace(
-            source, keys=keys, clients=names_of(known, source.clients), test_keys=_renumbered(source, known)
-        )
+    source = _number_clients(source)  # before anything is held out, so that a client's number never changes
     if normalize:
-        source = scales.normalised(source)
-    elif said := scales.warning(source.scales):
-        notices.warn(said)
+        source = normalize_source(source)
+    elif warning := scales_warning(source.scales):
+        warn_once.warn(warning)
     own_name = name if isinstance(name, str) and name in sources.names() else None
-    source = _with_test(source, own_name, test_fraction, test_size)
+    source = with_test(source, own_name, test_fraction, test_size)
     left = np.arange(len(source.labels))
-    server, left = _hold_out(source, left, server_fraction, seed, "server")
+    server, left = hold_out(source, left, server_fraction, seed, "server")
     # Both fractions are of the whole training set.
-    validation, left = _hold_out(source, left, validation_fraction / (1 - server_fraction), seed, "validation")
+    validation, left = hold_out(source, left, validation_fraction / (1 - server_fraction), seed, "validation")
     if not len(left):
         raise UndriftError(f"Nothing is left to train on of {len(source.labels)} samples; use smaller fractions.")
-    owner, count = _owners(source, left, partition, clients, seed)
+    owner, count = _draw_owners(source, left, partition, clients, seed)
     common: dict[str, Any] = {"take": source.take, "task": source.task, "names": source.names}
     common |= {"client_names": source.clients if natural else None, "scales": source.scales}
-    personal = _own_tests(source, count, **common) if natural else None
+    personal = _clients_own_tests(source, count, **common) if natural else None
     if personal and client_test_fraction:
         raise UndriftError("The clients have test data of their own; leave client_test_fraction out.")
     if client_test_fraction:
-        held, kept = _split(source, left, client_test_fraction, host_generator(seed, "client test data"), owner)
+        held, kept = split_masks(source, left, client_test_fraction, host_generator(seed, "client test data"), owner)
         if not held.any():
             raise UndriftError("client_test_fraction is less than one sample of every client; make it larger.")
-        personal = _assigned(source, left[held], owner[held], count, **common)
+        personal = _assign(source, left[held], owner[held], count, **common)
         left, owner = left[kept], owner[kept]
-    made = _assigned(
+    data = _assign(
         source, left, owner, count, test_rows=source.test, server_rows=server, validation_rows=validation,
-        client_test=personal, augment=augment, origin=_origin(asked, partition, augment), **common,
+        client_test=personal, augment=augment, origin=_origin(arguments, partition, augment), **common,
     )  # fmt: skip
-    if 2 * made.population < count:
-        notices.warn(EMPTY % (f"{count - made.population:,}", f"{count:,}", f"{len(left):,}"))
-    return made
+    if 2 * data.population < count:
+        warn_once.warn(EMPTY % (f"{count - data.population:,}", f"{count:,}", f"{len(left):,}"))
+    return data
 
 
-def _renumbered(source: Source, known: np.ndarray) -> np.ndarray | None:
-    """Return the clients of test samples, by the new numbers of those clients that have these keys."""
-    if source.test_keys is None:
-        return None
-    place = np.searchsorted(known, source.test_keys).clip(max=len(known) - 1)
-    return np.where(known[place] == source.test_keys, place, -1)
+def _number_clients(source: Source) -> Source:
+    """Return the source with its natural clients numbered from 0, without those that have no training samples."""
+    if source.keys is None:
+        return source
+    known, keys = unique_inverse(source.keys)
+    test_keys = source.test_keys
+    if test_keys is not None:
+        place = np.searchsorted(known, test_keys).clip(max=len(known) - 1)
+        test_keys = np.where(known[place] == test_keys, place, -1)
+    return replace(source, keys=keys, clients=client_names(known, source.clients), test_keys=test_keys)
 
 
-def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset | None:
+def _clients_own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset | None:
     """Return each client's own test data, where the data come with them."""
     if source.test is None or source.test_keys is None:
         return None
@@ -179,21 +182,24 @@ def _own_tests(source: Source, clients: int, **common: Any) -> FederatedDataset 
     return FederatedDataset.from_owners(source.test.store, rows, source.test_keys[mine], clients, **common)
 
 
-def _origin(asked: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
+def _origin(arguments: dict[str, Any], partition: Partition, augment: Any) -> dict[str, Any] | None:
     """Return the arguments as an experiment file can hold them, or None if one of them is a Python object."""
-    text = text_of(partition, asked["partition"])
-    named = text is not None and (augment is None or type(augment).__module__ == "undrift.data.augment")
-    if not named or not isinstance(asked["name"], str | Path):
+    given, data_dir = arguments["name"], arguments["data_dir"]
+    text = partition_text(partition, arguments["partition"])
+    has_text = text is not None and (augment is None or type(augment).__module__ == "undrift.data.augment")
+    if not has_text or not isinstance(given, str | Path):
         return None
-    path = as_path(asked["name"])
-    own_path = asked["name"] not in sources.names() and os.path.exists(path)
-    name = str(path.resolve()) if own_path else str(asked["name"])
-    texts = {"name": name, "partition": text, "augment": repr(augment) if augment else None}
-    place = {"data_dir": str(as_path(asked["data_dir"]).resolve()) if asked["data_dir"] else None}
-    return {name: value for name, value in {**asked, **texts, **place}.items() if name != "test"}
+    is_path = given not in sources.names() and os.path.exists(as_path(given))
+    changed = {
+        "name": str(as_path(given).resolve()) if is_path else str(given),
+        "partition": text,
+        "augment": repr(augment) if augment else None,
+        "data_dir": str(as_path(data_dir).resolve()) if data_dir else None,
+    }
+    return {name: value for name, value in {**arguments, **changed}.items() if name != "test"}
 
 
-def _owners(
+def _draw_owners(
     source: Source, samples: np.ndarray, partition: Partition, clients: int | None, seed: int
 ) -> tuple[np.ndarray, int]:
     """Return the owner of each of these training samples, and the number of clients."""
@@ -217,90 +223,36 @@ def _owners(
     return owner.astype(np.int64), count
 
 
-def _assigned(source: Source, samples: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
+def _assign(source: Source, samples: np.ndarray, owner: np.ndarray, clients: int, **rest: Any) -> FederatedDataset:
     return FederatedDataset.from_owners(source.store, source.in_store(samples), owner, clients, **rest)
 
 
-def _source(name: Any, test: Any, wanted: own.Wanted, made: Any) -> Source:
-    """Return the data that an argument stands for. `made`: what the function of this name returned, if it has one."""
+def _find_source(name: Any, test: Any, options: UserDataOptions, returned: Any) -> Source:
+    """Return the data that an argument stands for. `returned`: by the function of this name, if there is one."""
     if not isinstance(name, str | Path):
-        if held.is_frame(name):
-            return own.given(name, test, wanted)
         sequence = hasattr(name, "__len__") and hasattr(name, "__getitem__") and not hasattr(name, "keys")
-        if not isinstance(name, tuple | list) and not sequence:
+        if not is_frame(name) and not isinstance(name, tuple | list) and not sequence:
             splits = ' Name one of its splits: load(data["train"], …).' if hasattr(name, "column_names") else ""
             raise UndriftError(
                 "load needs a name, a path, a pair (x, y) or a torch Dataset with a length, not "
                 f"{type(name).__name__}.{splits}"
             )
-        return own.given(name, test, wanted)
+        return source_from_values(name, test, options)
     if test is not None:
         raise UndriftError(
             "test is for arrays and torch Datasets; files and named data sets have their own. Leave it out."
         )
     if name in sources.FUNCTIONS:
-        return registered.source(str(name), made, wanted)
+        return source_from_function(str(name), returned, options)
     if name in sources.RECIPES:
-        if wanted.client is not None:
+        if options.client is not None:
             raise UndriftError(f"client names a column of your own file; {name} has its own clients. Leave it out.")
-        wanted.refuse(str(name), "columns", "drop", "missing", "resize")
-        if wanted.lazy:
-            raise UndriftError(own.NOT_LAZY.format(name))
-        return sources.named(str(name), wanted.data_dir)
+        options.refuse(str(name), "columns", "drop", "missing", "resize")
+        options.refuse_lazy(name)
+        return sources.load_named(str(name), options.data_dir)
     if str(name) and (isinstance(name, Path) or "/" in name or Path(name).suffix or os.path.exists(name)):
-        return own.on_disk(name, wanted)
+        return source_from_path(name, options)
     raise unknown("data set", str(name), sources.names())
-
-
-def _with_test(source: Source, name: str | None, fraction: float | None, size: int | None) -> Source:
-    """Return the source with a test set: its own, or a fraction of every class and client that no seed changes."""
-    if fraction is not None and source.test is not None:
-        raise UndriftError(f"{name or 'The data'} has a test set of its own; leave test_fraction out.")
-    if fraction is None and name:
-        fraction = OWN_TEST
-    if source.test is None and fraction:
-        rng = host_generator(0, f"{name} test set")
-        # Sorted by class and, within a class, by client: exact per class, approximate per client.
-        strata = source.labels if source.keys is None else shuffled(source.keys, source.labels, rng)
-        held = stratified(strata, fraction, rng)
-        if not held.any():
-            raise UndriftError(f"test_fraction={fraction} of {len(held)} samples is none; make it larger.")
-        indices = source.in_store(np.arange(len(held)))
-        source = replace(
-            source,
-            labels=source.labels[~held],
-            indices=indices[~held],
-            test=Rows(source.store, torch.from_numpy(indices[held]), source.take),
-            keys=None if source.keys is None else source.keys[~held],
-        )
-    if size is not None and source.test is not None and size < len(source.test):
-        chosen = host_generator(0, f"{name} test sample").choice(len(source.test), size, replace=False)
-        index = source.test.index[torch.from_numpy(np.sort(chosen))]
-        whose = None if source.test_keys is None else source.test_keys[np.sort(chosen)]
-        source = replace(source, test=replace(source.test, index=index), test_keys=whose)
-    return source
-
-
-def _hold_out(
-    source: Source, samples: np.ndarray, fraction: float, seed: int, purpose: str
-) -> tuple[Rows | None, np.ndarray]:
-    if not fraction:
-        return None, samples
-    held, left = _split(source, samples, fraction, host_generator(seed, f"{purpose} data"))
-    if not held.any():
-        raise UndriftError(f"{purpose}_fraction of {len(samples)} samples is none; make it larger.")
-    return Rows(source.store, torch.from_numpy(source.in_store(samples[held])), source.take), samples[left]
-
-
-def _split(
-    source: Source, samples: np.ndarray, fraction: float, rng: np.random.Generator, owner: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of these samples a fraction takes (per owner, if given), and which remain: two masks."""
-    if source.spans is not None:
-        return tails(source.spans[samples], fraction, source.gap)
-    labels = source.labels[samples]
-    held = stratified(labels, fraction, rng) if owner is None else stratified_by_group(labels, owner, fraction, rng)
-    return held, ~held
 
 
 def _check_clients(clients: Any, natural: bool) -> None:
@@ -308,27 +260,11 @@ def _check_clients(clients: Any, natural: bool) -> None:
         raise UndriftError("ByKey() takes the data's own clients; leave `clients` out.")
     if not natural and (not whole(clients) or int(clients or 0) < 1):
         raise UndriftError(f"clients must be a whole number from 1, not {quoted(clients)}.")
-    if clients is not None and clients > MOST:
-        raise UndriftError(f"clients must be at most {MOST:,}, not {quoted(int(clients))}.")
+    if clients is not None and clients > MAX_CLIENTS:
+        raise UndriftError(f"clients must be at most {MAX_CLIENTS:,}, not {quoted(int(clients))}.")
 
 
-def _check_fractions(server: float, validation: float, client_test: float, test: float | None) -> None:
-    fractions = {
-        "server_fraction": server,
-        "validation_fraction": validation,
-        "client_test_fraction": client_test,
-        "test_fraction": 0.0 if test is None else test,
-    }
-    for argument, fraction in fractions.items():
-        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) < 1:
-            raise UndriftError(f"{argument} must be in [0, 1), not {quoted(fraction)}.")
-    if server + validation >= 1:
-        raise UndriftError(
-            "server_fraction and validation_fraction leave nothing to train on; they must sum to less than 1."
-        )
-
-
-def _partition(partition: Any) -> Partition:
+def _check_partition(partition: Any) -> Partition:
     if isinstance(partition, str):
         return parse_partition(partition)
     if not callable(partition) or isinstance(partition, type):
@@ -338,7 +274,7 @@ def _partition(partition: Any) -> Partition:
     return partition
 
 
-def _augment(augment: Any) -> Any:
+def _check_augmentation(augment: Any) -> Any:
     if isinstance(augment, str):
         return parse_augmentation(augment)
     if augment is not None and (not callable(augment) or isinstance(augment, type)):

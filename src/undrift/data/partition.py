@@ -2,25 +2,35 @@
 
 A partition is a function of `(labels, clients, rng, keys)` that returns the owner of each sample, an integer below
 `clients`. By construction, every sample goes to exactly one client. Clients may be left without samples.
+
+Classes are assigned to all clients at once, with the draws of a loop over clients, in the same order of the generator's
+stream; `draw_in_blocks` has draws of its own.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 import numpy as np
 
-from undrift.data.dealing import fewest_first, holders, in_blocks, own_and_others
-from undrift.data.shares import Array, assign, bounded, by_class, even, in_order, numbered, shares
+import undrift
+from undrift.data.array_ops import Array, stable_argsort, unique_inverse
 from undrift.errors import UndriftError, quoted, whole
+from undrift.expressions import parse
 
-MOST = 100_000_000
+MAX_CLIENTS = 100_000_000
 """The largest number of clients or shards. A larger one is taken for a mistake."""
 ONE_BY_ONE = 100_000
 """Up to this many clients, `DirichletPrior` draws one client at a time; beyond, in blocks of clients."""
 TRIES = 1000
 """How often to draw again when some client has too few samples."""
+FEW_CLASSES = 16
+"""Up to this many classes, one pass over all labels per class is faster than sorting them."""
+BLOCK = 1 << 22
+"""How many numbers to draw at a time, one per client and class."""
 
 
 class Partition(Protocol):
@@ -43,7 +53,7 @@ class IID:
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         # Round robin over all classes, so that the classes' remainders are spread over the clients too.
         owner = np.empty(len(labels), np.int64)
-        indices = np.concatenate(by_class(labels, rng))
+        indices = np.concatenate(shuffled_by_class(labels, rng))
         owner[indices] = rng.permutation(clients)[np.arange(len(indices)) % clients]
         return owner
 
@@ -82,7 +92,7 @@ class Dirichlet:
             if self.least not in (0, min_samples):
                 raise UndriftError("Dirichlet(min_samples) and Dirichlet(least) are two names of one number; give one.")
             object.__setattr__(self, "least", min_samples)
-        _positive("Dirichlet(alpha)", self.alpha)
+        _check_positive("Dirichlet(alpha)", self.alpha)
         if not isinstance(self.capped, bool):
             raise UndriftError(f"Dirichlet(capped) must be True or False, not {self.capped!r}.")
         if not whole(self.least) or self.least < 0:
@@ -94,7 +104,7 @@ class Dirichlet:
         return f"Dirichlet(alpha={self.alpha!r}{more})"
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        classes = by_class(labels, rng)
+        classes = shuffled_by_class(labels, rng)
         if self.least * clients > len(labels):
             raise UndriftError(f"{clients} clients cannot have {self.least} samples each: there are {len(labels)}.")
         for _ in range(TRIES):
@@ -109,13 +119,13 @@ class Dirichlet:
     def _draw(self, classes: list[Array], clients: int, n: int, rng: np.random.Generator) -> Array:
         owner, held = np.empty(n, np.int64), np.zeros(clients, np.int64)
         for indices in classes:
-            proportions = rng.dirichlet(np.full(clients, bounded(self.alpha)))
+            proportions = rng.dirichlet(np.full(clients, clip_concentration(self.alpha)))
             if self.capped:
                 open_to = proportions * (held < n / clients)
                 # If only clients that are full were drawn, the others share the class evenly.
                 open_to = open_to if open_to.sum() > 0 else (held < n / clients).astype(float)
                 proportions = open_to / open_to.sum()
-            sizes = shares(len(indices), proportions)
+            sizes = rounded_sizes(len(indices), proportions)
             owner[indices] = np.repeat(np.arange(clients), sizes)
             held += sizes
         return owner
@@ -145,19 +155,19 @@ class DirichletPrior:
     gamma: float
 
     def __post_init__(self) -> None:
-        _positive("DirichletPrior(gamma)", self.gamma)
+        _check_positive("DirichletPrior(gamma)", self.gamma)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        pools = by_class(labels, rng)
+        pools = shuffled_by_class(labels, rng)
         left = np.array([len(pool) for pool in pools])
         prior = left / left.sum()
         owner = np.empty(len(labels), np.int64)
-        sizes = even(len(labels), clients)
+        sizes = even_sizes(len(labels), clients)
         order = rng.permutation(clients)  # since the last clients get what is left
         if clients > ONE_BY_ONE:
-            return in_blocks(owner, pools, order, sizes, bounded(self.gamma) * prior, rng)
+            return draw_in_blocks(owner, pools, order, sizes, clip_concentration(self.gamma) * prior, rng)
         for client in order:
-            mix = rng.dirichlet(bounded(self.gamma) * prior)
+            mix = rng.dirichlet(clip_concentration(self.gamma) * prior)
             wanted = int(sizes[client])
             while wanted:
                 share = np.where(left > 0, mix, 0.0)
@@ -191,10 +201,10 @@ class Shards:
     classes_per_client: int
 
     def __post_init__(self) -> None:
-        _count("Shards(classes_per_client)", self.classes_per_client)
+        _check_count("Shards(classes_per_client)", self.classes_per_client)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        pools = by_class(labels, rng)
+        pools = shuffled_by_class(labels, rng)
         each, classes = self.classes_per_client, len(pools)
         if each > classes:
             raise UndriftError(
@@ -207,7 +217,9 @@ class Shards:
                 f"use at least {-(-classes // each)} clients or {-(-classes // clients)} classes per client."
             )
         owner = np.empty(len(labels), np.int64)
-        for indices, held in zip(pools, holders(fewest_first(clients, classes, each, rng), classes), strict=True):
+        for indices, held in zip(
+            pools, clients_by_class(least_held_classes(clients, classes, each, rng), classes), strict=True
+        ):
             spots = len(indices) - 1
             if spots >= len(held) - 1:  # enough samples for one each
                 cuts = np.sort(rng.choice(spots, len(held) - 1, replace=False)) + 1
@@ -242,10 +254,10 @@ class ClassesPerClient:
     count: int
 
     def __post_init__(self) -> None:
-        _count("ClassesPerClient(count)", self.count)
+        _check_count("ClassesPerClient(count)", self.count)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        pools = by_class(labels, rng)
+        pools = shuffled_by_class(labels, rng)
         classes = len(pools)
         if self.count > classes:
             raise UndriftError(
@@ -259,9 +271,9 @@ class ClassesPerClient:
             )
         owner = np.empty(len(labels), np.int64)
         for indices, held in zip(
-            pools, holders(own_and_others(clients, classes, self.count, rng), classes), strict=True
+            pools, clients_by_class(own_class_and_others(clients, classes, self.count, rng), classes), strict=True
         ):
-            owner[indices] = np.repeat(held, even(len(indices), len(held)))
+            owner[indices] = np.repeat(held, even_sizes(len(indices), len(held)))
         return owner
 
 
@@ -289,18 +301,18 @@ class SortedShards:
     per_client: int = 1
 
     def __post_init__(self) -> None:
-        _count("SortedShards(per_client)", self.per_client)
+        _check_count("SortedShards(per_client)", self.per_client)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
         pieces = clients * self.per_client
-        if pieces > max(len(labels), MOST):
+        if pieces > max(len(labels), MAX_CLIENTS):
             raise UndriftError(
                 f"SortedShards({quoted(self.per_client)}) over {clients} clients cuts {len(labels)} samples into "
                 f"{quoted(pieces)} shards; ask for fewer."
             )
         holder = rng.permutation(np.arange(pieces) % clients)
         owner = np.empty(len(labels), np.int64)
-        owner[in_order(labels)] = np.repeat(holder, even(len(labels), pieces))
+        owner[stable_argsort(labels)] = np.repeat(holder, even_sizes(len(labels), pieces))
         return owner
 
 
@@ -325,7 +337,9 @@ class LabelSplit:
                 f"LabelSplit() does not split classes, so {len(classes)} classes are enough for at most "
                 f"{len(classes)} clients, not {clients}."
             )
-        group = np.repeat(np.arange(clients), even(len(classes), clients)[::-1])  # the first groups take the remainder
+        group = np.repeat(
+            np.arange(clients), even_sizes(len(classes), clients)[::-1]
+        )  # the first groups take the remainder
         return group[position]
 
 
@@ -349,11 +363,13 @@ class QuantitySkew:
     alpha: float
 
     def __post_init__(self) -> None:
-        _positive("QuantitySkew(alpha)", self.alpha)
+        _check_positive("QuantitySkew(alpha)", self.alpha)
 
     def __call__(self, labels: Array, clients: int, rng: np.random.Generator, keys: Array | None) -> Array:
-        sizes = shares(len(labels), rng.dirichlet(np.full(clients, bounded(self.alpha))))
-        return assign(rng.permutation(len(labels)), sizes, len(labels))
+        sizes = rounded_sizes(len(labels), rng.dirichlet(np.full(clients, clip_concentration(self.alpha))))
+        owner = np.empty(len(labels), np.int64)
+        owner[rng.permutation(len(labels))] = np.repeat(np.arange(clients), sizes)
+        return owner
 
 
 @dataclass(frozen=True)
@@ -380,7 +396,7 @@ class ByKey:
 
     def __post_init__(self) -> None:
         if self.largest is not None:
-            _count("ByKey(largest)", self.largest)
+            _check_count("ByKey(largest)", self.largest)
 
     def __repr__(self) -> str:
         return "ByKey()" if self.largest is None else f"ByKey(largest={self.largest})"
@@ -395,22 +411,183 @@ class ByKey:
                 f"{self!r} leaves samples out, but a partition must assign all of them; pass it to ud.load, or leave "
                 "`largest` out."
             )
-        return numbered(keys)[1]
+        return unique_inverse(keys)[1]
 
     def chosen(self, keys: Array) -> Array:
         """Return which samples belong to the clients that train."""
         if self.largest is None:
             return np.ones(len(keys), bool)
-        client = numbered(keys)[1]
+        client = unique_inverse(keys)[1]
         by_size = np.argsort(-np.bincount(client), kind="stable")
         return np.isin(client, by_size[: self.largest])
 
 
-def _positive(where: str, x: float) -> None:
+def _check_positive(where: str, x: float) -> None:
     if not (isinstance(x, int | float) and 0 < x < float("inf")):
         raise UndriftError(f"{where} must be a number above 0, not {quoted(x)}.")
 
 
-def _count(where: str, x: int) -> None:
+def _check_count(where: str, x: int) -> None:
     if isinstance(x, bool) or not isinstance(x, int) or x < 1:
         raise UndriftError(f"{where} must be a whole number from 1, not {quoted(x)}.")
+
+
+def shuffled_by_class(labels: Array, rng: np.random.Generator) -> list[Array]:
+    """Return the indices of each class's samples, shuffled."""
+    classes, counts = np.unique(labels, return_counts=True)
+    if len(classes) <= FEW_CLASSES:
+        pools = [np.flatnonzero(labels == c) for c in classes]
+    else:
+        pools = np.split(stable_argsort(labels), np.cumsum(counts)[:-1])
+    return [rng.permutation(pool) for pool in pools]
+
+
+def even_sizes(n: int, parts: int) -> Array:
+    """Return sizes that sum to n and differ by at most one."""
+    return np.diff(np.arange(parts + 1) * n // parts)
+
+
+def rounded_sizes(n: int, proportions: Array) -> Array:
+    """Return integer sizes that sum to n: the differences of the rounded cumulative sums of the proportions."""
+    cuts = np.round(np.cumsum(proportions) * n).astype(np.int64)
+    cuts[-1] = n
+    return np.diff(cuts, prepend=0)
+
+
+def clip_concentration(concentration: float) -> float:
+    """Return the concentration, clipped to where numpy's draws neither overflow nor underflow.
+
+    Beyond these bounds, all shares are equal, or one is 1, up to rounding.
+    """
+    return float(min(max(concentration, 1e-290), 1e290))
+
+
+def least_held_classes(clients: int, classes: int, each: int, rng: np.random.Generator) -> Array:
+    """Return, per client, `each` of the classes: those that the fewest clients before it hold, ties at random.
+
+    After some clients, all classes are held equally often, and a new cycle begins. So clients at the same position of a
+    cycle are independent, and are drawn together.
+    """
+    turn = classes // math.gcd(each, classes)
+    per_turn = each * turn // classes
+    turns = -(-clients // turn)
+    taken = np.empty((turns, turn, each), np.int64)
+    step = max(1, BLOCK // (turn * classes))
+    for begin in range(0, turns, step):
+        number = np.arange(begin, min(turns, begin + step))
+        # In the last cycle, only the clients that exist may draw.
+        real = min(clients - begin * turn, len(number) * turn)
+        draws = np.zeros((len(number), turn, classes))
+        draws.reshape(-1)[: real * classes] = rng.random(real * classes)
+        load = np.repeat(number[:, None] * per_turn, classes, 1)
+        for place in range(turn):
+            chosen = np.argsort(load + draws[:, place], 1)[:, :each]
+            np.put_along_axis(load, chosen, np.take_along_axis(load, chosen, 1) + 1, 1)
+            taken[begin : begin + len(number), place] = chosen
+    return taken.reshape(turns * turn, each)[:clients]
+
+
+def own_class_and_others(clients: int, classes: int, count: int, rng: np.random.Generator) -> Array:
+    """Return, per client i, class i modulo the number of classes and `count − 1` others at random."""
+    taken = np.empty((clients, count), np.int64)
+    for begin in range(0, clients, step := max(1, BLOCK // classes)):
+        own = np.arange(begin, min(clients, begin + step)) % classes
+        rest = np.arange(classes - 1)[None] + (np.arange(classes - 1)[None] >= own[:, None])
+        taken[begin : begin + len(own), 0] = own
+        taken[begin : begin + len(own), 1:] = rng.permuted(rest, axis=1)[:, : count - 1]
+    return taken
+
+
+def clients_by_class(taken: Array, classes: int) -> list[Array]:
+    """Return, per class, the clients that hold it, ascending, given the classes of each client."""
+    each = taken.shape[1]
+    counts = np.bincount(taken.reshape(-1), minlength=classes)
+    return np.split(stable_argsort(taken.reshape(-1)) // each, np.cumsum(counts)[:-1])
+
+
+def draw_in_blocks(
+    owner: Array, pools: list[Array], clients: Array, sizes: Array, concentration: Array, rng: np.random.Generator
+) -> Array:
+    """Return the owners of all samples: each client, in turn, draws its samples from a mix of classes of its own.
+
+    A block of clients draws together. Where it asks for more of a class than is left, its first clients get what there
+    is, and the others draw what they lack from the classes that remain.
+
+    Args:
+        owner: The array to fill.
+        pools: Per class, its samples.
+        clients: The clients, in the order of their draws.
+        sizes: By client, how many samples it gets.
+        concentration: Per class, that of the Dirichlet distribution from which mixes are drawn.
+        rng: The generator.
+    """
+    left = np.array([len(pool) for pool in pools])
+    for begin in range(0, len(clients), step := max(1, BLOCK // len(pools))):
+        block = clients[begin : begin + step]
+        mix, wanted = rng.dirichlet(concentration, len(block)), sizes[block].copy()
+        while len(lacking := np.flatnonzero(wanted)):
+            share = mix[lacking]
+            if (left == 0).any():
+                share = np.where(left > 0, share, 0.0)
+                share = np.where(share.sum(1, keepdims=True) > 1e-12, share, np.where(left > 0, concentration, 0.0))
+                share /= share.sum(1, keepdims=True)
+            drawn = rng.multinomial(wanted[lacking], share)
+            upto = np.minimum(np.cumsum(drawn, 0), left)
+            drawn = np.diff(upto, axis=0, prepend=0)
+            for c in np.flatnonzero(upto[-1]):
+                owner[pools[c][left[c] - upto[-1, c] : left[c]]] = np.repeat(block[lacking], drawn[:, c])
+            left = left - upto[-1]
+            wanted[lacking] -= drawn.sum(1)
+    return owner
+
+
+REGISTERED: dict[str, Callable[..., Partition]] = {}
+"""The partitions that users have registered."""
+
+
+def register_partition(name: str, function: Callable[..., Partition]) -> None:
+    """Register a partition under a name that experiment files and the command line know.
+
+    Example:
+        >>> import undrift as ud
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class ByParity:
+        ...     even: int = 0
+        ...
+        ...     def __call__(self, labels, clients, rng, keys):
+        ...         return (labels + self.even) % 2
+        >>> ud.register_partition("ByParity", ByParity)
+        >>> len(ud.load("digits", "ByParity(even=1)", clients=2))
+        2
+
+    Args:
+        name: The name.
+        function: A frozen dataclass, or another function of the arguments in parentheses, which returns a partition: a
+            function of `(labels, clients, rng, keys)` that returns the owner of each sample.
+
+    Raises:
+        UndriftError: If undrift has a partition of this name, or if the name cannot be called.
+    """
+    if name in undrift.PARTITIONS or not name.isidentifier():
+        raise UndriftError(f"A partition of your own cannot be called {name!r}; choose another name.")
+    REGISTERED[name] = function
+
+
+def parse_partition(text: str) -> Partition:
+    """Return the partition that a string such as `"Dirichlet(0.1)"` describes."""
+    known = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | REGISTERED
+    partition: Partition = parse(text, "partition", known, "Dirichlet(0.1)")
+    return partition
+
+
+def partition_text(partition: Partition, given: Partition | str) -> str | None:
+    """Return a string that describes the partition, `given` as it is or as a string; None if there is none."""
+    if type(partition).__module__ == __name__:
+        return repr(partition)
+    if isinstance(given, str):
+        return given
+    try:
+        return repr(partition) if parse_partition(repr(partition)) == partition else None
+    except UndriftError:
+        return None

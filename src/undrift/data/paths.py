@@ -29,11 +29,11 @@ def kind(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
         return None
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
-def unreadable(path: str | Path, error: OSError) -> UndriftError:
+def unreadable_error(path: str | Path, error: OSError) -> UndriftError:
     hint = "; change its permissions, or leave it out of the data" if isinstance(error, PermissionError) else ""
     return UndriftError(f"{shortened(str(path))} cannot be read ({error.strerror}){hint}.")
 
@@ -43,22 +43,22 @@ def folders_in(folder: Path) -> list[Path]:
     try:
         return sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError as error:
-        raise unreadable(error.filename or folder, error) from error
+        raise unreadable_error(error.filename or folder, error) from error
 
 
 def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
     """Return all files with one of these endings, at any depth, in order of their paths."""
 
     def refuse(error: OSError) -> None:
-        raise unreadable(error.filename or folder, error) from error
+        raise unreadable_error(error.filename or folder, error) from error
 
-    found = []
+    paths: list[Path] = []
     for where, _, names in os.walk(folder, onerror=refuse):
-        found += [Path(where, name) for name in names if os.path.splitext(name)[1].lower() in endings]
-    for file in found:
+        paths += [Path(where, name) for name in names if os.path.splitext(name)[1].lower() in endings]
+    for file in paths:
         if kind(file) != "file":
             raise UndriftError(f"{file} is not a regular file; remove or replace it.")
-    return sorted(found)
+    return sorted(paths)
 
 
 def read_bytes(file: Path) -> bytes:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undrift.errors import UndriftError, quoted
-from undrift.tree import tree_leaves, tree_map, tree_structure, tree_unflatten
+from undrift.tree import tree_leaves, tree_structure, tree_unflatten
 
 Samples = Any
 """A tensor with the samples along the first axis, or tuples and dicts of such tensors."""
@@ -44,36 +44,36 @@ def take(store: Store, indices: Tensor) -> tuple[Samples, Tensor]:
 def gather(store: Store, indices: Tensor, pick: Pick = operator.getitem) -> Store:
     """Return the entries of the store that make up the samples at `indices`, in the types in which they are stored."""
     names = ["y", *(["x"] if "x" in store else [name for name in store if name.startswith(INPUT)])]
-    read = {name: store[name].reader for name in names if not isinstance(store[name], Tensor)}  # type: ignore[attr-defined]
-    found: Store = {}
-    for reader in set(read.values()):  # a sample with several inputs is read once
-        found |= reader.read(indices)
-    return {name: found[name] if name in read else pick(store[name], indices) for name in names}
+    readers = {name: store[name].reader for name in names if not isinstance(store[name], Tensor)}  # type: ignore[attr-defined]
+    columns: Store = {}
+    for reader in set(readers.values()):  # a sample with several inputs is read once
+        columns |= reader.read(indices)
+    return {name: columns[name] if name in readers else pick(store[name], indices) for name in names}
 
 
 def finish(rows: Store, store: Store) -> tuple[Samples, Tensor]:
-    """Return the samples, from what `gather` found; see `take`."""
+    """Return the samples, from what `gather` returned; see `take`."""
     y = rows["y"]
     if "x" in rows:
         x = rows["x"]
         return (x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 2 else x), y
-    return _put_together({name.removeprefix(INPUT): t for name, t in rows.items() if name != "y"}), y
+    return _nested_inputs({name.removeprefix(INPUT): t for name, t in rows.items() if name != "y"}), y
 
 
-def _put_together(inputs: Store) -> Samples:
+def _nested_inputs(inputs: Store) -> Samples:
     """Return inputs as a dict or a tuple, from their names in the store."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for path, t in inputs.items():
         name, inside, rest = path.partition(INSIDE)
         if inside:
-            found.setdefault(name, {})[rest] = t
+            tree.setdefault(name, {})[rest] = t
         else:
-            found[name] = t
-    found = {name: _put_together(t) if isinstance(t, dict) else t for name, t in found.items()}
-    return tuple(found[str(i)] for i in range(len(found))) if "0" in found else found
+            tree[name] = t
+    tree = {name: _nested_inputs(t) if isinstance(t, dict) else t for name, t in tree.items()}
+    return tuple(tree[str(i)] for i in range(len(tree))) if "0" in tree else tree
 
 
-def in_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store, Store], Any]) -> None:
+def declare_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store, Store], Any]) -> None:
     """Declare that `take` is `finish(gather(store, indices), store)`.
 
     If the store stays in host memory, the host then only gathers, and all computation runs on the device, as it would
@@ -82,31 +82,22 @@ def in_halves(take: Take, gather: Callable[..., Store], finish: Callable[[Store,
     vars(take).update(gather=gather, finish=finish)
 
 
-in_halves(take, gather, finish)
+declare_halves(take, gather, finish)
 
 
-def stored(x: Samples) -> Store:
-    """Return the entries of a store that hold these samples."""
-    return {f"{INPUT}{path}": t for path, t in paths(x)} if isinstance(x, dict | tuple) else {"x": x}
+def to_store(x: Samples, y: Tensor | None = None) -> Store:
+    """Return a store with these samples and, if given, their targets."""
+    inputs = {f"{INPUT}{path}": t for path, t in input_paths(x)} if isinstance(x, dict | tuple) else {"x": x}
+    return inputs if y is None else {**inputs, "y": y}
 
 
-def paths(x: Any) -> Iterator[tuple[str, Any]]:
+def input_paths(x: Any) -> Iterator[tuple[str, Any]]:
     """Yield what is in a dict or a tuple of inputs, with the names of tensors in the store less `INPUT`."""
     for name, inner in x.items() if isinstance(x, dict) else enumerate(x):
         if isinstance(inner, dict | tuple):
-            yield from ((f"{name}{INSIDE}{path}", t) for path, t in paths(inner))
+            yield from ((f"{name}{INSIDE}{path}", t) for path, t in input_paths(inner))
         else:
             yield str(name), inner
-
-
-def count(x: Samples) -> int:
-    """Return the number of samples."""
-    return len(tree_leaves(x)[0])
-
-
-def chosen(x: Samples, indices: Tensor | slice) -> Samples:
-    """Return the samples at `indices`."""
-    return tree_map(lambda t: t[indices], x)
 
 
 def split(x: Samples, size: int) -> list[Samples]:
@@ -115,26 +106,39 @@ def split(x: Samples, size: int) -> list[Samples]:
     return [tree_unflatten(list(piece), tree_structure(x)) for piece in zip(*leaves, strict=True)]
 
 
-def shape(x: Samples) -> str:
-    """The shape of one sample, for messages: `(3, 32, 32)`, `((3,), (5,))` or `{input_ids: (16,), mask: (16,)}`."""
-    return _written(x, lambda t: str(tuple(t.shape[1:])))
+def sample_shape(x: Samples) -> str:
+    """Return one sample's shape, for messages: `(3, 32, 32)`, `((3,), (5,))` or `{input_ids: (16,), mask: (16,)}`."""
+    return _format(x, lambda t: str(tuple(t.shape[1:])))
 
 
-def kind(x: Samples) -> str:
+def sample_kind(x: Samples) -> str:
     """Return the shape and type of one sample, for messages."""
-    return _written(x, lambda t: f"{tuple(t.shape[1:])} {t.dtype}")
+    return _format(x, lambda t: f"{tuple(t.shape[1:])} {t.dtype}")
 
 
-def alike(x: Samples, other: Samples) -> bool:
+def same_kind(x: Samples, other: Samples) -> bool:
     """Return whether samples have the same inputs, of the same shapes and types."""
-    one, two = ({name: (t.shape[1:], t.dtype) for name, t in stored(each).items()} for each in (x, other))
+    one, two = ({name: (t.shape[1:], t.dtype) for name, t in to_store(each).items()} for each in (x, other))
     return one == two
 
 
-def _written(x: Samples, leaf: Callable[[Tensor], str]) -> str:
+def nonfinite_samples(tensor: Tensor) -> list[int]:
+    """Return the indices of samples with NaN or infinity. If the sum is finite, there are none."""
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+        return []
+    return torch.nonzero(~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)).flatten().tolist()
+
+
+def nonfinite_error(where: str, name: str, values: Tensor) -> UndriftError:
+    """Return the error for a sample with NaN or infinity in the entry `name` of its store."""
+    kind = "NaN" if bool(torch.isnan(values).any()) else "infinity"
+    return UndriftError(f"{where} has {kind} in its {name}; clean or drop that sample.")
+
+
+def _format(x: Samples, leaf: Callable[[Tensor], str]) -> str:
     if isinstance(x, dict):
-        return "{" + ", ".join(f"{name}: {_written(t, leaf)}" for name, t in x.items()) + "}"
-    return f"({', '.join(_written(t, leaf) for t in x)})" if isinstance(x, tuple) else leaf(x)
+        return "{" + ", ".join(f"{name}: {_format(t, leaf)}" for name, t in x.items()) + "}"
+    return f"({', '.join(_format(t, leaf) for t in x)})" if isinstance(x, tuple) else leaf(x)
 
 
 def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
@@ -150,7 +154,7 @@ def as_pair(pair: Any, whose: str, copy: bool = True) -> tuple[Samples, Tensor]:
     except (TypeError, ValueError) as error:
         raise UndriftError(f"The data of {whose} must be a pair (x, y) of arrays or tensors ({error}).") from error
     if any(t.dim() == 0 or len(t) != len(y) for t in tree_leaves(x) if y.dim()) or y.dim() == 0:
-        shapes = _written(x, lambda t: str(tuple(t.shape)))
+        shapes = _format(x, lambda t: str(tuple(t.shape)))
         raise UndriftError(f"The data of {whose} must have as many x as y, not shapes {shapes} and {tuple(y.shape)}.")
     # Labels are indices; with one integer type, no later step has to convert them.
     return x, y if y.is_floating_point() else y.long()
@@ -161,8 +165,8 @@ def _samples(x: Any, copy: bool) -> Samples:
     if isinstance(x, Mapping):
         if not x or not all(isinstance(name, str) and name and not name.isdigit() for name in x):
             raise ValueError(f"the inputs in a dict need names that are words, not {quoted(list(x))}")
-        if found := [name for name in x if INSIDE in name or name[0] == "/" or name[-1] == "/"]:
-            raise ValueError(f"the names of inputs may have single slashes within them only, unlike {quoted(found[0])}")
+        if wrong := [name for name in x if INSIDE in name or name[0] == "/" or name[-1] == "/"]:
+            raise ValueError(f"the names of inputs may have single slashes within them only, unlike {quoted(wrong[0])}")
         return {name: _samples(t, copy) for name, t in x.items()}
     if isinstance(x, tuple) and x and all(hasattr(t, "shape") or isinstance(t, Mapping | tuple) for t in x):
         return tuple(_samples(t, copy) for t in x)
@@ -173,16 +177,16 @@ def _as_tensor(part: Any, copy: bool) -> Tensor:
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.is_meta or part.is_quantized:
             raise ValueError(f"a tensor must be dense and in memory, not {part.layout} on {part.device}")
-        found = part.detach().to("cpu", copy=copy)
+        tensor = part.detach().to("cpu", copy=copy)
     else:
         if hasattr(part, "toarray"):
             raise ValueError("a sparse matrix must be made dense with .toarray()")
         refuse_masked(part)
         array = np.array(part) if copy else np.asarray(part)
-        found = torch.as_tensor(array if array.flags.writeable else array.copy())  # torch has no read-only tensors
-    if found.is_complex():
+        tensor = torch.as_tensor(array if array.flags.writeable else array.copy())  # torch has no read-only tensors
+    if tensor.is_complex():
         raise ValueError("complex numbers must be given as two real ones, such as z.real and z.imag")
-    return found
+    return tensor
 
 
 def refuse_masked(part: Any) -> None:

@@ -7,18 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from undrift.data import notices, tables
-from undrift.data.cache import Notes, Writer, cached
+from undrift.data import warn_once
+from undrift.data.audio import spectrogram
+from undrift.data.cache import Notes, Writer, cached_arrays
 from undrift.data.dataset import Rows
-from undrift.data.fractions import stratified
 from undrift.data.images import Images, grey
-from undrift.data.sound import spectrogram
 from undrift.data.source import Source
+from undrift.data.splits import stratified_mask
+from undrift.data.tables import Place, hub_place
 from undrift.data.text import Characters, Sentences, Tags
 from undrift.random import host_generator
 
@@ -31,7 +31,7 @@ class Recipe(Protocol):
     @property
     def hub(self) -> str: ...
 
-    def decode(self, places: list[tables.Place], write: Writer) -> None: ...
+    def decode(self, places: list[Place], write: Writer) -> None: ...
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source: ...
 
@@ -63,56 +63,53 @@ def digits() -> Source:
     """1,797 handwritten digits of 8×8 pixels (UCI, as scikit-learn ships them), a fifth of them for testing."""
     file = load_file(Path(__file__).parent / "digits.safetensors")
     store = {"x": file["x"].float() / 16, "y": file["y"].long()}
-    labels = store["y"].numpy()
     # The data have no test set of their own; this one is the same in every run, whatever its seed.
-    held = stratified(labels, 0.2, host_generator(0, "digits test set"))
-    train = torch.from_numpy(np.flatnonzero(~held))
-    test = torch.from_numpy(np.flatnonzero(held))
-    return Source(
-        {name: t[train] for name, t in store.items()},
-        labels[~held],
-        test=Rows({name: t[test] for name, t in store.items()}, torch.arange(len(test))),
-    )
+    held = torch.from_numpy(stratified_mask(store["y"].numpy(), 0.2, host_generator(0, "digits test set")))
+    train, test = ({name: t[mask] for name, t in store.items()} for mask in (~held, held))
+    return Source(train, train["y"].numpy(), test=Rows.whole(test))
 
 
 FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
 """Data sets that a function returns; `ud.register_data` adds a user's own."""
 
 
-def named(name: str, data_dir: str | Path | None = None) -> Source:
+def load_named(name: str, data_dir: str | Path | None = None) -> Source:
     """Return a data set by name, from a folder in hub layout or from the hub, decoded on first use."""
-    return opened(name, RECIPES[name], places_of(RECIPES[name], data_dir))
+    return open_recipe(name, RECIPES[name], places_of(RECIPES[name], data_dir))
 
 
-def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[tables.Place]:
+def places_of(recipe: Recipe, data_dir: str | Path | None = None) -> list[Place]:
     """Return the locations of a recipe's tables."""
     few = getattr(recipe, "limit", None) is not None
-    places = [tables.hub(recipe.hub, getattr(recipe, "config", None), data_dir, stream=few)]
+    places = [hub_place(recipe.hub, getattr(recipe, "config", None), data_dir, stream=few)]
     if beside := getattr(recipe, "beside", None):
-        other = tables.hub(beside[0], None, data_dir)
+        other = hub_place(beside[0], None, data_dir)
         places += [other] if other.kind != "hub" else []  # it is not on the hub
     return places
 
 
-def opened(name: str, recipe: Recipe, places: list[tables.Place]) -> Source:
+def open_recipe(name: str, recipe: Recipe, places: list[Place]) -> Source:
     """Return the source that a recipe makes from these locations."""
-    return said(recipe, *decoded(name, recipe, places))
+    return open_with_warnings(recipe, *decoded(name, recipe, places))
 
 
-def said(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
+def open_with_warnings(recipe: Recipe, arrays: dict[str, Tensor], notes: Notes) -> Source:
     """Return the source that a recipe makes of arrays, after logging its warnings, which concern every run."""
     for note in ("assumed", "incomplete", "rounded"):
         if notes.get(note):
-            notices.warn(notes[note])
+            warn_once.warn(notes[note])
     return recipe.open(arrays, notes)
 
 
-def decoded(name: str, recipe: Recipe, places: list[tables.Place]) -> tuple[dict[str, Tensor], Notes]:
-    """Return the arrays and notes that a recipe makes from these locations, from the cache if they are there."""
+def decoded(name: str, recipe: Recipe, places: list[Place]) -> tuple[dict[str, Tensor], Notes]:
+    """Return the arrays and notes that a recipe makes from these locations, from the cache if they are there.
+
+    The recipe's fields are part of the key, decoders by their names: renaming one means decoding the data again.
+    """
     every = {field: getattr(recipe, field.name) for field in fields(recipe)}
     settings = {f.name: value for f, value in every.items() if value is not None or "added" not in f.metadata}
     identity = [{n: getattr(v, "__name__", v) for n, v in settings.items()}, *(place.identity for place in places)]
-    return cached(name, identity, lambda write: recipe.decode(places, write))
+    return cached_arrays(name, identity, lambda write: recipe.decode(places, write))
 
 
 def names() -> list[str]:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from undrift.data.cache import Notes, Writer
 from undrift.data.dataset import Rows, Task
-from undrift.data.labels import Labels, encoded
-from undrift.data.samples import Pick, Store, gather, in_halves
-from undrift.data.source import Source
+from undrift.data.labels import Labels, encode_names
+from undrift.data.samples import Pick, Store, declare_halves, gather
+from undrift.data.source import Source, source_from_arrays
 from undrift.data.tables import Place
 from undrift.errors import UndriftError
 
@@ -78,7 +78,7 @@ def _sequences(rows: Store, store: Store) -> tuple[Tensor, Tensor]:
     return rows["x"].long(), rows["y"]
 
 
-in_halves(sequences, gather, _sequences)
+declare_halves(sequences, gather, _sequences)
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Characters:
 
     def decode(self, places: list[Place], write: Writer) -> None:
         pieces = [(who, text) for who, text in self._pieces(places[0]) if text]
-        letters = np.unique(np.concatenate([_points(text) for _, text in pieces] or [np.empty(0, np.uint32)]))
+        letters = np.unique(np.concatenate([_code_points(text) for _, text in pieces] or [np.empty(0, np.uint32)]))
         if not len(letters) or len(letters) > 256:
             raise UndriftError(f"{places[0].name} has {len(letters)} different characters; 1 to 256 are supported.")
         codes: dict[Any, int] = {}
         for who, text in pieces:
-            write.append("text", np.searchsorted(letters, _points(text)).astype(np.uint8))
+            write.append("text", np.searchsorted(letters, _code_points(text)).astype(np.uint8))
             write.append("lengths", np.array([len(text)], np.int64))
             write.append("speakers", np.array([codes.setdefault(who, len(codes))], np.int32))
         write.notes |= {"letters": "".join(map(chr, letters)), "speakers": list(map(str, codes))}
@@ -182,8 +182,12 @@ class Tags:
         for table in places[0].batches("train", columns):
             cells = [column.to_pylist() for column in table.itercolumns()]
             who = cells[2] if self.client else [""] * len(table)
-            found = zip(*cells[:2], who, strict=True)
-            posts += [(words(title), _tags(tags), c) for title, tags, c in found if title and tags and c is not None]
+            rows = zip(*cells[:2], who, strict=True)
+            posts += [
+                (split_words(title), _split_tags(tags), c)
+                for title, tags, c in rows
+                if title and tags and c is not None
+            ]
             if self.limit and len(posts) >= self.limit:
                 break
         known = most_frequent((tags for _, tags, _ in posts), self.most_tags)
@@ -192,11 +196,11 @@ class Tags:
             raise UndriftError(f"{places[0].name} has no row with a title and tags.")
         titles, tags, who = (list(column) for column in zip(*posts, strict=True))
         vocabulary = most_frequent(titles, self.words)
-        write.append("x", _padded(titles, vocabulary))
-        write.append("y", _padded(tags, known))
+        write.append("x", _word_ids(titles, vocabulary))
+        write.append("y", _word_ids(tags, known))
         codes: dict[Any, int] = {}
         if self.client:
-            write.append("key", encoded(who, codes))
+            write.append("key", encode_names(who, codes))
         write.notes |= {"words": vocabulary, "tags": known, "clients": list(map(str, codes))}
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
@@ -212,7 +216,7 @@ class Tags:
         )
 
 
-def _tags(cell: list[str] | str) -> list[str]:
+def _split_tags(cell: list[str] | str) -> list[str]:
     """Return a list of tags, from a list or from a string such as `<python><list>` or `python|list`."""
     return re.findall(r"[^<>|,\s]+", cell) if isinstance(cell, str) else list(cell)
 
@@ -234,8 +238,8 @@ class Sentences:
             sentences: list[list[str]] = []
             for table in place.batches(split, [self.text, self.label]):
                 rows = range(len(sentences), len(sentences) + len(table))
-                write.append(f"{split}_y", labels.read(table[self.label], split, rows))
-                sentences += [words(text or "") for text in table[self.text].to_pylist()]
+                write.append(f"{split}_y", labels.encode(table[self.label], split, rows))
+                sentences += [split_words(text or "") for text in table[self.text].to_pylist()]
             if split == "train":  # the vocabulary must not depend on the test set
                 vocabulary = most_frequent(sentences, self.words)
                 codes = {word: i + UNKNOWN + 1 for i, word in enumerate(vocabulary)}
@@ -248,18 +252,11 @@ class Sentences:
         write.notes |= {"words": vocabulary, "classes": labels.names}
 
     def open(self, arrays: dict[str, Tensor], notes: Notes) -> Source:
-        store, held = ({"x": arrays[f"{s}_x"], "y": arrays[f"{s}_y"]} for s in ("train", "test"))
-        return Source(
-            store,
-            store["y"].numpy(),
-            test=Rows(held, torch.arange(len(held["y"])), sequences),
-            take=sequences,
-            task=Task(vocabulary=len(notes["words"]) + UNKNOWN + 1),
-            names=notes["classes"],
-        )
+        task = Task(vocabulary=len(notes["words"]) + UNKNOWN + 1)
+        return source_from_arrays(arrays, notes, take=sequences, task=task)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words in lower case. They may contain a point, an apostrophe or a hyphen; `c++` and `c#` are words."""
     return re.findall(r"[a-z0-9+#]+(?:[.'-][a-z0-9+#]+)*", text.lower())
 
@@ -270,7 +267,7 @@ def most_frequent(texts: Iterable[list[str]], count: int) -> list[str]:
     return [word for word, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:count]]
 
 
-def _padded(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
+def _word_ids(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
     """Return the ids of each text's known words, one row per text, padded with the size of the vocabulary."""
     codes = {word: i for i, word in enumerate(vocabulary)}
     known = [[codes[word] for word in text if word in codes] for text in texts]
@@ -280,7 +277,7 @@ def _padded(texts: list[list[str]], vocabulary: list[str]) -> np.ndarray:
     return padded
 
 
-def _points(text: str) -> np.ndarray:
+def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 

@@ -20,8 +20,8 @@ from undrift.tree import Tree, to_device, tree_bytes, tree_leaves, tree_map
 class HostSamples:
     """A store on the host, from which samples are gathered there and completed on the device.
 
-    A `take` in two halves (`in_halves`) gathers on the host in the dtypes of the store, so that images travel as bytes,
-    and computes the rest on the device. Any other `take` runs on the host as a whole.
+    A `take` in two halves (`declare_halves`) gathers on the host in the dtypes of the store, so that images travel as
+    bytes, and computes the rest on the device. Any other `take` runs on the host as a whole.
     """
 
     def __init__(self, store: Store, take: Take, device: torch.device) -> None:

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.images import channel_scales, moments, standardised
+from undrift.data.dataset import FederatedDataset, Rows, Scales
+from undrift.data.images import channel_moments, channel_scales, standardised
+from undrift.data.normalize import pooled_scales, store_entries
 from undrift.data.samples import Store
-from undrift.data.scales import entries, pooled
-from undrift.data.source import Scales
 from undrift.errors import UndriftError, listed, quoted, require
 
 Report = dict[str, Any]
@@ -47,7 +46,7 @@ def scale_of(data: FederatedDataset) -> Scales | None:
     if data.scales is not None:
         return data.scales
     x = data.store["x"]
-    return channel_scales(sum(moments(x[begin : begin + STEP].numpy()) for begin in range(0, len(x), STEP)))
+    return channel_scales(sum(channel_moments(x[begin : begin + STEP].numpy()) for begin in range(0, len(x), STEP)))
 
 
 def check_meaning(found: Report) -> bool:
@@ -200,7 +199,7 @@ def agreed_scale(reports: dict[str, Report], columns: list[str] | None) -> Repor
                 "standard deviations; give them the same data.",
             )
         return known[0]
-    return pooled(map(_as_scales, known)).lists()
+    return pooled_scales(map(_as_scales, known)).lists()
 
 
 def _in_order(report: Report, columns: list[str] | None) -> Report | None:
@@ -252,7 +251,7 @@ def fitted(data: FederatedDataset, common: Report) -> FederatedDataset:
             x = store["x"]
             found["x"] = moved[id(x)] = moved[id(x)] if id(x) in moved else x[:, order]
         if scale is not None:
-            found |= entries(_as_scales(scale), store["x"])
+            found |= store_entries(_as_scales(scale), store["x"])
         return found
 
     def rows(held: Rows | None) -> Rows | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows, Task
-from undrift.data.samples import stored
+from undrift.data.samples import to_store
 from undrift.errors import UndriftError
 from undrift.flower.agreement import (
     Report,
@@ -58,7 +58,7 @@ def report(data: FederatedDataset) -> Report:
 def forms(data: FederatedDataset) -> Report:
     """Return the shapes and types of a sample and of its target."""
     x, y = data.take(data.store, data.index[:1])
-    return {"x": {name: _form(t) for name, t in stored(x).items()}, "y": _form(y)}
+    return {"x": {name: _form(t) for name, t in to_store(x).items()}, "y": _form(y)}
 
 
 def _form(t: Tensor) -> list[Any]:

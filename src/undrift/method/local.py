@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.data.array_ops import stable_argsort
 from undrift.data.dataset import FederatedDataset
-from undrift.data.shares import in_order
 from undrift.errors import UndriftError, first_line, quoted, require, whole
 from undrift.method.groups import Group, check_groups
 from undrift.method.optimizers import Optimizer, check_optimizer
@@ -352,7 +352,7 @@ def _permutations(key: tuple[Array, Array], client_of: Array, epoch_of: Array, l
     words = philox((block, epoch_of[segment], 0, 0), (key[0][client_of[segment]], key[1][client_of[segment]]))
     real = (block[:, None] * 4 + np.arange(4)) < lengths[segment][:, None]
     tagged = (segment[:, None] << 32 | np.stack(words, 1))[real]  # the segment above the word: one sort serves all
-    return in_order(tagged) - np.repeat(begins, lengths)
+    return stable_argsort(tagged) - np.repeat(begins, lengths)
 
 
 def batches(

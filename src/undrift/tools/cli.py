@@ -331,23 +331,23 @@ def show(
     data_dir: DataDir = None,
 ) -> None:
     """Draw which clients hold which classes, and print client sizes and measures of heterogeneity."""
-    from undrift.data import show as shown
+    from undrift.data import partition_summary
     from undrift.data.load import load
-    from undrift.data.registered import called_once
+    from undrift.data.user_data import call_once
     from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
     columns: dict[str, Any] = {"label": label, "client": client, "drop": drop or None, "missing": missing}
     options = columns | {"resize": resize, "normalize": normalize, "data_dir": data_dir}
-    with launch.arguments_as_flags(), called_once(name) as split:
+    with launch.arguments_as_flags(), call_once(name) as split:
         partition = partition or ("ByKey()" if split else "IID()")
         if clients is None and not partition.startswith("ByKey"):
             clients = 10
         loaded = load(name, partition, clients, seed, **options)
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
-    shown.picture(loaded, title, file)
-    launch.new_console().print(shown.report(loaded, title))
+    partition_summary.draw(loaded, title, file)
+    launch.new_console().print(partition_summary.report(loaded, title))
     launch.say(f"\ndrawn in {file}")
 
 

@@ -18,7 +18,7 @@ from undrift import models
 from undrift.columns import direction, directions
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
-from undrift.data.partition_names import parse_partition
+from undrift.data.partition import parse_partition
 from undrift.errors import UndriftError, first_line, listed, quoted
 from undrift.expressions import parse_number
 from undrift.files import read_text

@@ -10,7 +10,7 @@ import undrift
 from undrift import losses as known_losses
 from undrift import metrics as known_metrics
 from undrift import models as known_models
-from undrift.data import partition_names, sources
+from undrift.data import partition, sources
 from undrift.method.parse import known_optimizers, known_parts
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def optimizers() -> Entries:
 
 
 def partitions() -> Entries:
-    found = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | partition_names.OWN
+    found = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | partition.REGISTERED
     return {name: _entry(summary(own), parameters(own)) for name, own in found.items()}
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from undrift.cpus import THREADS, usable_cpus
-from undrift.data import notices
+from undrift.data import warn_once
 from undrift.errors import DEBUG, UndriftError, first_line, machine_trouble, quoted
 from undrift.files import lock, parse_json, read_bytes, regular, write_text
 from undrift.tools.compare import Run, agreed, counted, decided, groups, leading_metric, remark, same
@@ -284,7 +284,7 @@ def _one(
     """
     mute()  # the reason for a stop is returned
     if parent_process() is not None:  # that process has read the data, and given the warnings about them
-        notices.hush()
+        warn_once.silence()
     _wait_for(Path(folder))
     settings = settings if device is None else {**settings, "device": device}
     try:

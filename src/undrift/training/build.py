@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from undrift import models
 from undrift.columns import directions
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.samples import shape
+from undrift.data.samples import sample_shape
 from undrift.engine.base import Engine
 from undrift.engine.choose import Choice, build, choose, compiles
 from undrift.engine.client import Program
@@ -235,7 +235,9 @@ def module_of(model: Any, data: FederatedDataset, seed: int) -> nn.Module:
     if isinstance(model, str):
         name, options = parse_model(model)
         x = data.take(data.store, data.index[:1])[0]
-        several = f"The model {name!r} takes one input, but samples have several, of shape {shape(x)}; give a module."
+        several = (
+            f"The model {name!r} takes one input, but samples have several, of shape {sample_shape(x)}; give a module."
+        )
         require(isinstance(x, Tensor), several)
         needs: dict[str, Any] = {"classes": data.outputs, "shape": x.shape[1:], "vocabulary": data.task.vocabulary}
         model = models.get(name, seed=seed, **needs, **options)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.labels import FEW as MANY
-from undrift.data.labels import sparse
-from undrift.data.rounding import example, loses
-from undrift.data.samples import Samples, Store, stored
+from undrift.data.labels import MANY_CLASSES as MANY
+from undrift.data.labels import labels_are_sparse
+from undrift.data.normalize import loses_precision, rounding_example
+from undrift.data.samples import Samples, Store, to_store
 from undrift.errors import listed, quoted
 from undrift.functional.arguments import floats_to
 from undrift.functional.draws import fixed_key
@@ -76,14 +76,14 @@ def warn_of_rounding(model: Model, rows: Rows, device: torch.device) -> None:
         reads = apart(*outputs) > READ
     numbers = [t.flatten(1) for t in tree_leaves(spread_out(rows, SOME)) if t.is_floating_point() and t.dtype != dtype]
     columns = [t.double().numpy() for t in numbers if t.shape[1]]
-    lost = [t[:, own] for t in columns if (own := loses(t)).any()]
+    lost = [t[:, own] for t in columns if (own := loses_precision(t)).any()]
     if reads or lost:
         log.warning(
             "The clients' samples have more digits than %s, the model's precision%s, and %s. Give identifiers as "
             "integers (samples may be tuples or dicts of tensors), subtract an offset from times and amounts, or train "
             "a model in float64 (model.double()).",
             str(dtype).removeprefix("torch."),
-            f" ({example((lost or columns)[0])})" if lost or columns else "",
+            f" ({rounding_example((lost or columns)[0])})" if lost or columns else "",
             "the model's outputs depend on them" if reads else "they are what tells samples apart",
         )  # fmt: skip
 
@@ -132,7 +132,7 @@ def warn_of_labels(data: FederatedDataset, loss: Loss, default: bool) -> None:
     own = counts_of(data.labels, data.index)
     used, samples = int((own > 0).sum()), int(own.sum())
     numbered = default and data.names is None and data.task.classes is None
-    known = data.classes > MANY and sparse(used, data.classes)  # which has a warning of its own
+    known = data.classes > MANY and labels_are_sparse(used, data.classes)  # which has a warning of its own
     few, gaps = samples < PER_CLASS * used, used < FULL * data.classes
     if numbered and not known and used >= VALUES and few and gaps:
         log.warning(
@@ -177,7 +177,7 @@ def warn_of_trained_test(data: FederatedDataset) -> None:
     test = data.test_rows
     if test is None or not (in_memory(data.store) and in_memory(test.store)):
         return
-    names = [name for name in stored(spread_out(test, 1)) if name in data.store and data.store[name].dim() > 1]
+    names = [name for name in to_store(spread_out(test, 1)) if name in data.store and data.store[name].dim() > 1]
     if not names or any(data.store[n].shape[1:] != test.store[n].shape[1:] for n in names):
         return
     chosen = test.index[np.linspace(0, len(test) - 1, min(SOME, len(test))).astype(np.int64)]

@@ -27,7 +27,7 @@ class WithLabels:
 
     @property
     def gather(self) -> Any:
-        """Return the half of the inner `take` that finds rows, if it has halves; see `in_halves`."""
+        """Return the half of the inner `take` that finds rows, if it has halves; see `declare_halves`."""
         return getattr(self.take, "gather", None)
 
     def finish(self, rows: Store, store: Store) -> tuple[Samples, Tensor]:

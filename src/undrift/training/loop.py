@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from undrift.columns import directions
 from undrift.data.dataset import FederatedDataset
-from undrift.data.holdings import holdings
+from undrift.data.partition_summary import partition_summary
 from undrift.engine.ranks import Ranks, launched
 from undrift.errors import machine_trouble
 from undrift.method.faults import Faults
@@ -257,7 +257,7 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
         loop = Loop(run, watch, observers, given.evaluate_every, given.personalize_every, rule, state)
         ranks.first(lambda: observers.begin(config, loop.rows, given.resume))
         if given.out and not loop.state.round:
-            ranks.first(lambda: folder.partition(holdings(run.data)))
+            ranks.first(lambda: folder.partition(partition_summary(run.data)))
         with progress or nullcontext():
             return loop.train()
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.data.array_ops import first_occurrences
 from undrift.data.dataset import Rows
-from undrift.data.pieces import firsts
 from undrift.data.samples import Samples
 from undrift.errors import UndriftError
 from undrift.functional.loss_draws import repeating
@@ -31,7 +31,7 @@ SEARCHED = 1000
 def different_samples(rows: Rows, device: torch.device) -> tuple[Samples, Tensor]:
     """Return a few samples, of different classes as far as that goes."""
     y, last = rows.store["y"], len(rows) - 1
-    some = firsts(y, rows.index)[:FEW] if y.dim() == 1 else np.arange(min(FEW, len(rows)))
+    some = first_occurrences(y, rows.index)[:FEW] if y.dim() == 1 else np.arange(min(FEW, len(rows)))
     chosen = rows.index[torch.from_numpy(np.union1d(some, [0, last]))]
     x, target = tree_map(lambda t: t.to(device), rows.take(rows.store, chosen))
     return x, target

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from undrift.data.pieces import firsts
+from undrift.data.array_ops import first_occurrences
 from undrift.engine.device_data import DeviceData
 from undrift.functional.draws import fixed_key
 from undrift.functional.loss_draws import repeating
@@ -59,7 +59,7 @@ def telling(data: DeviceData) -> np.ndarray:
     everywhere = data.index[np.linspace(0, len(data.index) - 1, SAMPLES).astype(np.int64)]
     labels, of_classes = data.data.labels, data.index[:0]
     if labels is not None:
-        of_classes = data.index[firsts(labels, data.data.index)]
+        of_classes = data.index[first_occurrences(labels, data.data.index)]
     return np.array(list(dict.fromkeys([*of_classes[:SAMPLES], *everywhere]))[:SAMPLES], np.int64)
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from undrift.data.array_ops import label_range
 from undrift.data.dataset import FederatedDataset, Rows
-from undrift.data.pieces import extremes
-from undrift.data.samples import Samples, kind, shape, take
+from undrift.data.samples import Samples, sample_kind, sample_shape, take
 from undrift.errors import UndriftError, listed, require
 from undrift.functional.arguments import arguments
 from undrift.functional.copying import deep_copy, holds_a
@@ -82,7 +82,7 @@ def check_split(
         raise
     except Exception as error:  # whatever a user's forward pass may raise
         raise UndriftError(
-            f"The model does not take the {whose} samples of shape {shape(x)}: {error}{_hint(model, rows, x)}"
+            f"The model does not take the {whose} samples of shape {sample_shape(x)}: {error}{_hint(model, rows, x)}"
         ) from error
     refuse_rounding(model, whose, x, rows)
     if classes and not isinstance(output, Tensor):
@@ -161,7 +161,7 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
             f"{tuple(output.shape[1:])}: {error}. Where a sample may have several classes, marked by 0s and 1s, "
             'choose loss="binary_cross_entropy".'
         ) from error
-    found = extremes(rows.store["y"], rows.index, None if loss is squared_hinge else IGNORED)
+    found = label_range(rows.store["y"], rows.index, None if loss is squared_hinge else IGNORED)
     if found is None:
         raise UndriftError(f"The {whose} labels are all {IGNORED}, which means no label; give some samples a label.")
     low, high = found
@@ -176,7 +176,7 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
 def _hint(model: Model, rows: Rows, x: Samples) -> str:
     """Return why a model may reject samples: their dtypes, or that it is a copy."""
     if not isinstance(x, Tensor):
-        return f" (They are {kind(x)}.)"
+        return f" (They are {sample_kind(x)}.)"
     if not x.is_floating_point():
         numbers = (
             "for flattened images, pass x.float() / 255"
@@ -272,7 +272,7 @@ def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's function may raise
-        raise UndriftError(f"The augmentation does not take samples of shape {shape(x)}: {error}") from error
+        raise UndriftError(f"The augmentation does not take samples of shape {sample_shape(x)}: {error}") from error
     source = trial.unkeyed.removeprefix("it draws from ").partition(",")[0]
     require(
         not trial.unkeyed,

@@ -1,4 +1,4 @@
-"""The scales of features: each column's mean and standard deviation over the training split, and `normalize=True`.
+"""Feature scales: means and standard deviations over the training split, `normalize=True`, and warnings about them.
 
 The training split counts as a whole, as it does for images: also rows that are later held out for testing, for
 validation or for the server.
@@ -14,16 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.data.images import standardised, statistics
-from undrift.data.lazy_images import with_statistics
+from undrift.data.dataset import Scales
+from undrift.data.images import channel_entries, standardised, with_image_statistics
 from undrift.data.samples import Store, take
-from undrift.data.source import Scales, Source
+from undrift.data.source import Source
 from undrift.errors import UndriftError, quoted
 
 MOST_RATIO = 100
 """Features whose standard deviations differ by a larger factor get a warning."""
 CHUNK = 1 << 22
 """How many values are converted to float64 at a time."""
+LOST = 0.01
+"""The share of a column's standard deviation above which rounding loses some of its differences."""
+NOISE = 1e-11
+"""The standard deviation, as a share of the largest number, below which differences are rounding errors."""
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Moments:
         return Scales(mean, np.where(constant, 0.0, np.sqrt(self.squares / self.count)), self.count)
 
 
-def pooled(each: Iterable[Scales]) -> Scales:
+def pooled_scales(each: Iterable[Scales]) -> Scales:
     """Return the scales of several data sets taken together: those that `normalize=True` gives for all their rows."""
     moments = Moments()
     for one in each:
@@ -68,7 +72,7 @@ def pooled(each: Iterable[Scales]) -> Scales:
     return Scales(moments.mean, np.sqrt(moments.squares / moments.count), moments.count)
 
 
-def warning(scales: Scales | None) -> str | None:
+def scales_warning(scales: Scales | None) -> str | None:
     """Return what to say about features whose scales differ too much to train on, if so. Constant ones do not count."""
     if scales is None or scales.columns is None or not scales.std.any():
         return None
@@ -87,27 +91,27 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}"
 
 
-def normalised(source: Source) -> Source:
+def normalize_source(source: Source) -> Source:
     """Return the source with its images or features minus their mean, divided by their standard deviation."""
-    source = with_statistics(source)
+    source = with_image_statistics(source)
     if source.take is not take or "mean" not in source.store:
-        source = _of_features(source)
+        source = _with_column_scales(source)
     test = replace(source.test, take=standardised) if source.test else None
     return replace(source, take=standardised, test=test)
 
 
-def entries(scales: Scales, x: Tensor) -> Store:
+def store_entries(scales: Scales, x: Tensor) -> Store:
     """Return the entries of a store by which `standardised` normalizes x: rows of features, or images.
 
     The standard deviation of a column with none is 1, so that it is only centred.
     """
     if x.dim() != 2:
-        return {name: torch.from_numpy(values) for name, values in statistics(scales).items()}
+        return {name: torch.from_numpy(values) for name, values in channel_entries(scales).items()}
     mean, std = (torch.from_numpy(values).to(x.dtype) for values in (scales.mean, scales.std))
     return {"mean": mean, "std": torch.where(std > 0, std, torch.ones_like(std))}
 
 
-def _of_features(source: Source) -> Source:
+def _with_column_scales(source: Source) -> Source:
     """Return the source with the mean and the standard deviation of each column."""
     x: Any = source.store.get("x")
     if source.take is not take or not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
@@ -115,15 +119,13 @@ def _of_features(source: Source) -> Source:
             "normalize is for images that are read from files, and for tables and arrays with one row of floats per "
             "sample; leave it out."
         )
-    found = source.scales
-    if found is None:
+    scales = source.scales
+    if scales is None:
         moments = Moments()
         for chunk in _chunks(x, source.indices):
             moments.add(chunk)
-        found = moments.scales()
-    added = entries(found, x)
-    test = replace(source.test, store=source.test.store | added) if source.test else None
-    return replace(source, store=source.store | added, test=test, scales=found)
+        scales = moments.scales()
+    return replace(source.with_entries(store_entries(scales, x)), scales=scales)
 
 
 def _chunks(x: Tensor, indices: np.ndarray | None) -> Iterator[np.ndarray]:
@@ -131,3 +133,19 @@ def _chunks(x: Tensor, indices: np.ndarray | None) -> Iterator[np.ndarray]:
     for begin in range(0, len(x) if indices is None else len(indices), size):
         part = slice(begin, begin + size)
         yield x[part if indices is None else torch.from_numpy(indices[part])].double().numpy()
+
+
+def loses_precision(exact: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """Return, per column of rows × columns of float64, whether rounding to `dtype` loses some of its differences."""
+    if not len(exact):
+        return np.zeros(exact.shape[1], bool)
+    error = np.sqrt(np.square(exact - exact.astype(dtype)).mean(0))
+    spread = exact.std(0)
+    lost: np.ndarray = (error > LOST * spread) & (spread > NOISE * np.abs(exact).max(0))
+    return lost
+
+
+def rounding_example(exact: np.ndarray, dtype: type = np.float32) -> str:
+    """Return one of the numbers that are rounded, and what becomes of it."""
+    value = exact[exact != exact.astype(dtype)][0]
+    return f"{value:.17g} becomes {float(value.astype(dtype)):.17g}"

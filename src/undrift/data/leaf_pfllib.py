@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from undrift.data import notices, pickles
-from undrift.data.clients import joined
-from undrift.data.dataset import Rows
+from undrift.data import safe_pickle, warn_once
+from undrift.data.dataset import Rows, concatenate_clients
 from undrift.data.paths import kind
-from undrift.data.source import Source
-from undrift.data.stacking import partition_labels
+from undrift.data.source import Source, partition_labels
 from undrift.errors import UndriftError, first_line, listed, quoted
 from undrift.files import parse_json, read_text
 
@@ -29,60 +26,57 @@ RE_SAVE = (
 )
 
 
-def known(folder: Path) -> bool:
+def is_split_by_client(folder: Path) -> bool:
     """Return whether this is such a folder: one with JSON or npz files in `train`, and no folders, as images have."""
-    train = folder / "train"
-    if kind(folder) != "folder" or kind(train) != "folder":
-        return False
-    return bool(_files(folder, "train")) and not any(kind(path) == "folder" for path in train.iterdir())
+    return bool(_files(folder, "train")) and not any(kind(path) == "folder" for path in (folder / "train").iterdir())
 
 
 def _files(folder: Path, split: str) -> list[Path]:
     below = folder / split
     if kind(below) != "folder":
         return []
-    return sorted(path for path in below.iterdir() if path.suffix.lower() in (".json", ".npz"))
+    return [path for path in below.iterdir() if path.suffix.lower() in (".json", ".npz")]
 
 
-def source(folder: Path) -> Source:
+def load_source(folder: Path) -> Source:
     """Return the training data of all clients, with their names, and their test data."""
-    train, names = _read(folder, "train"), None
-    test = _read(folder, "test")
-    if _texts(train, test):
+    train, names = _read_split(folder, "train"), None
+    test = _read_split(folder, "test")
+    if _labels_are_text(train, test):
         names = sorted({str(label) for _, y in train.values() for label in y})
-        train, test = ({who: (x, _coded(y, names, who)) for who, (x, y) in s.items()} for s in (train, test))
+        train, test = ({who: (x, _encode_labels(y, names, who)) for who, (x, y) in s.items()} for s in (train, test))
     train = {who: pair for who, pair in train.items() if len(pair[1])}
-    own = joined(list(train.values()), list(train))
-    held, keys = None, None
+    own = concatenate_clients(list(train.values()), list(train))
+    test_rows, test_keys = None, None
     if test := {who: pair for who, pair in test.items() if len(pair[1])}:
-        tests = joined(list(test.values()), list(test), own, "test samples")
-        held = Rows(tests.store, torch.arange(len(tests.store["y"])))
+        tests = concatenate_clients(list(test.values()), list(test), own, "test samples")
+        test_rows = Rows.whole(tests.store)
         place = {who: i for i, who in enumerate(train)}
-        keys = np.repeat([place.get(who, -1) for who in test], np.diff(tests.offsets))
+        test_keys = np.repeat([place.get(who, -1) for who in test], np.diff(tests.offsets))
         if strange := [who for who in test if who not in place]:
-            notices.warn(f"{folder}: {listed(strange, 5)} have test data only, which are part of the common test set")
+            warn_once.warn(f"{folder}: {listed(strange, 5)} have test data only, which are part of the common test set")
     return Source(
         own.store,
         partition_labels(own.store["y"]),
-        test=held,
+        test=test_rows,
         keys=np.repeat(np.arange(len(train)), np.diff(own.offsets)),
         clients=list(train),
         names=names,
-        test_keys=keys,
+        test_keys=test_keys,
     )
 
 
-def _numeric(y: Any) -> bool:
+def _is_numeric(y: Any) -> bool:
     return np.asarray(y).dtype.kind in "iufb"
 
 
-def _texts(train: Pairs, test: Pairs) -> bool:
+def _labels_are_text(train: Pairs, test: Pairs) -> bool:
     """Return whether labels are text. Where some are numbers, an order of all of them would renumber these."""
     kinds: dict[bool, str] = {}
     for pairs, whose in ((train, ""), (test, "'s test data")):
         for who, (_, y) in pairs.items():
             if len(y):
-                kinds.setdefault(_numeric(y), f"{who}{whose}")
+                kinds.setdefault(_is_numeric(y), f"{who}{whose}")
     if len(kinds) > 1:
         raise UndriftError(
             f"The labels of {kinds[False]} are text and those of {kinds[True]} are numbers; write all of them as one "
@@ -91,7 +85,7 @@ def _texts(train: Pairs, test: Pairs) -> bool:
     return False in kinds
 
 
-def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
+def _encode_labels(y: Any, names: list[str], who: str) -> np.ndarray:
     """Return string labels as classes, in alphabetical order."""
     codes = {name: i for i, name in enumerate(names)}
     if strange := {str(label) for label in y} - codes.keys():
@@ -101,43 +95,42 @@ def _coded(y: Any, names: list[str], who: str) -> np.ndarray:
     return np.array([codes[str(label)] for label in y], np.int64)
 
 
-def _read(folder: Path, split: str) -> Pairs:
-    found: Pairs = {}
-    files = _files(folder, split)
-    for file in sorted(files, key=_by_number):
-        own = _of_json(file) if file.suffix.lower() == ".json" else {file.stem: _of_npz(file)}
-        if twice := found.keys() & own.keys():
+def _read_split(folder: Path, split: str) -> Pairs:
+    pairs: Pairs = {}
+    for file in sorted(_files(folder, split), key=_file_order):
+        own = _read_json(file) if file.suffix.lower() == ".json" else {file.stem: _read_npz(file)}
+        if twice := pairs.keys() & own.keys():
             raise UndriftError(
-                f"{file} has client {min(twice)!r}, whom another file has too; each client has one place."
+                f"{file} has client {min(twice)!r}, who is in another file too; write each client to one file."
             )
-        found |= own
-    if split == "train" and not any(len(y) for _, y in found.values()):
+        pairs |= own
+    if split == "train" and not any(len(y) for _, y in pairs.values()):
         raise UndriftError(f"The clients in {folder / split} have no samples.")
-    return found
+    return pairs
 
 
-def _by_number(file: Path) -> tuple[bool, int, Path]:
+def _file_order(file: Path) -> tuple[bool, int, Path]:
     """The order of files: 2.npz before 10.npz, and all of these before those that are not called after a number."""
     number = file.stem.isascii() and file.stem.isdecimal() and len(file.stem) < 20
     return not number, int(file.stem) if number else 0, file
 
 
-def _of_npz(file: Path) -> tuple[Any, Any]:
+def _read_npz(file: Path) -> tuple[Any, Any]:
     try:
-        found = pickles.arrays(file)
+        arrays = safe_pickle.load_arrays(file)
     except OSError as error:
         raise UndriftError(f"{file} cannot be read ({error.strerror or first_line(error)}).") from error
-    except pickles.TooLargeError as error:
+    except safe_pickle.TooLargeError as error:
         raise UndriftError(f"{file}: {error}.") from error
     except Exception as error:  # damaged bytes, and pickles that are not of arrays, raise all kinds of errors
         raise UndriftError(f"{file} cannot be read ({first_line(error)}); if it is yours, {RE_SAVE}") from error
-    if not all(array.ndim for array in found.values()) or len(found["x"]) != len(found["y"]):
-        shapes = " and ".join(f"{name} of shape {array.shape}" for name, array in found.items())
+    if not all(array.ndim for array in arrays.values()) or len(arrays["x"]) != len(arrays["y"]):
+        shapes = " and ".join(f"{name} of shape {array.shape}" for name, array in arrays.items())
         raise UndriftError(f"{file} has {shapes}; both need one entry per sample.")
-    return found["x"], found["y"]
+    return arrays["x"], arrays["y"]
 
 
-def _of_json(file: Path) -> Pairs:
+def _read_json(file: Path) -> Pairs:
     try:
         content = parse_json(read_text(file))
         users, data = content["users"], content["user_data"]
@@ -153,10 +146,10 @@ def _of_json(file: Path) -> Pairs:
     if not isinstance(counted, list):
         raise UndriftError(f"{file}: num_samples must be a list with a number per user, not {quoted(counted)}.")
     counts = dict(zip(map(str, users), counted, strict=False))
-    return {user: _numbers(x, y, counts.get(user), f"{file}, user {user}") for user, (x, y) in pairs.items()}
+    return {user: _as_arrays(x, y, counts.get(user), f"{file}, user {user}") for user, (x, y) in pairs.items()}
 
 
-def _numbers(x: Any, y: Any, count: Any, where: str) -> tuple[np.ndarray, Any]:
+def _as_arrays(x: Any, y: Any, count: Any, where: str) -> tuple[np.ndarray, Any]:
     if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y) or count not in (None, len(y)):
         raise UndriftError(f"{where}: x, y and num_samples do not agree; get or write that file again.")
     try:
@@ -168,13 +161,13 @@ def _numbers(x: Any, y: Any, count: Any, where: str) -> tuple[np.ndarray, Any]:
             f"{where}: its samples are text, not numbers; encode them first, and pass them to from_clients. Of LEAF's "
             'data sets of text, ud.load knows "shakespeare" by name.'
         )
-    return values.astype(np.float32) if values.dtype.kind == "f" else values, _labels(y, where)
+    return values.astype(np.float32) if values.dtype.kind == "f" else values, _as_labels(y, where)
 
 
-def _labels(y: list[Any], where: str) -> Any:
+def _as_labels(y: list[Any], where: str) -> Any:
     """Return labels that are numbers as an array, and those that are text as they are."""
     try:
-        numeric = _numeric(y)
+        numeric = _is_numeric(y)
     except ValueError as error:
         raise UndriftError(f"{where}: its labels differ in shape; pad them to one.") from error
     if numeric:

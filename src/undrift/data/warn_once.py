@@ -6,19 +6,19 @@ import logging
 
 log = logging.getLogger("undrift")
 
-given: set[str] = set()
+warned: set[str] = set()
 """The warnings that this process has given."""
 EVERY = "every warning"
-"""Stands for all warnings in `given`."""
+"""Stands for all warnings in `warned`."""
 
 
 def warn(message: str) -> None:
     """Log a warning; at the level of information if it was given before."""
-    level = logging.INFO if {message, EVERY} & given else logging.WARNING
-    given.add(message)
+    level = logging.INFO if {message, EVERY} & warned else logging.WARNING
+    warned.add(message)
     log.log(level, "%s", message)
 
 
-def hush() -> None:
+def silence() -> None:
     """Give no warnings in this process, as the process that started it has read the same data and given them."""
-    given.add(EVERY)
+    warned.add(EVERY)

@@ -43,7 +43,7 @@ class Name:
 
 
 @dataclass
-class Kept:
+class ArrayState:
     """An array, as far as the pickle describes it."""
 
     state: Any = None
@@ -75,58 +75,58 @@ class Machine:
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
-    def since_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         """Return what was put on the stack since the last mark."""
         for place in range(len(self.stack) - 1, -1, -1):  # from the end, so that what is searched is also removed
             if self.stack[place] is MARK:
-                found = self.stack[place + 1 :]
+                values = self.stack[place + 1 :]
                 del self.stack[place:]
-                return found
+                return values
         raise ValueError("its pickle is damaged")
 
-    def popped(self, count: int) -> list[Any]:
+    def pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
             raise ValueError("its pickle is damaged")
-        found = self.stack[len(self.stack) - count :]
+        values = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
-        return found
+        return values
 
-    def named(self, module: Any, name: Any) -> Name:
+    def look_up(self, module: Any, name: Any) -> Name:
         words = isinstance(module, str) and isinstance(name, str)  # anything else may be huge as text
-        found = KNOWN.get((module, name)) if words else None
-        if found is None:
+        known = KNOWN.get((module, name)) if words else None
+        if known is None:
             what = f"{module}.{name}" if words else "something"
             raise ValueError(f"it names {what}, which is no part of an array of numbers")
-        return found
+        return known
 
-    def reduced(self, function: Any, arguments: Any) -> Any:
+    def reduce(self, function: Any, arguments: Any) -> Any:
         """Return what stands for the result of a call."""
         if function is ARRAY:
-            return Kept()
+            return ArrayState()
         if function is KIND and isinstance(arguments, tuple) and arguments and isinstance(arguments[0], str):
             return Kind(arguments[0])
         raise ValueError("it calls something that makes no array of numbers")
 
-    def built(self, made: Any, state: Any) -> Any:
+    def build(self, target: Any, state: Any) -> Any:
         """Return an array or a type, after setting its state."""
-        if isinstance(made, Kept):
-            made.state = state
-        elif isinstance(made, Kind) and isinstance(state, tuple) and len(state) > 1:
-            made.order = state[1] if state[1] in ("<", ">") else "="
+        if isinstance(target, ArrayState):
+            target.state = state
+        elif isinstance(target, Kind) and isinstance(state, tuple) and len(state) > 1:
+            target.order = state[1] if state[1] in ("<", ">") else "="
         else:
             raise ValueError("it changes something that is no array of numbers")
-        return made
+        return target
 
-    def extended(self, values: list[Any]) -> Any:
+    def extend(self, values: list[Any]) -> Any:
         """Return the list on the stack with more entries, or the dict with more pairs."""
-        (made,) = self.popped(1)
-        if isinstance(made, list):
-            made += values
-        elif isinstance(made, dict):
-            made |= dict(pairs(values))
+        (target,) = self.pop(1)
+        if isinstance(target, list):
+            target += values
+        elif isinstance(target, dict):
+            target |= dict(pairs(values))
         else:
             raise ValueError("it adds to something that is neither a list nor a dict")
-        return made
+        return target
 
 
 def pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -152,33 +152,33 @@ STEPS: dict[str, Callable[[Machine, Any], Any]] = {
     "EMPTY_TUPLE": lambda m, _: (),
     "EMPTY_LIST": lambda m, _: [],
     "EMPTY_DICT": lambda m, _: {},
-    "TUPLE": lambda m, _: tuple(m.since_mark()),
-    "TUPLE1": lambda m, _: tuple(m.popped(1)),
-    "TUPLE2": lambda m, _: tuple(m.popped(2)),
-    "TUPLE3": lambda m, _: tuple(m.popped(3)),
-    "LIST": lambda m, _: m.since_mark(),
-    "DICT": lambda m, _: dict(pairs(m.since_mark())),
-    "APPEND": lambda m, _: m.extended(m.popped(1)),
-    "APPENDS": lambda m, _: m.extended(m.since_mark()),
-    "SETITEM": lambda m, _: m.extended(m.popped(2)),
-    "SETITEMS": lambda m, _: m.extended(m.since_mark()),
-    "GLOBAL": lambda m, text: m.named(*text.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, _: m.named(*m.popped(2)),
-    "REDUCE": lambda m, _: m.reduced(*m.popped(2)),
-    "BUILD": lambda m, _: m.built(*m.popped(2)),
+    "TUPLE": lambda m, _: tuple(m.pop_to_mark()),
+    "TUPLE1": lambda m, _: tuple(m.pop(1)),
+    "TUPLE2": lambda m, _: tuple(m.pop(2)),
+    "TUPLE3": lambda m, _: tuple(m.pop(3)),
+    "LIST": lambda m, _: m.pop_to_mark(),
+    "DICT": lambda m, _: dict(pairs(m.pop_to_mark())),
+    "APPEND": lambda m, _: m.extend(m.pop(1)),
+    "APPENDS": lambda m, _: m.extend(m.pop_to_mark()),
+    "SETITEM": lambda m, _: m.extend(m.pop(2)),
+    "SETITEMS": lambda m, _: m.extend(m.pop_to_mark()),
+    "GLOBAL": lambda m, text: m.look_up(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.look_up(*m.pop(2)),
+    "REDUCE": lambda m, _: m.reduce(*m.pop(2)),
+    "BUILD": lambda m, _: m.build(*m.pop(2)),
     "BINGET": lambda m, place: m.memo[place],
     "LONG_BINGET": lambda m, place: m.memo[place],
 }
 """Instructions that put what they make on the stack."""
 
 
-def unpickled(stream: io.BytesIO) -> Any:
-    """Return the content of a pickle of dicts, lists, numbers and arrays, with a `Kept` for each array."""
+def unpickle(stream: io.BytesIO) -> Any:
+    """Return the content of a pickle of dicts, lists, numbers and arrays, with an `ArrayState` for each array."""
     machine = Machine()
     for instruction, argument, _ in pickletools.genops(stream):
         name = instruction.name
         if name == "STOP":
-            return machine.popped(1)[0]
+            return machine.pop(1)[0]
         if name in ("PROTO", "FRAME"):
             continue
         if name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
@@ -192,26 +192,22 @@ def unpickled(stream: io.BytesIO) -> Any:
     raise ValueError("its pickle has no end")
 
 
-def arrays(file: Path, wanted: tuple[str, ...] = ("x", "y")) -> dict[str, np.ndarray]:
+def load_arrays(file: Path, wanted: tuple[str, ...] = ("x", "y")) -> dict[str, np.ndarray]:
     """Return the arrays of these names in an `.npz` file: on their own, or in a dict that is called "data".
 
     Raises `ValueError`, or whatever damaged bytes lead to, for anything else.
     """
     with open_regular(file) as opened, zipfile.ZipFile(opened) as archive:
-        held = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
-        if set(wanted) <= held.keys():
-            return {name: _plain(archive, held[name]) for name in wanted}
-        if "data" not in held:
+        entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+        if set(wanted) <= entries.keys():
+            return {name: _read_plain_array(archive, entries[name]) for name in wanted}
+        if "data" not in entries:
             raise ValueError(f"it has neither {' and '.join(wanted)} nor a dict called data")
-        found = _pickled(_content(archive, held["data"]))
-    if not isinstance(found, dict) or not set(wanted) <= found.keys():
+        _check_size(archive, entries["data"], entries["data"].file_size)
+        data = _read_pickled_object(archive.read(entries["data"]))
+    if not isinstance(data, dict) or not set(wanted) <= data.keys():
         raise ValueError(f"its data are no dict with {' and '.join(wanted)}")
-    return {name: _array(found[name]) for name in wanted}
-
-
-def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    _check_size(archive, entry, entry.file_size)
-    return archive.read(entry)
+    return {name: _build_array(data[name]) for name in wanted}
 
 
 def _check_size(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> None:
@@ -224,45 +220,45 @@ def _check_size(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> 
         )
 
 
-def _plain(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+def _read_plain_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     with archive.open(entry) as stream:
-        shape, kind = _header(stream)
+        shape, kind = _read_header(stream)
         _check_size(archive, entry, max(math.prod(shape) * kind.itemsize, entry.file_size))
     with archive.open(entry) as stream:
         return np.asarray(npy.read_array(stream))  # which refuses pickles
 
 
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape and the type of an array, from the beginning of its file."""
     version = npy.read_magic(stream)
     shape, _, kind = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
     return shape, kind
 
 
-def _pickled(content: bytes) -> Any:
+def _read_pickled_object(content: bytes) -> Any:
     """Return the one object in an array of Python objects without axes."""
     stream = io.BytesIO(content)
-    shape, kind = _header(stream)
+    shape, kind = _read_header(stream)
     if kind != np.dtype(object) or shape != ():
         raise ValueError("its data are no dict")
-    kept = unpickled(stream)
-    inside = _state(kept)[4] if isinstance(kept, Kept) else None
+    array = unpickle(stream)
+    inside = _checked_state(array)[4] if isinstance(array, ArrayState) else None
     if not isinstance(inside, list) or len(inside) != 1:
         raise ValueError("its data are no dict")
     return inside[0]
 
 
-def _state(kept: Any) -> tuple[Any, ...]:
+def _checked_state(array: Any) -> tuple[Any, ...]:
     """Return an array's version, shape, type, order and content."""
-    state = getattr(kept, "state", None)
-    if not isinstance(kept, Kept) or not isinstance(state, tuple) or len(state) != 5:
-        raise ValueError(f"it holds {type(kept).__name__} in the place of an array of numbers")
+    state = getattr(array, "state", None)
+    if not isinstance(array, ArrayState) or not isinstance(state, tuple) or len(state) != 5:
+        raise ValueError(f"it holds {type(array).__name__} in the place of an array of numbers")
     return state
 
 
-def _array(kept: Any) -> np.ndarray:
+def _build_array(array: Any) -> np.ndarray:
     """Return the array that numpy's pickle describes."""
-    _, shape, kind, by_column, content = _state(kept)
+    _, shape, kind, by_column, content = _checked_state(array)
     if not isinstance(kind, Kind) or kind.text not in KINDS or not isinstance(content, bytes):
         raise ValueError("an array in it does not hold plain numbers")
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
