@@ -21,12 +21,12 @@ from undrift.expressions import parse_number
 from undrift.method.parse import parse_method
 from undrift.models import parse_model
 from undrift.tools import config
-from undrift.tools.compare import Run, chosen_metric
+from undrift.tools.compare import Comparison, choose_metric, measure
 from undrift.tools.experiment import understood
 from undrift.tools.report.gather import gather
 from undrift.tools.report.page import numbers
-from undrift.tools.study.measures import Asked, measure
-from undrift.tools.study.tables import rich_table
+from undrift.tools.run_folders import RunFolder
+from undrift.tools.tables import rich_table
 
 PARSERS: list[Callable[[str], Any]] = [parse_method, parse_partition, parse_number, parse_model, parse_augmentation]
 SECONDS = 20
@@ -180,8 +180,8 @@ def read_run(chance: random.Random, folder: Path, whole: dict[str, bytes]) -> bo
         (folder / file).write_bytes(damaged)
     with contextlib.suppress(UndriftError), quickly():
         numbers(gather([folder]))
-        run = Run.read(folder)
-        asked = Asked(chosen_metric([run], None), 2, 0.5, "it")
+        run = RunFolder.read(folder)
+        asked = Comparison(choose_metric([run], None), 2, 0.5, "it")
         rich_table({"": measure({"it": [run]}, asked)}, asked)
         return True
     return False

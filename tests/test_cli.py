@@ -15,8 +15,10 @@ from tests.experiments import GOOD, changed, toml, undrift
 from undrift import models
 from undrift.data import sources
 from undrift.errors import UndriftError
-from undrift.tools import sweep
-from undrift.tools.compare import Run, brief, groups, spread
+from undrift.tools import parallel, sweep
+from undrift.tools.compare import brief_method, group_runs
+from undrift.tools.report.summary import spread
+from undrift.tools.run_folders import RunFolder
 from undrift.tools.sweep import summary
 from undrift.training.result import recorded
 
@@ -139,16 +141,17 @@ def test_comparisons_by_hand(here):
         for c in ((0.1, 0.5, 0.4), (0.2, 0.3, 0.6))
     ]
     runs = [
-        Run(Path(f"x{s}"), {"method": "FedAvg(weighting=None)", "seed": s, "local.lr": 0.1}, rows[s]) for s in range(2)
+        RunFolder(Path(f"x{s}"), {"method": "FedAvg(weighting=None)", "seed": s, "local.lr": 0.1}, rows[s])
+        for s in range(2)
     ]
-    (own,) = groups(runs).values()
+    (own,) = group_runs(runs).values()
     assert [run.final("accuracy") for run in own] == [0.4, 0.6] and [run.best("accuracy") for run in own] == [0.5, 0.6]
     assert [run.until("accuracy", 0.3)["round"] for run in own] == [2, 2] and own[0].until("accuracy", 0.55) is None
     assert spread([0.4, 0.6]) == "0.5000 ± 0.1414" and spread([0.4]) == "0.4000" and spread([]) == "–"
-    other = Run(Path("y"), {"method": "FedAvg(weighting=None)", "seed": 0, "local.lr": 0.2}, rows[0])
-    assert list(groups([*runs, other])) == ["local.lr=0.1", "local.lr=0.2"]
+    other = RunFolder(Path("y"), {"method": "FedAvg(weighting=None)", "seed": 0, "local.lr": 0.2}, rows[0])
+    assert list(group_runs([*runs, other])) == ["local.lr=0.1", "local.lr=0.2"]
     assert (
-        brief("FedProx(mu=0.1, target=None) + ServerSGD(lr=1.0, momentum=0.5)")
+        brief_method("FedProx(mu=0.1, target=None) + ServerSGD(lr=1.0, momentum=0.5)")
         == "FedProx(mu=0.1) + ServerSGD(momentum=0.5)"
     )
 
@@ -189,7 +192,7 @@ def test_a_sweeps_folder_is_its_own(here):
 def test_what_diverges_is_not_the_best(here):
     Path("e.toml").write_text(toml(changed("data.validation_fraction", 0.2) | {"loss": "mse", "metrics": []}))
     rows = [[{"validation_loss": math.nan, "loss": math.nan}], [{"validation_loss": 0.5, "loss": 0.4}]]
-    runs = [Run(Path(f"r{i}"), {"method": "FedAvg()", "local.lr": 10.0**-i}, row) for i, row in enumerate(rows)]
+    runs = [RunFolder(Path(f"r{i}"), {"method": "FedAvg()", "local.lr": 10.0**-i}, row) for i, row in enumerate(rows)]
     found = summary(runs, here)
     assert (
         found["best"] == "local.lr=0.1"
@@ -242,15 +245,19 @@ def test_resume_of_what_is_no_run(here, capsys, monkeypatch):
 
 
 def test_runs_of_a_sweep_that_differ_only_in_numbers_train_in_one_program(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_on_gpu", lambda *place: True)  # where they would take up little of it
+    monkeypatch.setattr(parallel, "_on_gpu", lambda *place: True)  # where they would take up little of it
     grid = {"local.lr": [0.1, 0.3], "method": ["FedAvg()", "FedProx(0.1)"], "seed": [0, 1]}
     settings = {**GOOD, "rounds": 2, "data": {**GOOD["data"], "validation_fraction": 0.1}}
-    points = sweep.points(settings, grid, "test")
-    assert sorted(len(bundle) for bundle in sweep.bundles(points, 8)) == [4, 4]
-    assert [len(bundle) for bundle in sweep.bundles(points, 1)] == [1] * 8
+    points = sweep.grid_points(settings, grid, "test")
+    assert sorted(len(bundle) for bundle in parallel.bundles(points, 8)) == [4, 4]
+    assert [len(bundle) for bundle in parallel.bundles(points, 1)] == [1] * 8
     said = {}
-    runs = sweep.sweep(
-        points, tmp_path / "sweep", "test", sweep.Parallel(), lambda point, message: said.update({point.name: message})
+    runs = parallel.run_points(
+        points,
+        tmp_path / "sweep",
+        "test",
+        parallel.Parallel(),
+        lambda point, message: said.update({point.name: message}),
     )
     assert len(runs) == 8 and set(said.values()) == {None}
     kept = recorded(tmp_path / "sweep" / points[0].name)["started"]["beside"]
@@ -259,7 +266,7 @@ def test_runs_of_a_sweep_that_differ_only_in_numbers_train_in_one_program(tmp_pa
 
 def test_runs_of_a_sweep_are_shared_out(tmp_path, monkeypatch):
     """Every process gets some runs, and the processes that there are share the cores."""
-    points = sweep.points({**GOOD, "rounds": 2}, {"seed": list(range(8))}, "test")
+    points = sweep.grid_points({**GOOD, "rounds": 2}, {"seed": list(range(8))}, "test")
     seen = []
 
     def finished(tasks, places):
@@ -267,24 +274,24 @@ def test_runs_of_a_sweep_are_shared_out(tmp_path, monkeypatch):
         seen.append(([len(bundle) for bundle in tasks], len(places), threads))
         return iter(())
 
-    monkeypatch.setattr(sweep, "_finished", finished)
-    monkeypatch.setattr(sweep, "usable_cpus", lambda: 16)
-    monkeypatch.setattr(sweep, "THREADS", ())  # whatever is set where this test runs
+    monkeypatch.setattr(parallel, "_finished", finished)
+    monkeypatch.setattr(parallel, "usable_cpus", lambda: 16)
+    monkeypatch.setattr(parallel, "THREADS", ())  # whatever is set where this test runs
     for how in (
-        sweep.Parallel(together=4),
-        sweep.Parallel(together=8),
-        sweep.Parallel(workers=2),
-        sweep.Parallel(devices=["cuda:0", "cuda:1"]),
+        parallel.Parallel(together=4),
+        parallel.Parallel(together=8),
+        parallel.Parallel(workers=2),
+        parallel.Parallel(devices=["cuda:0", "cuda:1"]),
     ):
-        sweep.sweep(points, tmp_path / "sweep", "test", how, lambda point, message: None)
+        parallel.run_points(points, tmp_path / "sweep", "test", how, lambda point, message: None)
     assert seen == [([4, 4], 2, {8}), ([8], 1, {16}), ([1] * 8, 2, {8}), ([4, 4], 2, {8})]
 
 
 def test_a_sweep_on_a_cpu_trains_runs_as_one_program_if_asked(tmp_path):
-    points = sweep.points({**GOOD, "rounds": 2}, {"seed": [0, 1, 2, 3]}, "test")
+    points = sweep.grid_points({**GOOD, "rounds": 2}, {"seed": [0, 1, 2, 3]}, "test")
     for together, others in ((None, 0), (2, 1), (4, 3)):
         out = tmp_path / str(together)
-        how = sweep.Parallel(workers=1, together=together)
-        runs = sweep.sweep(points, out, "test", how, lambda point, message: None)
+        how = parallel.Parallel(workers=1, together=together)
+        runs = parallel.run_points(points, out, "test", how, lambda point, message: None)
         assert len(runs) == 4
         assert {len(recorded(run.folder)["started"].get("beside", [])) for run in runs} == {others}

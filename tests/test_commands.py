@@ -26,8 +26,8 @@ from undrift.files import lock
 from undrift.metrics import METRICS
 from undrift.tools import listing, plugins
 from undrift.tools.cli import app
-from undrift.tools.display import score
 from undrift.tools.report import watch
+from undrift.tools.run_folders import main_figure
 from undrift.training import provenance
 from undrift.training.early import as_rule
 from undrift.training.result import history
@@ -428,7 +428,7 @@ def test_the_folder_of_a_study_stands_for_its_final_runs(here):
     ],
 )
 def test_the_first_metric_of_a_run_leads(row, found):
-    assert score(row) == ((found, row[found]) if found else None)
+    assert main_figure(row) == ((found, row[found]) if found else None)
 
 
 def test_one_rule_says_which_way_is_better():

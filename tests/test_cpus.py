@@ -11,7 +11,7 @@ import torch
 from tests.experiments import GOOD
 from undrift import cpus
 from undrift.errors import UndriftError
-from undrift.tools import sweep
+from undrift.tools import parallel, sweep
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_affinity_counts():
         os.sched_setaffinity(0, before)
 
 
-def given(how: sweep.Parallel, out: Path, monkeypatch) -> tuple[int, int | None]:
+def given(how: parallel.Parallel, out: Path, monkeypatch) -> tuple[int, int | None]:
     """How many processes eight runs have, and how many threads each is to have."""
     seen = []
 
@@ -60,19 +60,19 @@ def given(how: sweep.Parallel, out: Path, monkeypatch) -> tuple[int, int | None]
         seen.append((len(places), *{run[3] for (runs,) in tasks.values() for run in runs}))
         return iter(())
 
-    monkeypatch.setattr(sweep, "_finished", finished)
-    points = sweep.points(GOOD, {"seed": list(range(8))}, "test")
-    sweep.sweep(points, out, "test", how, lambda point, message: None)
+    monkeypatch.setattr(parallel, "_finished", finished)
+    points = sweep.grid_points(GOOD, {"seed": list(range(8))}, "test")
+    parallel.run_points(points, out, "test", how, lambda point, message: None)
     return seen[0]
 
 
 def test_a_sweep_uses_the_cpus_that_it_may(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    assert given(sweep.Parallel(), tmp_path / "s", monkeypatch) == (4, 1)
-    assert given(sweep.Parallel(workers=2), tmp_path / "s", monkeypatch) == (2, 2)
+    assert given(parallel.Parallel(), tmp_path / "s", monkeypatch) == (4, 1)
+    assert given(parallel.Parallel(workers=2), tmp_path / "s", monkeypatch) == (2, 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert given(sweep.Parallel(), tmp_path / "s", monkeypatch) == (4, None)
-    assert given(sweep.Parallel(workers=1), tmp_path / "s", monkeypatch) == (1, None)
+    assert given(parallel.Parallel(), tmp_path / "s", monkeypatch) == (4, None)
+    assert given(parallel.Parallel(workers=1), tmp_path / "s", monkeypatch) == (1, None)
 
 
 @pytest.mark.parametrize("name", cpus.THREADS)
@@ -85,10 +85,14 @@ def test_a_sweep_of_one_process_has_the_threads_that_the_environment_says(machin
         seen.append(torch.get_num_threads())
         raise UndriftError("of this test")
 
-    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(parallel, "run", run)
     try:
-        sweep.sweep(
-            sweep.points(GOOD, {"seed": [0]}, "test"), tmp_path, "test", sweep.Parallel(workers=1), lambda *_: None
+        parallel.run_points(
+            sweep.grid_points(GOOD, {"seed": [0]}, "test"),
+            tmp_path,
+            "test",
+            parallel.Parallel(workers=1),
+            lambda *_: None,
         )
     finally:
         torch.set_num_threads(before)

@@ -16,8 +16,9 @@ from undrift.errors import UndriftError
 from undrift.files import seal
 from undrift.metrics import get_metrics
 from undrift.tools.cli import app
-from undrift.tools.compare import Run, agreed
+from undrift.tools.compare import lower_is_better_in
 from undrift.tools.report.gather import gather
+from undrift.tools.run_folders import RunFolder
 from undrift.tools.study.file import Cell
 from undrift.tools.study.run import Outcome, lower_of
 
@@ -85,14 +86,14 @@ def command(*arguments: str, exit_code: int = 0) -> str:
     return found.output + str(found.exception or "")
 
 
-def bests(run: Run) -> tuple[float, float, float]:
+def bests(run: RunFolder) -> tuple[float, float, float]:
     return tuple(run.best(name) for name in ("grade", "validation_grade", "client_grade_worst"))
 
 
 @pytest.mark.parametrize("order", [("higher", "lower"), ("lower", "higher")])
 def test_reading_one_run_leaves_the_other_as_it_was(folders, order):
-    alone = {name: bests(Run.read(folders / name)) for name in order}
-    runs = {name: Run.read(folders / name) for name in order}
+    alone = {name: bests(RunFolder.read(folders / name)) for name in order}
+    runs = {name: RunFolder.read(folders / name) for name in order}
     assert {name: bests(run) for name, run in runs.items()} == alone
     grades = [row["grade"] for row in runs["higher"].rows]
     assert grades == [row["grade"] for row in runs["lower"].rows] and grades == sorted(grades)
@@ -126,14 +127,14 @@ def test_runs_that_disagree_are_not_compared(folders):
 
 def test_a_run_without_the_metric_does_not_disagree(folders, data, tmp_path):
     ud.train("logistic", data, rounds=1, local=LOCAL, out=tmp_path / "none")
-    lower, other = Run.read(folders / "lower"), Run.read(tmp_path / "none")
-    assert agreed([other, lower], "grade") and agreed([lower, other], "validation_grade")
-    assert not agreed([other, lower], "accuracy") and agreed([other, lower], "loss")
+    lower, other = RunFolder.read(folders / "lower"), RunFolder.read(tmp_path / "none")
+    assert lower_is_better_in([other, lower], "grade") and lower_is_better_in([lower, other], "validation_grade")
+    assert not lower_is_better_in([other, lower], "accuracy") and lower_is_better_in([other, lower], "loss")
 
 
 def test_the_worst_tenth_is_that_of_the_run(folders):
     """Also of functions, which say which way is better as objects do."""
-    higher, lower = (Run.read(folders / name).rows[-1] for name in ("higher", "lower"))
+    higher, lower = (RunFolder.read(folders / name).rows[-1] for name in ("higher", "lower"))
     assert higher["client_grade"] == pytest.approx(lower["client_grade"])
     assert higher["client_grade_worst"] < higher["client_grade"] < lower["client_grade_worst"]
 
@@ -144,7 +145,7 @@ def test_early_stopping_follows_the_run_whatever_happens_beside_it(folders, data
     others = []
 
     def beside(row):
-        others.append(Run.read(folders / ("lower" if higher else "higher")))
+        others.append(RunFolder.read(folders / ("lower" if higher else "higher")))
         train(data, not higher, rounds=1)
 
     alone = train(data, higher, stop_when=RULE)
@@ -166,15 +167,15 @@ def test_one_of_undrifts_under_another_name_keeps_its_direction(tmp_path):
     data = ud.FederatedDataset.from_clients([(x[:30], y[:30])], test=(x[30:], y[30:]))
     model, local = torch.nn.Linear(3, 1), ud.Local(steps=1, lr=0.1)
     ud.train(model, data, rounds=2, local=local, loss="mse", metrics={"score": "mae"}, out=tmp_path / "r")
-    run = Run.read(tmp_path / "r")
+    run = RunFolder.read(tmp_path / "r")
     assert run.lower("score") and run.best("score") == min(row["score"] for row in run.rows)
 
 
 def test_preparing_another_run_changes_nothing(folders):
-    run = Run.read(folders / "lower")
+    run = RunFolder.read(folders / "lower")
     before = bests(run)
     get_metrics({"grade": confidence(True)}, torch.nn.functional.cross_entropy)
-    assert bests(run) == before and bests(Run.read(folders / "lower")) == before
+    assert bests(run) == before and bests(RunFolder.read(folders / "lower")) == before
 
 
 def test_folders_that_do_not_say_are_judged_by_the_name(folders, data, tmp_path):
@@ -183,10 +184,12 @@ def test_folders_that_do_not_say_are_judged_by_the_name(folders, data, tmp_path)
     for said in ({}, {"lower_is_better": None}, {"lower_is_better": {"grade": 3}}):
         kept = {name: value for name, value in body["choices"].items() if name != "lower_is_better"}
         seal(tmp_path / "old/run.json", {**body, "choices": kept | said})
-        run = Run.read(tmp_path / "old")
+        run = RunFolder.read(tmp_path / "old")
         assert not run.lower("grade") and run.lower("loss") and run.rows
-    (tmp_path / "old/run.json").unlink()  # before there was such a file
-    assert Run.read(tmp_path / "old").best("grade") == max(row["grade"] for row in Run.read(tmp_path / "old").rows)
+    (tmp_path / "old/run.json").unlink()  # which may be missing
+    assert RunFolder.read(tmp_path / "old").best("grade") == max(
+        row["grade"] for row in RunFolder.read(tmp_path / "old").rows
+    )
 
 
 # ---- sweeps and studies ------------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ def test_a_sweep_whose_runs_disagree_chooses_none(here):
 def test_a_cell_whose_runs_disagree_has_no_choice():
     rows = [{"round": 1, "grade": 0.5, "validation_grade": 0.5}]
     ways = {"a": {"grade": True}, "b": {"grade": False}, "c": {}}
-    runs = [Run(Path(name), {}, rows, directions=said) for name, said in ways.items()]
+    runs = [RunFolder(Path(name), {}, rows, directions=said) for name, said in ways.items()]
     outcome = Outcome(Cell("", "FedAvg", {}, "FedAvg()", {}))
     outcome.tried = [({}, [("validation_grade", 0.5)])]
     assert lower_of(outcome, runs[:1]) and not lower_of(outcome, runs[1:2])

@@ -17,8 +17,8 @@ import undrift as ud
 from tests.experiments import GOOD, StopError, stop_after, toml, undrift
 from undrift.files import seal
 from undrift.tools.cli import app
-from undrift.tools.compare import Run
 from undrift.tools.report.gather import gather
+from undrift.tools.run_folders import RunFolder
 from undrift.training.divergence import CHANCE, DIVERGED, divergence
 from undrift.training.result import recorded
 
@@ -254,24 +254,22 @@ def test_a_resumed_run_has_the_same_verdict_as_a_whole_one(data, tmp_path):
     assert whole.diverged == resumed.diverged == again.diverged
     for name in ("whole", "cut"):
         assert recorded(tmp_path / name)["diverged"]["kind"] == CHANCE
-    assert Run.read(tmp_path / "cut").diverged == Run.read(tmp_path / "whole").diverged
+    assert RunFolder.read(tmp_path / "cut").diverged == RunFolder.read(tmp_path / "whole").diverged
     short = train(data, 0.0, 5, out=tmp_path / "short")
     assert short.diverged is None and recorded(tmp_path / "short")["diverged"] is None
     assert train(data, 0.0, 12, out=tmp_path / "short", resume=True).diverged
-    assert Run.read(tmp_path / "short").mark == CHANCE
+    assert RunFolder.read(tmp_path / "short").mark == CHANCE
 
 
-def test_folders_of_earlier_versions_are_judged_by_their_history(data, tmp_path):
+def test_a_folder_is_judged_by_what_the_run_said_about_itself(data, tmp_path):
     train(data, 1e7, 4, out=tmp_path / "r")
-    now, body = Run.read(tmp_path / "r"), recorded(tmp_path / "r")
+    now, body = RunFolder.read(tmp_path / "r"), recorded(tmp_path / "r")
     assert now.diverged and now.mark == DIVERGED and not now.lost
-    seal(tmp_path / "r/run.json", {key: value for key, value in body.items() if key != "diverged"})
-    assert Run.read(tmp_path / "r") == now
-    seal(tmp_path / "r/run.json", body | {"diverged": None})  # the run knew better
-    assert Run.read(tmp_path / "r").mark is None
+    seal(tmp_path / "r/run.json", body | {"diverged": None})
+    assert RunFolder.read(tmp_path / "r").mark is None
     seal(tmp_path / "r/run.json", body | {"diverged": {"kind": 3}})
     with pytest.raises(ud.UndriftError, match=r"run\.json is damaged"):
-        Run.read(tmp_path / "r")
+        RunFolder.read(tmp_path / "r")
 
 
 @pytest.fixture
@@ -292,7 +290,7 @@ def test_the_commands_say_it(here):
     fine = CliRunner().invoke(app, ["run", "e.toml", "--out", "fine"], catch_exceptions=False)
     assert fine.exit_code == 0 and "warning" not in fine.output
     said = undrift("compare", "wild=r", "fine", "--markdown", "t.md", "--latex", "t.tex", "--csv", "t.csv")
-    note = f"wild: {Run.read(Path('r')).diverged.what}"
+    note = f"wild: {RunFolder.read(Path('r')).diverged.what}"
     assert note in said and "1 (1 diverged)" in said
     assert f"- {note}" in Path("t.md").read_text() and "| 1 (1 diverged) |" in Path("t.md").read_text()
     assert f"% {note}" in Path("t.tex").read_text() and "1 (1 diverged)" in Path("t.tex").read_text()

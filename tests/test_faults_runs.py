@@ -12,8 +12,9 @@ from tests.experiments import GOOD, StopError, stop_after, toml, undrift
 from tests.faulty import ALL, train
 from tests.problems import same_bits
 from undrift.tools import cli, config, experiment
-from undrift.tools.compare import Run, groups
+from undrift.tools.compare import group_runs
 from undrift.tools.report.gather import gather
+from undrift.tools.run_folders import RunFolder
 from undrift.training.track import scalars
 
 RULES = {"on_nonfinite": "skip", "max_norm_ratio": 50, "min_clients": 3}
@@ -48,7 +49,7 @@ def here(tmp_path, monkeypatch):
 
 def test_experiment_files_have_faults_and_a_runs_own_file_repeats_it(here):
     said = undrift("run", "faulty.toml", "--out", "one")
-    rows = Run.read(Path("one")).rows
+    rows = RunFolder.read(Path("one")).rows
     lost = sum(len(row["skipped"]) + len(row["left_out"]) for row in rows)
     assert lost and f"{lost} client update" in said and any(row["dropped"] for row in rows)
     asked = config.read("one")
@@ -66,14 +67,14 @@ def test_an_ordinary_run_says_nothing_of_faults(here):
     asked = config.read("clean")
     assert not {"faults", "max_norm_ratio", "min_clients"} & asked.keys()
     new = {"dropped", "stragglers", "left_out", "survivors", "round_skipped"}
-    assert not any(new & row.keys() for row in Run.read(Path("clean")).rows)
+    assert not any(new & row.keys() for row in RunFolder.read(Path("clean")).rows)
 
 
 def test_comparisons_reports_and_trackers_take_such_runs(here):
     undrift("run", "clean.toml", "--out", "clean")
     undrift("run", "clean.toml", "--out", "faulty", "--set", "faults.dropout=0.5", "--set", "min_clients=0.5")
-    runs = [Run.read(Path(name)) for name in ("clean", "faulty")]
-    assert [*groups(runs)] == ["faults.dropout=None, min_clients=None", "faults.dropout=0.5, min_clients=0.5"]
+    runs = [RunFolder.read(Path(name)) for name in ("clean", "faulty")]
+    assert [*group_runs(runs)] == ["faults.dropout=None, min_clients=None", "faults.dropout=0.5, min_clients=0.5"]
     assert "faults.dropout=0.5" in undrift("compare", "clean", "faulty")
     payload = gather([Path("clean"), Path("faulty")])
     assert not {"dropped", "stragglers", "left_out"} & payload["runs"][1]["layers"].keys()

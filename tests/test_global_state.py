@@ -11,7 +11,7 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
-from undrift.tools import config, experiment, sweep
+from undrift.tools import config, experiment, parallel
 from undrift.training.arithmetic import CUBLAS, Switches, arithmetic, full_precision
 
 CPU = torch.device("cpu")
@@ -214,7 +214,7 @@ def test_threads_are_put_back(start, tmp_path):
     if start == "a run":
         experiment.run(config.checked(settings, "e"), tmp_path / "run", on_round=look)
     else:
-        assert sweep._one(None, settings, str(tmp_path / "run"), "e", 2, look) is None
+        assert parallel._one(None, settings, str(tmp_path / "run"), "e", 2, look) is None
     assert seen == [3] and torch.get_num_threads() == before
 
 

@@ -19,7 +19,7 @@ from undrift.errors import UndriftError
 from undrift.losses import cross_entropy
 from undrift.metrics import METRICS, get_metrics, measure, summed
 from undrift.metrics.base import Tally, fresh
-from undrift.tools.compare import Run
+from undrift.tools.run_folders import RunFolder
 from undrift.training.identity import describe
 from undrift.training.track import scalars
 
@@ -271,7 +271,7 @@ def test_a_run_with_all_metrics_of_classes(tmp_path):
     written = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert written[-1]["confusion_matrix"] == row["confusion_matrix"] and len(row["confusion_matrix"]) == 10
     assert not any("confusion" in name for name in scalars(row)) and scalars(row)["f1"] == row["f1"]
-    read = Run.read(tmp_path / "run")
+    read = RunFolder.read(tmp_path / "run")
     assert read.final("f1") == row["f1"] and math.isnan(read.final("confusion_matrix"))
     assert 'metrics = ["accuracy", "f1"' in (tmp_path / "run/config.toml").read_text()
     from undrift.tools.report.gather import gather

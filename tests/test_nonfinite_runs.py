@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import undrift as ud
 from tests.experiments import GOOD, toml, undrift
 from undrift.tools.cli import app
-from undrift.tools.compare import Run
-from undrift.tools.report.gather import folders, gather
+from undrift.tools.report.gather import gather
+from undrift.tools.run_folders import RunFolder, find_runs
 
 SPOILS = '''
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def test_compare_marks_them(here):
     lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
     assert "1 (1 stopped)" in lines["NanFromClient1()"] and "–" in lines["NanFromClient1()"]
     assert "stopped" not in lines["FedAvg()"]
-    run = Run.read(Path("bad"))
+    run = RunFolder.read(Path("bad"))
     assert run.stopped and run.best("accuracy") > 0  # what it reached before stays known
 
 
@@ -98,7 +98,7 @@ def test_sweeps_go_on_and_never_choose_them(here):
 def test_the_report_marks_them(here):
     fails("run", "bad.toml", "--out", "bad")
     undrift("run", "bad.toml", "--out", "skip", "--set", "on_nonfinite=skip")
-    payload = gather(folders([Path("bad")]))
+    payload = gather(find_runs([Path("bad")]))
     assert payload["groups"][0]["cells"]["state"] == "2 of 4 rounds, stopped"
     assert payload["runs"][0]["stopped"].startswith("Round 3: client 1")
     assert gather([Path("skip")])["groups"][0]["cells"]["state"] == "finished, 2 client updates left out"

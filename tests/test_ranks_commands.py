@@ -17,7 +17,7 @@ from tests.pages import DOCS, blocks
 from tests.processes import ROOT, nodes, torchrun
 from undrift.errors import UndriftError
 from undrift.tools.cli import app
-from undrift.tools.sweep import parallel
+from undrift.tools.parallel import parse_parallel
 
 
 def rows(folder: Path) -> list[dict]:
@@ -34,12 +34,12 @@ def close(one: list[dict], other: list[dict]) -> bool:
 
 
 def test_devices_of_a_sweep():
-    assert parallel(None, "cpu, cpu", None).devices == ["cpu", "cpu"]
+    assert parse_parallel(None, "cpu, cpu", None).devices == ["cpu", "cpu"]
     with pytest.raises(UndriftError, match="use only one of them"):
-        parallel(2, "cpu,cpu", None)
+        parse_parallel(2, "cpu,cpu", None)
     for wrong in ("cpu,", "cuda:99", "nothing"):
         with pytest.raises(UndriftError, match="is not available"):
-            parallel(None, wrong, None)
+            parse_parallel(None, wrong, None)
 
 
 def test_commands_that_start_processes_of_their_own_are_refused(monkeypatch):

@@ -15,7 +15,7 @@ import undrift as ud
 from undrift import losses, metrics
 from undrift.data import partition
 from undrift.method.parse import parse_method
-from undrift.tools import compare
+from undrift.tools import compare, run_folders
 from undrift.tools.cli import app
 
 MODULE = '''
@@ -174,7 +174,7 @@ def test_a_metric_that_is_better_lower_is_chosen_by_and_compared_so(folder):
     )
     assert "best by validation brier: local.lr=0.5" in said.replace("_", " ")
     metrics.METRICS.pop("brier")  # as in a process that does not know the module
-    runs, _ = compare.read_runs([path.parent for path in (folder / "s").glob("*/metrics.jsonl")])
+    runs, _ = run_folders.read_runs([path.parent for path in (folder / "s").glob("*/metrics.jsonl")])
     (best,) = (run for run in runs if run.settings["local.lr"] == 0.5)
     assert compare.leading_metric([best]) == "brier"
     assert best.best("brier") == min(row["brier"] for row in best.rows) < max(row["brier"] for row in best.rows)

@@ -191,7 +191,7 @@ def test_errors_on_the_command_line_name_flags(options, said):
 
 
 def test_flags_in_messages_about_images_and_scales():
-    from undrift.tools.launch import as_flags
+    from undrift.tools.cli_helpers import as_flags
 
     assert as_flags("such as resize=32, or resize=[height, width].") == "such as --resize 32."
     assert as_flags("normalize is for images; leave it out.") == "--normalize is for images; leave it out."

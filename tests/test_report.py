@@ -23,10 +23,11 @@ from tests.killing import undrift
 from tests.problems import make_clients
 from undrift.data.partition_summary import partition_summary
 from undrift.tools.cli import app
-from undrift.tools.report.downsample import downsample, even, rounded
+from undrift.tools.report.curves import downsample, even, rounded
 from undrift.tools.report.figures import draw
-from undrift.tools.report.gather import folders, gather
+from undrift.tools.report.gather import gather
 from undrift.tools.report.page import page, write
+from undrift.tools.run_folders import find_runs
 
 COSTS = {"round": 1, "clients": [0], "steps": 1, "total_steps": 1, "total_bytes": 9, "seconds": 0.1}
 
@@ -89,7 +90,7 @@ def runs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def report(runs, tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("page") / "report.html"
-    write(file, gather(folders([runs])))
+    write(file, gather(find_runs([runs])))
     return file.as_uri()
 
 
@@ -180,7 +181,7 @@ def test_runs_that_are_not_as_they_should_be(browser, runs, tmp_path):
     (tmp_path / "lost" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lost)))
     other = [{key: row[key] for key in COSTS} | {"loss": 1.0, "validation_recall_at_5": 0.5, "own": 3} for row in lost]
     (tmp_path / "other" / "metrics.jsonl").write_text("\n".join(map(json.dumps, other)))
-    payload = gather(folders([tmp_path]))
+    payload = gather(find_runs([tmp_path]))
     states = {group["name"]: group["cells"]["state"] for group in payload["groups"]}
     assert states["Own(empty)"] == "0 of 4 rounds" and states["Own(cut)"] == "2 of 4 rounds"
     assert states["Own(lost)"] == "finished, diverged" and payload["metrics"] == ["accuracy", "recall_at_5", "loss"]
@@ -209,7 +210,7 @@ def test_seeds_are_one_curve_as_far_as_each_came(runs, tmp_path):
     rows["avg-1"][2]["loss"] = math.nan
     (tmp_path / "avg-1" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows["avg-1"][:3])))
     (tmp_path / "avg-1" / "model.safetensors").unlink()
-    (group,) = gather(folders([tmp_path]))["groups"]
+    (group,) = gather(find_runs([tmp_path]))["groups"]
     losses = [[row["loss"] for row in rows[name]] for name in rows]
     expected = [*np.mean([losses[0][:2], losses[1][:2]], 0), *losses[0][2:]]
     assert group["curves"]["test.loss"]["mean"] == pytest.approx(expected, rel=1e-4)
@@ -224,7 +225,7 @@ def test_twenty_runs_of_a_thousand_rounds_are_at_most_8_mb(tmp_path):
     sizes = []
     for i in range(2):
         make_run(tmp_path / f"{i}", 0.1 * i, 0, 1000)
-        sizes.append(len(page(gather(folders([tmp_path])))))
+        sizes.append(len(page(gather(find_runs([tmp_path])))))
     assert sizes[0] + 19 * (sizes[1] - sizes[0]) <= 8e6
     assert sizes[1] - sizes[0] < 130_000
 
@@ -274,7 +275,7 @@ def test_watching_a_run_that_goes_on(browser, runs, tmp_path):
 
 
 def test_figures_for_a_paper(runs, tmp_path):
-    payload = gather(folders([runs]))
+    payload = gather(find_runs([runs]))
     for group in payload["groups"]:  # each figure takes a while, and these are drawn alike
         group["curves"] = {key: curve for key, curve in group["curves"].items() if key.startswith("test.")}
     made = draw(payload, tmp_path / "figures")

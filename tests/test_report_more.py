@@ -13,23 +13,22 @@ import pytest
 import undrift as ud
 from benchmarks.report_page import make_run
 from tests.test_report import Reader
-from undrift.tools.compare import Run
-from undrift.tools.report.gather import folders, gather
-from undrift.tools.report.names import named
+from undrift.tools.report.curves import longest_updates, records
+from undrift.tools.report.gather import gather
 from undrift.tools.report.page import write
-from undrift.tools.report.records import longest_updates, records
-from undrift.tools.study import labels
+from undrift.tools.report.summary import name_groups
+from undrift.tools.run_folders import LABELS, Label, RunFolder, find_runs, write_labels
 
 PLOT = "document.querySelector('.chart[data-key=\"{}\"] .plot')"
 
 
-def group(folder: str, *seeds: int, **settings) -> list[Run]:
+def group(folder: str, *seeds: int, **settings) -> list[RunFolder]:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    return [Run(Path(f"{folder}-{seed}" if seeds[1:] else folder), keys | {"seed": seed}, []) for seed in seeds]
+    return [RunFolder(Path(f"{folder}-{seed}" if seeds[1:] else folder), keys | {"seed": seed}, []) for seed in seeds]
 
 
-def names(*groups: list[Run]) -> list[str]:
-    return list(named({str(i): own for i, own in enumerate(groups)}))
+def names(*groups: list[RunFolder]) -> list[str]:
+    return list(name_groups({str(i): own for i, own in enumerate(groups)}))
 
 
 def test_a_name_has_the_method_first_and_only_what_differs():
@@ -59,9 +58,9 @@ def test_many_settings_give_way_to_folders_names():
 
 
 def test_runs_of_a_study_have_its_labels(tmp_path):
-    def own(label: tuple[str, str], name: str, *seeds: int, **settings) -> list[Run]:
+    def own(label: tuple[str, str], name: str, *seeds: int, **settings) -> list[RunFolder]:
         runs = group(str(tmp_path / name), *seeds, **settings)
-        labels.write(tmp_path, {run.folder.name: labels.Label(*label) for run in runs})
+        write_labels(tmp_path, {run.folder.name: Label(*label) for run in runs})
         return runs
 
     momentum = own(("IID", "FedAvgM"), "a", 0, 1, method="ServerSGD(momentum=0.5)", local__lr=0.1)
@@ -74,7 +73,7 @@ def test_runs_of_a_study_have_its_labels(tmp_path):
     elsewhere = group(str(tmp_path / "x" / "run"), 0, method="FedProx(0.1)", local__lr=0.2)
     assert names(momentum, elsewhere) == ["FedAvgM", "FedProx(mu=0.1), lr=0.2"]
     for damaged in ("[", "[]", '{"a-0": 3}', '{"a-0": {"partition": 1, "method": "x"}}', '{"a-0": {"other": "x"}}'):
-        (tmp_path / labels.FILE).write_text(damaged)
+        (tmp_path / LABELS).write_text(damaged)
         assert names(momentum, avg) == ["ServerSGD(momentum=0.5), lr=0.1", "FedAvg(), lr=0.2"]
 
 
@@ -91,7 +90,7 @@ def test_the_first_round_that_meets_any_target_is_kept():
     curve = [
         None if t % 4 == 3 else round(float(x), 3) for t, x in enumerate(rng.random(60) * np.linspace(0.3, 0.9, 60))
     ]
-    run = Run(Path("r"), {}, rows_of([*curve, float("nan")]))
+    run = RunFolder(Path("r"), {}, rows_of([*curve, float("nan")]))
     found = records(run, ["accuracy", "loss"])
     for target in np.linspace(0, 0.9, 181):
         row = run.until("accuracy", float(target))
@@ -143,13 +142,13 @@ def test_the_clients_with_the_longest_updates():
         {"client_norms": None},
         {},
     ]
-    found = longest_updates(Run(Path("r"), {}, rows), {"10": "Ghent"})
+    found = longest_updates(RunFolder(Path("r"), {}, rows), {"10": "Ghent"})
     assert found == {"of": 2, "who": ["3", "Ghent"], "mean": [5, 5], "most": [9, 5], "rounds": [2, 1]}
-    assert longest_updates(Run(Path("r"), {}, [{}]), {}) is None
+    assert longest_updates(RunFolder(Path("r"), {}, [{}]), {}) is None
 
 
 def test_the_page_of_runs_that_record_drift(browser, drifting, tmp_path):
-    write(tmp_path / "report.html", gather(folders([drifting])))
+    write(tmp_path / "report.html", gather(find_runs([drifting])))
     with Reader(browser, (tmp_path / "report.html").as_uri()) as reader:
         keys = reader.read_on()
         assert [key for key in keys if key.startswith("drift ")] == [
@@ -200,8 +199,8 @@ def test_a_parts_column_is_not_taken_for_drift(browser, tmp_path):
 
 
 def test_the_table_follows_the_data_and_the_target(browser, drifting, tmp_path):
-    write(tmp_path / "report.html", gather(folders([drifting])))
-    runs = [Run.read(folder) for folder in folders([drifting])][:2]
+    write(tmp_path / "report.html", gather(find_runs([drifting])))
+    runs = [RunFolder.read(folder) for folder in find_runs([drifting])][:2]
     table = (
         "[...document.querySelectorAll('#summary tr')].map((row) => [...row.children].map((cell) => cell.innerText))"
     )
@@ -240,5 +239,5 @@ def test_local_steps_of_several_seeds_are_the_fewest_and_the_most_of_any(tmp_pat
                 file.read_text(),
             )
         )
-    (own,) = gather(folders([tmp_path]))["groups"]
+    (own,) = gather(find_runs([tmp_path]))["groups"]
     assert own["schedules"]["local_steps"] == {"mean": [5.5] * 3, "low": [2] * 3, "high": [12] * 3}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import undrift as ud
 from undrift.data import cache, normalize, warn_once
-from undrift.tools import sweep
+from undrift.tools import parallel
 from undrift.tools.cli import app
 from undrift.tools.config import checked
 from undrift.tools.experiment import arguments
@@ -202,7 +202,7 @@ def test_a_worker_of_a_sweep_gives_no_warnings_about_data(monkeypatch, caplog):
     for parent in ("the sweep", None):  # a worker, and the process of the sweep itself
         caplog.clear()
         warn_once.warned.clear()
-        monkeypatch.setattr(sweep, "parent_process", lambda parent=parent: parent)
-        assert sweep._one(None, text, f"runs/{parent}", "a test", 1, lambda: None) is None
+        monkeypatch.setattr(parallel, "parent_process", lambda parent=parent: parent)
+        assert parallel._one(None, text, f"runs/{parent}", "a test", 1, lambda: None) is None
         warned = any("very different scales" in record.getMessage() for record in caplog.records)
         assert warned == (parent is None)

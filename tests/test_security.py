@@ -20,7 +20,7 @@ from tests.experiments import GOOD, deadline, reseal, toml
 from undrift import files
 from undrift.errors import UndriftError
 from undrift.files import file_name, seal, unseal
-from undrift.tools import launch, plugins, trust
+from undrift.tools import cli_helpers, plugins
 from undrift.tools.cli import app
 from undrift.training import provenance
 
@@ -230,7 +230,7 @@ def recorded(tmp_path, monkeypatch):
     for name in ("_added", "_recorded", "_excluded"):
         monkeypatch.setattr(plugins, name, type(getattr(plugins, name))())
     monkeypatch.setattr(provenance, "modules", {})
-    monkeypatch.setattr(trust, "_gates", [trust.Gate()])
+    monkeypatch.setattr(plugins, "_gates", [plugins.Gate()])
 
     def write(modules: object, **settings: object) -> None:
         Path("run").mkdir(exist_ok=True)
@@ -256,7 +256,7 @@ def test_a_recorded_folder_is_searched_only_for_the_module_recorded_with_it(reco
     evil = put("evil", "timm")
     sys.path.append(os.path.abspath("own"))
     recorded({"x": evil, "mine_of_a_test": evil})
-    launch.read_experiment(Path("run"), None, ["mine_of_a_test"], None, False)
+    cli_helpers.read_experiment(Path("run"), None, ["mine_of_a_test"], None, False)
     plugins.import_plugins(["mine_of_a_test"])
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("timm_of_a_test")
@@ -275,7 +275,7 @@ def test_an_allowed_module_is_found_where_it_was_with_what_it_imports(recorded):
     put("project", "sibling")
     recorded({"mine_of_a_test": project})
     before = [*sys.path, os.getcwd()]
-    launch.read_experiment(Path("run"), None, None, None, True)
+    cli_helpers.read_experiment(Path("run"), None, None, None, True)
     plugins.import_plugins(["mine_of_a_test"])
     assert sys.modules["sibling_of_a_test"].__file__ == os.path.join(project, "sibling_of_a_test.py")
     assert sys.path == before and provenance.modules == {"mine_of_a_test": project}
@@ -604,7 +604,7 @@ def test_no_command_lets_a_runs_folder_control_the_terminal(controlling, monkeyp
 def test_commands_print_with_functions_that_control_nothing():
     """Of the ways to print, only these: each passes text through `printable`, or prints what undrift itself says."""
     allowed = {
-        ("tools/streams.py", "typer.echo"), ("tools/help.py", "typer.echo"),
+        ("tools/output.py", "typer.echo"), ("tools/cli_helpers.py", "typer.echo"),
         ("tools/cli.py", "typer.echo"), ("tools/cli.py", "print"), ("tools/stopping.py", "print"),
     }  # fmt: skip
     found = set()

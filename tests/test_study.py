@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 
 from tests.experiments import changed, toml, undrift
 from undrift.errors import UndriftError
-from undrift.tools import board
+from undrift.tools import live_table, tables
 from undrift.tools.cli import app
-from undrift.tools.compare import Run
 from undrift.tools.config import read
 from undrift.tools.report import figures
-from undrift.tools.report.gather import folders, gather
-from undrift.tools.study import labels, results, tables
+from undrift.tools.report.gather import gather
+from undrift.tools.run_folders import Label, RunFolder, find_runs, read_labels
+from undrift.tools.study import results
 from undrift.tools.study.file import Range, read_study
-from undrift.tools.study.run import Outcome, new_point, prepare, run_study, validation
+from undrift.tools.study.run import Outcome, new_point, prepare, run_study, validation_figure
 from undrift.tools.study.search import Grid, Suggested
 
 STUDY = """
@@ -109,10 +109,10 @@ def test_labels_in_other_scripts_have_folders_of_their_own(here):
 
 def test_a_metric_without_validation_data_is_named(here):
     row = {"round": 1, "accuracy": 0.5, "validation_accuracy": 0.5, "client_accuracy": 0.4}
-    run = Run(Path("r"), {}, [row])
-    assert validation(run, "accuracy", 1) == ("validation_accuracy", 0.5)
+    run = RunFolder(Path("r"), {}, [row])
+    assert validation_figure(run, "accuracy", 1) == ("validation_accuracy", 0.5)
     with pytest.raises(UndriftError, match="'client_accuracy', which is not measured on validation data"):
-        validation(run, "client_accuracy", 1)
+        validation_figure(run, "client_accuracy", 1)
 
 
 def test_without_partitions_and_with_labels_that_are_methods(here):
@@ -249,7 +249,9 @@ def test_a_study_from_the_file_to_the_paper(here, monkeypatch):
         Path("s/figures/accuracy.pdf").read_bytes().startswith(b"%PDF")
         and Path("s/figures/accuracy_over_bytes.pdf").exists()
     )
-    names = [group["name"] for group in gather(folders([Path("s")]))["groups"]]  # undrift report has the study's labels
+    names = [
+        group["name"] for group in gather(find_runs([Path("s")]))["groups"]
+    ]  # undrift report has the study's labels
     assert names == ["FedAvg, IID", "Prox, IID", "FedAvg, label skew", "Prox, label skew"]
     before = {file: file.read_bytes() for file in Path("s").glob("*/*/model.safetensors")}
     for gone in (Path("s/tuning") / runs[0] / "model.safetensors", Path("s/final") / final[3] / "model.safetensors"):
@@ -289,7 +291,7 @@ class Made:
             loss = None if math.isnan(value) else 1.0
             row = {"round": 1, "clients": [0], "accuracy": 0.5, "validation_accuracy": value, "loss": loss}
             if value != math.inf:
-                found[point.name] = Run(folder / point.name, {"seed": point.settings["seed"]}, [row])
+                found[point.name] = RunFolder(folder / point.name, {"seed": point.settings["seed"]}, [row])
             ended(point)
         return found
 
@@ -317,7 +319,7 @@ def test_each_cell_has_a_choice_of_its_own(here):
 def test_methods_whose_settings_are_the_same_share_a_run_and_its_label(here):
     text = SMALL.split("[study.partitions]")[0] + '[study.methods]\nFedAvg = "FedAvg()"\nSame = "FedAvg()"\n'
     ran(text, lambda settings: 0.5)
-    assert set(labels.read(Path("out/final")).values()) == {labels.Label("", "FedAvg = Same")}
+    assert set(read_labels(Path("out/final")).values()) == {Label("", "FedAvg = Same")}
 
 
 def test_a_setting_that_diverged_is_never_chosen_and_one_that_failed_decides_nothing(here):
@@ -500,24 +502,24 @@ def test_a_killed_study_goes_on_to_the_same_results(here, monkeypatch):
 
 
 def test_the_board_shows_the_runs_in_progress(here, capsys, monkeypatch):
-    shown = board.Board(Console(width=100, force_terminal=True))
+    shown = live_table.LiveTable(Console(width=100, force_terminal=True))
     folders = [here / name for name in ("a", "b", "old", "waiting")]
     for folder in folders[:3]:
         folder.mkdir()
         (folder / "metrics.jsonl").write_text('{"round": 7, "accuracy": 0.25}\n{"round": 8, "acc')
     os.utime(here / "old" / "metrics.jsonl", (0, 0))  # left by an earlier command
-    shown.expect(dict.fromkeys(folders, 20), 3)
+    shown.add_runs(dict.fromkeys(folders, 20), 3)
     assert (
         shown.line() == "3 of 7 runs; running: a (round 7 of 20, accuracy 0.2500), b (round 7 of 20, accuracy 0.2500)"
     )
-    shown.end(here / "b")
+    shown.end_run(here / "b")
     assert shown.line().startswith("4 of 7 runs; about 0:00:00 left; running: a (round 7 of 20, accuracy 0.2500)")
     with shown.console.capture() as captured:
         shown.console.print(shown.render())
     assert "a  " in captured.get() and "round 7 of 20" in captured.get() and "4/7" in captured.get()
-    monkeypatch.setattr(board, "EVERY", 0.01)
-    with board.Board(Console(file=io.StringIO())) as quiet:
-        quiet.expect({here / "a": 20}, 0)
+    monkeypatch.setattr(live_table, "EVERY", 0.01)
+    with live_table.LiveTable(Console(file=io.StringIO())) as quiet:
+        quiet.add_runs({here / "a": 20}, 0)
         end = time.monotonic() + 60
         while "0 of 1 runs" not in capsys.readouterr().err:
             assert time.monotonic() < end
@@ -527,8 +529,8 @@ def test_the_board_shows_the_runs_in_progress(here, capsys, monkeypatch):
 def test_the_last_row_of_a_long_history(here):
     file = here / "metrics.jsonl"
     file.write_text("".join(f'{{"round": {t}, "x": "{"y" * 99}"}}\n' for t in range(5000)))
-    assert board.last_row(file)["round"] == 4999
+    assert live_table.last_row(file)["round"] == 4999
     file.write_text("")
-    assert board.last_row(file) == {}
-    file.write_text('{"round": 1, "x": "' + "y" * board.TAIL)
-    assert board.last_row(file) == {}
+    assert live_table.last_row(file) == {}
+    file.write_text('{"round": 1, "x": "' + "y" * live_table.TAIL)
+    assert live_table.last_row(file) == {}

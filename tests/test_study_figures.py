@@ -14,11 +14,10 @@ import pytest
 
 from undrift.errors import UndriftError
 from undrift.files import seal
-from undrift.tools.compare import Run, chosen_metric
-from undrift.tools.study import tables
-from undrift.tools.study.measures import Asked, measure
-from undrift.tools.study.paths import grouped, mismatches
-from undrift.tools.study.statistics import deviation, mean, paired, t_quantile
+from undrift.tools import tables
+from undrift.tools.compare import Comparison, choose_metric, find_mismatches, group_by_label, measure
+from undrift.tools.run_folders import RunFolder
+from undrift.tools.statistics import deviation, mean, paired, t_quantile
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -70,7 +69,7 @@ def test_pairs_need_common_seeds_with_finite_figures():
 # ---- groups of runs, by hand -------------------------------------------------------------------------------------
 
 
-def run(name: str, seed: int, *accuracies: float | None, stopped: str | None = None, **settings: object) -> Run:
+def run(name: str, seed: int, *accuracies: float | None, stopped: str | None = None, **settings: object) -> RunFolder:
     rows = [
         {"round": t + 1, "accuracy": a, "loss": 1.0 if a is not None else None, "total_steps": 10 * (t + 1)}
         | {
@@ -82,7 +81,7 @@ def run(name: str, seed: int, *accuracies: float | None, stopped: str | None = N
         for t, a in enumerate(accuracies)
     ]
     given = {"method": name, "seed": seed, "data.partition": "IID()", "data.seed": seed, **settings}
-    return Run(Path(f"{name}-{seed}"), given, rows, stopped)
+    return RunFolder(Path(f"{name}-{seed}"), given, rows, stopped)
 
 
 AVG = [run("FedAvg()", 0, 0.2, 0.5, 0.7), run("FedAvg()", 1, 0.1, 0.3, 0.4), run("FedAvg()", 2, 0.3, 0.6, 0.8)]
@@ -90,7 +89,7 @@ PROX = [run("FedProx()", 0, 0.2, 0.6, 0.8), run("FedProx()", 1, 0.4, 0.5, 0.6), 
 
 
 def test_figures_by_hand():
-    avg, prox = measure({"FedAvg": AVG, "FedProx": PROX}, Asked("accuracy", 2, 0.6, "FedAvg"))
+    avg, prox = measure({"FedAvg": AVG, "FedProx": PROX}, Comparison("accuracy", 2, 0.6, "FedAvg"))
     assert avg["values"] == pytest.approx([0.6, 0.35, 0.7]) and "difference" not in avg
     assert avg["mean"] == pytest.approx(0.55) and avg["std"] == pytest.approx(np.std([0.6, 0.35, 0.7], ddof=1))
     assert avg["best_on_test_data"]["mean"] == pytest.approx((0.7 + 0.4 + 0.8) / 3)
@@ -106,32 +105,32 @@ def test_figures_by_hand():
 
 def test_a_run_that_was_lost_has_no_figure_and_no_pair():
     lost = [AVG[0], run("FedAvg()", 1, 0.5, None), run("FedAvg()", 2, 0.9, stopped="Round 2: …")]
-    prox, avg = measure({"FedProx": PROX, "FedAvg": lost}, Asked("accuracy", baseline="FedProx"))
+    prox, avg = measure({"FedProx": PROX, "FedAvg": lost}, Comparison("accuracy", baseline="FedProx"))
     assert avg["values"] == [0.7, None, None] and avg["lost"] == 2 and avg["counted"] == "3 (1 diverged, 1 stopped)"
     assert avg["difference"]["pairs"] == 1 and avg["difference"]["low"] is None
     blocks = {"": [prox, avg]}
-    said = tables.markdown(blocks, Asked("accuracy", baseline="FedProx"))
+    said = tables.markdown(blocks, Comparison("accuracy", baseline="FedProx"))
     assert "| 3 (1 diverged, 1 stopped) | 0.7000 (1 of 3) | -0.1000 (one common seed) |" in said
     assert tables.best([prox, avg], lower=False) is prox
 
 
 def test_differences_say_when_there_is_no_common_seed():
     other = [run("FedProx()", 7, 0.5)]
-    _, row = measure({"FedAvg": AVG, "FedProx": other}, Asked("accuracy", baseline="FedAvg"))
+    _, row = measure({"FedAvg": AVG, "FedProx": other}, Comparison("accuracy", baseline="FedAvg"))
     assert tables.difference(row) == "no common seed"
 
 
 def test_metrics_and_baselines_that_nobody_has_are_refused():
     with pytest.raises(UndriftError, match=r"'acuracy'; did you mean 'accuracy'\?"):
-        chosen_metric(AVG, "acuracy")
-    assert chosen_metric(AVG, None) == "accuracy" and chosen_metric(AVG, "client_accuracy_std") == "client_accuracy_std"
+        choose_metric(AVG, "acuracy")
+    assert choose_metric(AVG, None) == "accuracy" and choose_metric(AVG, "client_accuracy_std") == "client_accuracy_std"
     with pytest.raises(UndriftError, match="There is no group 'FedAvgg' to use as the baseline; did you mean 'FedAvg'"):
-        measure({"FedAvg": AVG}, Asked("accuracy", baseline="FedAvgg"))
+        measure({"FedAvg": AVG}, Comparison("accuracy", baseline="FedAvgg"))
 
 
 def test_where_lower_is_better():
     runs = [run("A()", 0, 0.5), run("B()", 0, 0.6)]
-    low, high = measure({"A": [runs[0]], "B": [runs[1]]}, Asked("loss"))
+    low, high = measure({"A": [runs[0]], "B": [runs[1]]}, Comparison("loss"))
     low["mean"], high["mean"] = 0.1, 0.9
     assert tables.best([low, high], lower=True) is low and tables.best([low, high], lower=False) is high
 
@@ -140,12 +139,14 @@ def test_where_lower_is_better():
 
 
 def test_other_seeds_other_data_and_seeds_that_occur_twice_are_mentioned():
-    assert mismatches({"FedAvg": AVG, "FedProx": PROX}) == []
-    (said,) = mismatches({"FedAvg": AVG, "FedProx": PROX[:1]})
+    assert find_mismatches({"FedAvg": AVG, "FedProx": PROX}) == []
+    (said,) = find_mismatches({"FedAvg": AVG, "FedProx": PROX[:1]})
     assert "different seeds (FedAvg: 0, 1, 2; FedProx: 0)" in said
-    (said,) = mismatches({"FedAvg": [*AVG, AVG[0]], "FedProx": PROX})
+    (said,) = find_mismatches({"FedAvg": [*AVG, AVG[0]], "FedProx": PROX})
     assert "FedAvg: a seed occurs twice" in said
-    (said,) = mismatches({"FedAvg": AVG, "FedProx": [run("FedProx()", s, 0.5, **{"data.seed": 9}) for s in range(3)]})
+    (said,) = find_mismatches(
+        {"FedAvg": AVG, "FedProx": [run("FedProx()", s, 0.5, **{"data.seed": 9}) for s in range(3)]}
+    )
     assert "differ in data.seed" in said
 
 
@@ -154,24 +155,24 @@ def test_data_that_differ_although_no_setting_does_are_mentioned(tmp_path):
     for name, digest in (("a", "1"), ("b", "2")):
         (tmp_path / name).mkdir()
         seal(tmp_path / name / "run.json", {"identity": {"training data": "0", "test data": digest}})
-        runs.append(Run(tmp_path / name, {"method": name, "seed": 0}, []))
-    (said,) = mismatches({"a": runs[:1], "b": runs[1:]})
+        runs.append(RunFolder(tmp_path / name, {"method": name, "seed": 0}, []))
+    (said,) = find_mismatches({"a": runs[:1], "b": runs[1:]})
     assert "trained or tested on different data" in said
-    assert mismatches({"a": runs[:1], "b": [Run(tmp_path / "c", {"method": "b", "seed": 0}, [])]}) == []
+    assert find_mismatches({"a": runs[:1], "b": [RunFolder(tmp_path / "c", {"method": "b", "seed": 0}, [])]}) == []
 
 
 def test_labels_make_groups_and_runs_of_one_label_differ_in_seeds_alone():
     labels: dict[Path, str | None] = {one.folder: "ours" for one in PROX}
-    assert list(grouped([*AVG, *PROX], labels)) == ["ours", "FedAvg()"]
+    assert list(group_by_label([*AVG, *PROX], labels)) == ["ours", "FedAvg()"]
     with pytest.raises(UndriftError, match="labelled 'x' differ in more than their seeds"):
-        grouped([AVG[0], PROX[0]], {AVG[0].folder: "x", PROX[0].folder: "x"})
+        group_by_label([AVG[0], PROX[0]], {AVG[0].folder: "x", PROX[0].folder: "x"})
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_selected_on_test_data_says_so():
-    asked = Asked("accuracy", target=0.6)
+    asked = Comparison("accuracy", target=0.6)
     blocks = {"": measure({"FedAvg": AVG}, asked)}
     headers = [column.header for column in tables.columns(blocks, asked)]
     assert "best accuracy (on test data)" in headers and "last accuracy" in headers
@@ -180,8 +181,8 @@ def test_what_is_selected_on_test_data_says_so():
 
 
 def test_latex_is_escaped_and_bold_where_it_is_best():
-    rows = measure({"100% of_it & more": AVG, "Prox {x}": PROX}, Asked("accuracy", baseline="100% of_it & more"))
-    text = tables.latex({"a_b": rows}, Asked("accuracy", baseline="100% of_it & more"))
+    rows = measure({"100% of_it & more": AVG, "Prox {x}": PROX}, Comparison("accuracy", baseline="100% of_it & more"))
+    text = tables.latex({"a_b": rows}, Comparison("accuracy", baseline="100% of_it & more"))
     assert r"100\% of\_it \& more & \textbf{0.6333 $\pm$ 0.2082}" in text and r"\emph{a\_b}" in text
     half = stats.t.ppf(0.975, 2) * np.std([0.1, 0.2, -0.1], ddof=1) / math.sqrt(3)
     interval = rf"$+$0.0667 [$-${half - 1 / 15:.4f}, $+${half + 1 / 15:.4f}]"
@@ -194,7 +195,7 @@ def test_latex_is_escaped_and_bold_where_it_is_best():
 def test_bold_is_every_mean_that_the_runs_do_not_show_to_be_worse():
     far = [run("Far()", seed, 0.1 + 0.001 * seed) for seed in range(3)]
     steady = [run("Steady()", seed, x) for seed, x in enumerate((0.69, 0.39, 0.79))]  # less than AVG by 0.01 each time
-    asked = Asked("accuracy", baseline="FedAvg")
+    asked = Comparison("accuracy", baseline="FedAvg")
     rows = measure({"FedAvg": AVG, "FedProx": PROX, "Far": far, "Steady": steady}, asked)
     assert [row["name"] for row in tables.leaders(rows, lower=False)] == ["FedAvg", "FedProx", "Steady"]
     assert [row["name"] for row in tables.leaders([rows[0], rows[3]], lower=False)] == ["FedAvg"]
@@ -212,7 +213,7 @@ def test_bold_is_every_mean_that_the_runs_do_not_show_to_be_worse():
 
 def test_no_row_begins_with_an_argument_of_the_line_before():
     names = ["[2em]", "*", " [x]", "plain"]
-    text = tables.latex({"": measure(dict.fromkeys(names, AVG), Asked("accuracy"))}, Asked("accuracy"))
+    text = tables.latex({"": measure(dict.fromkeys(names, AVG), Comparison("accuracy"))}, Comparison("accuracy"))
     assert not re.search(r"(\\\\|midrule)\n\s*[\[*]", text)
     for name in names:
         assert f"{name} & " in text
@@ -220,25 +221,25 @@ def test_no_row_begins_with_an_argument_of_the_line_before():
 
 def test_names_stay_in_their_cells_and_comments():
     name = "a\n\\input{x} & b\n| c"
-    row = measure({name: AVG}, Asked("accuracy"))[0] | {"remark": "of\n\\input{x}"}
-    text = tables.latex({"": [row]}, Asked("accuracy"))
+    row = measure({name: AVG}, Comparison("accuracy"))[0] | {"remark": "of\n\\input{x}"}
+    text = tables.latex({"": [row]}, Comparison("accuracy"))
     assert not re.search(r"(?m)^\\input", text) and "% " + "a \\input{x} & b | c: of \\input{x}\n" in text
-    assert len(tables.markdown({"": [row]}, Asked("accuracy")).splitlines()) == 5
+    assert len(tables.markdown({"": [row]}, Comparison("accuracy")).splitlines()) == 5
 
 
 def test_no_cell_of_a_csv_file_is_a_formula():
     names = ["=1+1", "@x", "+cmd|' /C calc'!A0", "-x", "\t=1", "＝1", "-1.5", "1 -2 nan"]
-    blocks = {"=a": measure(dict.fromkeys(names, AVG), Asked("accuracy"))}
+    blocks = {"=a": measure(dict.fromkeys(names, AVG), Comparison("accuracy"))}
     found = list(csv.DictReader(io.StringIO(tables.csv_text(blocks))))
     assert [row["name"] for row in found] == [*(f"'{name}" for name in names[:6]), *names[6:]]
     assert {row["partition"] for row in found} == {"'=a"}
-    lower = measure({"A": [run("A()", 0, -0.5)], "B": [run("B()", 0, -0.7)]}, Asked("accuracy", baseline="A"))
+    lower = measure({"A": [run("A()", 0, -0.5)], "B": [run("B()", 0, -0.7)]}, Comparison("accuracy", baseline="A"))
     (_, worse) = csv.DictReader(io.StringIO(tables.csv_text({"": lower})))
     assert worse["mean"] == worse["values"] == "-0.7" and float(worse["difference_mean"]) == pytest.approx(-0.2)
 
 
 def test_csv_has_every_number():
-    asked = Asked("accuracy", 2, 0.6, "FedAvg")
+    asked = Comparison("accuracy", 2, 0.6, "FedAvg")
     blocks = {"IID": measure({"FedAvg": AVG, "FedProx": PROX}, asked)}
     avg, prox = csv.DictReader(io.StringIO(tables.csv_text(blocks)))
     assert avg["partition"] == "IID" and float(avg["mean"]) == pytest.approx(0.55) and avg["difference_low"] == ""

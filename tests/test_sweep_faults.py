@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from tests.experiments import GOOD, changed, toml, undrift
 from undrift.errors import UndriftError
 from undrift.tools.cli import app
-from undrift.tools.compare import Run
-from undrift.tools.launch import alone_in
-from undrift.tools.sweep import Point, summary, unique
+from undrift.tools.parallel import Point, alone_in, unique_names
+from undrift.tools.run_folders import RunFolder
+from undrift.tools.sweep import summary
 
 FAILS = '''
 import os, signal
@@ -71,8 +71,8 @@ def row(accuracy: float, loss: float | None = 1.0, t: int = 0, **more: object) -
     }
 
 
-def run(lr: float, *rows: dict, seed: int = 0, stopped: str | None = None) -> Run:
-    return Run(Path(f"lr{lr}-{seed}"), {"method": "FedAvg()", "local.lr": lr, "seed": seed}, list(rows), stopped)
+def run(lr: float, *rows: dict, seed: int = 0, stopped: str | None = None) -> RunFolder:
+    return RunFolder(Path(f"lr{lr}-{seed}"), {"method": "FedAvg()", "local.lr": lr, "seed": seed}, list(rows), stopped)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_sweep_of_too_many_runs_is_refused(here):
 
 def test_names_of_folders_are_not_too_long():
     long = [Point(f"a=1,{'é' * 300},seed={seed}", {}) for seed in (0, 1)]
-    names = [point.name for point in unique(long)]
+    names = [point.name for point in unique_names(long)]
     assert all(len(os.fsencode(name)) <= 200 for name in names) and len(set(names)) == 2
 
 

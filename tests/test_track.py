@@ -18,7 +18,9 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
-from undrift.tools import compare, config, experiment
+from undrift.tools import config, experiment
+from undrift.tools.compare import group_runs
+from undrift.tools.run_folders import RunFolder
 from undrift.training import record
 from undrift.training.track import scalars
 
@@ -170,8 +172,8 @@ def test_an_experiment_file_tracks_and_tracking_tells_no_runs_apart(tmp_path):
         experiment.run(asked, tmp_path / name)
     assert [point.step for point in events(tmp_path / "tracked").Scalars("accuracy")] == [1, 2]
     assert config.read(tmp_path / "tracked")["track"] == "tensorboard"
-    runs = [compare.Run.read(tmp_path / name) for name in ("plain", "tracked")]
-    assert len(compare.groups(runs)) == 1
+    runs = [RunFolder.read(tmp_path / name) for name in ("plain", "tracked")]
+    assert len(group_runs(runs)) == 1
     with pytest.raises(ud.UndriftError, match=r"track: There is no tracker called 'mlfow'\. Did you mean 'mlflow'"):
         experiment.understood(config.checked({**settings, "track": ["mlfow"]}, "here"))
 

@@ -24,7 +24,7 @@ from undrift.flower.server import STATUS, described, serve
 from undrift.flower.uncompiled import leave_compiler_out
 from undrift.tools import config
 from undrift.tools.config import Experiment
-from undrift.tools.trust import run_folder
+from undrift.tools.plugins import run_folder
 from undrift.training.result import Result
 
 RECORD, ENTRY, FORMAT = "undrift", "message", "safetensors"

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from undrift.tools import launch
-from undrift.tools.help import Command, Group, examples
-from undrift.tools.options import Import, Trust
+from undrift.tools import output as launch
+from undrift.tools.cli_helpers import Command, Group, Import, Trust, examples
 
 flower = typer.Typer(cls=Group, no_args_is_help=True, help="Run the same experiment on real nodes, with Flower.")
 

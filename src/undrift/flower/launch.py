@@ -13,9 +13,9 @@ from undrift.flower.new import write_app
 from undrift.flower.server import described
 from undrift.flower.up import QUIET, federation, standing
 from undrift.tools import config
+from undrift.tools.cli_helpers import read_settings
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import new_folder, title
-from undrift.tools.launch import read_settings
 
 log = logging.getLogger("undrift")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from undrift.errors import require
 from undrift.files import write_text
 from undrift.tools import config
+from undrift.tools.cli_helpers import read_settings
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import understood
-from undrift.tools.launch import read_settings
-from undrift.tools.trust import gated, run_folder
+from undrift.tools.plugins import gated, run_folder
 from undrift.training import provenance
 from undrift.training.record import literal
 

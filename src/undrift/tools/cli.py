@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a command needs it."""
+"""The commands of `undrift`, one function each. Nothing heavy is imported before a command needs it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,43 @@ import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from undrift import __version__
-from undrift.errors import DEBUG, printable, said_elsewhere
+from undrift.errors import DEBUG, UndriftError, listed, machine_trouble, printable, require, said_elsewhere
 from undrift.flower.commands import flower
-from undrift.tools import launch, streams
-from undrift.tools.help import Command, Group, examples
-from undrift.tools.options import DataDir, File, Import, Out, Set, Trust
-from undrift.tools.study.commands import register
-from undrift.tools.torchrun import speaks
+from undrift.tools import output
+from undrift.tools.cli_helpers import (
+    Command,
+    DataDir,
+    Devices,
+    File,
+    Group,
+    Import,
+    Out,
+    Seeds,
+    Set,
+    Together,
+    Trust,
+    Workers,
+    arguments_as_flags,
+    examples,
+    read_experiment,
+    read_settings,
+    refuse_torchrun,
+    run_experiment,
+    run_points,
+    warn_left_out,
+    with_options,
+)
+from undrift.tools.output import new_console, say
+from undrift.tools.plugins import allow_imports, import_plugins
+
+if TYPE_CHECKING:
+    from undrift.tools.compare import Comparison, Figures
+    from undrift.tools.parallel import Point
 
 app = typer.Typer(
     name="undrift", cls=Group, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -65,13 +90,11 @@ def run(
     data_dir: DataDir = None,
 ) -> None:
     """Train the experiment described by a file and write the results to a folder."""
-    from undrift.errors import require
-
     require(out is not None or not force, "--force needs --out, the folder of the run to replace.")
-    experiment = launch.read_experiment(file, set, imports, data_dir, trust)
+    experiment = read_experiment(file, set, imports, data_dir, trust)
     from undrift.tools.experiment import new_folder, title
 
-    launch.run_experiment(experiment, out or new_folder(title(experiment)), file, force=force)
+    run_experiment(experiment, out or new_folder(title(experiment)), file, force=force)
 
 
 @app.command(
@@ -115,7 +138,6 @@ def resume(
 
     The result is the same, bit for bit, as that of a run that was never interrupted.
     """
-    from undrift.errors import UndriftError
     from undrift.tools import config
     from undrift.tools.experiment import changed_for_resume, resumable, same_length, without_effect
     from undrift.training.record import repeats
@@ -134,13 +156,274 @@ def resume(
     known = recorded(folder) if finished(folder) else None
     if known and same_length(changed, text) and intact(folder, known):
         rest = without_effect(changed, text)
-        launch.say(f"{folder} is finished; to train it further, ask for more rounds with --rounds.{rest}")
+        say(f"{folder} is finished; to train it further, ask for more rounds with --rounds.{rest}")
         return
-    experiment = config.checked(launch.with_options(changed, folder, imports, None, trust), str(folder))
-    launch.run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
+    experiment = config.checked(with_options(changed, folder, imports, None, trust), str(folder))
+    run_experiment(experiment, folder, folder, resume=True, allow_version_change=allow_version_change)
 
 
-register(app)
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "undrift compare runs/fedavg runs/fedprox --baseline FedAvg",
+        "undrift compare FedAvg=runs/a* FedProx=runs/b* --target 0.8 --latex table.tex",
+    ),
+)
+def compare(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            help="Folders of runs, sweeps or studies, and experiment files to run first. LABEL=PATH names a group.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="VALUE", help="Also report the rounds, local steps, bytes and seconds needed to reach this value."
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The metric to compare by, such as loss or validation_accuracy.",
+            show_default="the first metric of the runs",
+        ),
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, metavar="N", help="Average the metric over the last N evaluations.")] = 1,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also report differences to this group, paired by seed, with a 95% confidence interval.",
+        ),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write every number as CSV.")] = None,
+    latex: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a LaTeX table (uses booktabs).")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a Markdown table.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also draw figures: .pdf, .svg and .png files.")
+    ] = None,
+    double: Annotated[bool, typer.Option("--double", help="Draw the figures two columns wide.")] = False,
+    seeds: Seeds = None,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Compare runs in a table: mean ± standard deviation over seeds.
+
+    Runs that differ only in their seed form a group. Experiment files are run first, into --out.
+    """
+    refuse_torchrun("compare")
+    from undrift.tools import compare as comparing
+    from undrift.tools.run_folders import read_runs
+
+    given = comparing.parse_arguments(paths)
+    points, of_files = _points_of_files(given.files, seeds, set, imports, data_dir)
+    runs, problems = read_runs(list(given.folders)) if given.folders else ([], [])
+    warn_left_out(problems)
+    if given.skipped:
+        say(comparing.describe_skipped(given.skipped), err=True)
+    failed: dict[str, str] = {}
+    labels = dict(given.folders)
+    if points:
+        from undrift.tools.experiment import new_folder
+        from undrift.tools.parallel import Parallel, alone_in
+
+        folder = out or new_folder("compare")
+        with alone_in(folder):
+            more, failed = run_points(points, folder, "compare", Parallel())
+        runs += more
+        labels |= {folder / name: label for name, label in of_files.items()}
+    if not runs:
+        raise UndriftError("There is nothing to compare: no run finished.")
+    groups = comparing.group_by_label(runs, labels)
+    for sentence in comparing.find_mismatches(groups):
+        say(f"warning: {sentence}", err=True)
+    by = comparing.choose_metric(runs, metric)
+    if comparing.find_undecided(runs, by):
+        say(
+            f"warning: nothing says whether lower or higher values of {by} are better; higher ones are taken to be. "
+            f"{comparing.DECLARE} and train again to change that.", err=True,
+        )  # fmt: skip
+    comparison = comparing.Comparison(by, last, target, baseline, comparing.lower_is_better_in(runs, by))
+    blocks = {"": comparing.measure(groups, comparison)}
+    _print_figures(blocks, comparison)
+    _write_tables(blocks, comparison, csv, latex, markdown)
+    if figures:
+        from undrift.tools.report.figures import DOUBLE, SINGLE, draw
+        from undrift.tools.report.gather import gather
+
+        by_folder = {run.folder: name for name, own in groups.items() for run in own}
+        made = draw(gather(list(by_folder), by_folder), figures, DOUBLE if double else SINGLE)
+        say(f"{len(made)} figures, each as .pdf, .svg and .png, in {figures}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _points_of_files(
+    files: list[tuple[Path, str | None]],
+    seeds: int | None,
+    set: list[str] | None,
+    imports: list[str] | None,
+    data_dir: Path | None,
+) -> tuple[list[Point], dict[str, str | None]]:
+    """The runs of experiment files, one per seed, and their labels by name."""
+    from undrift.tools.parallel import Point, unique_names
+    from undrift.tools.sweep import grid_points, seeds_from
+
+    points, labels = [], []
+    for file, label in files:
+        settings = read_settings(file, set, imports, data_dir)
+        settings.pop("sweep", None)
+        for point in grid_points(settings, {"seed": seeds_from(settings, seeds)}, str(file)):
+            points.append(Point(f"{file.stem},{point.name}", point.settings))
+            labels.append(label)
+    named = unique_names(points)
+    return named, {point.name: label for point, label in zip(named, labels, strict=True)}
+
+
+def _print_figures(blocks: dict[str, list[Figures]], comparison: Comparison) -> None:
+    """Print a table, and the notes below it."""
+    from undrift.tools import tables
+
+    console = new_console()
+    if not console.is_terminal:
+        console.width = 400  # a line of a file is as long as it needs to be
+    console.print(tables.rich_table(blocks, comparison))
+    for note in tables.notes(blocks):
+        say(note)
+
+
+def _write_tables(
+    blocks: dict[str, list[Figures]], comparison: Comparison, csv: Path | None, latex: Path | None,
+    markdown: Path | None,
+) -> None:  # fmt: skip
+    """Write a table to each of the files that is not None."""
+    from undrift.tools import tables
+
+    texts = {
+        csv: tables.csv_text(blocks),
+        latex: tables.latex(blocks, comparison),
+        markdown: tables.markdown(blocks, comparison),
+    }
+    for file, text in texts.items():
+        if file is not None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise UndriftError(f"{file} cannot be written ({error.strerror}).") from error
+
+
+@app.command(cls=Command, epilog=examples("undrift sweep experiment.toml --grid 'local.lr=[0.01, 0.1]' --seeds 3"))
+def sweep(
+    file: File,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=[…]", help="The values to try for a setting, such as 'local.lr=[0.01, 0.1]'. May be repeated."
+        ),
+    ] = None,
+    seeds: Seeds = None,
+    workers: Workers = None,
+    devices: Devices = None,
+    together: Together = None,
+    set: Set = None,
+    out: Out = None,
+    imports: Import = None,
+    trust: Trust = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Run every combination of a grid of settings and choose the best on validation data.
+
+    The grid can also be written in the file, in a section \\[sweep]. To continue an interrupted sweep, repeat the
+    command with the same --out. To tune each method separately, use undrift study.
+    """
+    refuse_torchrun("sweep")
+    from undrift.tools import sweep as sweeping
+    from undrift.tools.experiment import new_folder
+    from undrift.tools.parallel import alone_in, parse_parallel
+
+    settings = read_settings(file, set, imports, data_dir, trust)
+    values = sweeping.file_grid(settings.pop("sweep", {})) | sweeping.parse_grid(grid or [])
+    if seeds is not None or "seed" not in values:
+        values["seed"] = sweeping.seeds_from(settings, seeds)
+    folder = out or new_folder(file.stem)
+    points = sweeping.grid_points(settings, values, str(file))
+    how = parse_parallel(workers, devices, together)
+    with alone_in(folder):
+        runs, failed = run_points(points, folder, str(file), how)
+        content = sweeping.summary(runs, folder, failed)
+    from rich.text import Text
+
+    console = new_console()
+    if runs:
+        console.print(sweeping.sweep_table(content))
+        for row in content["settings"]:
+            if row["remark"]:
+                say(f"{row['name']}: {row['remark']}")
+    if content["best"] is not None and len(content["settings"]) > 1:
+        tied = f" (tied with {listed(content['tied'], 3)})" if content["tied"] else ""
+        by = content["chosen_by"].replace("_", " ")
+        console.print(Text(f"best by {by}: ").append(content["best"], "bold").append(tied))
+    elif content["chosen_by"] and len(content["settings"]) > 1:
+        console.print("no best setting: every setting has a run that stopped or diverged")
+    console.print(f"in {folder}" + (f"; {len(failed)} of {len(points)} runs failed" if failed else ""))
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command(
+    cls=Command,
+    epilog=examples("undrift study study.toml", "undrift study study.toml --devices cuda:0,cuda:1"),
+)
+def study(
+    file: Annotated[Path, typer.Argument(help="A study file (TOML).", show_default=False)],
+    workers: Workers = None,
+    devices: Devices = None,
+    together: Together = None,
+    set: Set = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder to write to.", show_default="the file's name, in runs/"),
+    ] = None,
+    imports: Import = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Tune every method on validation data, rerun the best settings on fresh seeds, and write tables and figures.
+
+    To continue an interrupted study, repeat the command.
+    """
+    refuse_torchrun("study")
+    from undrift.tools.live_table import LiveTable
+    from undrift.tools.parallel import alone_in, parse_parallel
+    from undrift.tools.study import results
+    from undrift.tools.study.file import read_study
+    from undrift.tools.study.run import Outcome, TableRunner, prepare, progress_table, run_study
+
+    plan = prepare(read_study(read_settings(file, set, imports, data_dir), str(file)), str(file))
+    folder = out or Path("runs") / file.stem
+    how = parse_parallel(workers, devices, together)
+    outcomes = [Outcome(cell) for cell in plan.cells]
+    with alone_in(folder):
+        try:
+            with LiveTable(new_console(), lambda: progress_table(outcomes)) as table:
+                run_study(outcomes, plan, folder, str(file), TableRunner(table, str(file), how))
+        except KeyboardInterrupt:
+            rest = "" if out is None else f" with --out {out}"
+            say(f"stopped; to continue, repeat the command{rest}", err=True)
+            raise typer.Exit(130) from None
+        _print_figures(*results.write(outcomes, plan, folder))
+        for outcome in outcomes:
+            if outcome.why:
+                where = ", ".join(filter(None, (outcome.cell.partition, outcome.cell.method)))
+                say(f"{where}: {outcome.why}", err=True)
+        results.draw(outcomes, plan, folder / "figures")
+    say(f"in {folder}: study.json, study.csv, study.tex, study.md, and figures as .pdf, .svg and .png")
+    raise typer.Exit(1 if any(outcome.why for outcome in outcomes) else 0)
 
 
 @app.command(
@@ -177,28 +460,29 @@ def report(
 
     Runs that differ only in their seed share a curve, the mean with a band of one standard deviation.
     """
-    from undrift.tools.report.gather import folders, gather
+    from undrift.tools.report.gather import gather
     from undrift.tools.report.page import write
+    from undrift.tools.run_folders import find_runs
 
     if watch:
         from undrift.tools.report.watch import wait_for
 
-        wait_for(runs, launch.say)
-    found = folders(runs)
-    payload = gather(found)
-    launch.warn_left_out(payload["left_out"])
-    file = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
+        wait_for(runs, say)
+    folders = find_runs(runs)
+    payload = gather(folders)
+    warn_left_out(payload["left_out"])
+    file = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     write(file, payload)
     count = len(payload["runs"])
-    launch.say(f"{count} run{'s' if count > 1 else ''}, in {file}")
+    say(f"{count} run{'s' if count > 1 else ''}, in {file}")
     if figures:
         from undrift.tools.report.figures import draw
 
-        launch.say(f"{len(draw(payload, figures))} figures, each as .pdf, .svg and .png, in {figures}")
+        say(f"{len(draw(payload, figures))} figures, each as .pdf, .svg and .png, in {figures}")
     if watch:
         from undrift.tools.report.watch import watch as follow
 
-        follow(runs, file, port, launch.say)
+        follow(runs, file, port, say)
 
 
 @app.command(
@@ -225,16 +509,15 @@ def publish(
 
     Nothing leaves this machine without --upload.
     """
-    from undrift.errors import require
     from undrift.tools import publish as publishing
-    from undrift.tools.compare import Run
+    from undrift.tools.run_folders import RunFolder
 
     require(bool(repo) or not upload, "--upload needs the model's name on the hub: --repo me/name.")
-    launch.allow_imports(run, Run.read(run).settings.get("imports", []), imports or [], trust)
+    allow_imports(run, RunFolder.read(run).settings.get("imports", []), imports or [], trust)
     files = publishing.publish(run, to, repo, license)
-    launch.say(f"{len(files)} files, in {to}")
+    say(f"{len(files)} files, in {to}")
     if upload and repo:
-        launch.say(f"uploaded to {publishing.upload(to, repo)}")
+        say(f"uploaded to {publishing.upload(to, repo)}")
 
 
 class Kind(StrEnum):
@@ -269,10 +552,9 @@ def list_(
 ) -> None:
     """List the methods, data sets, models and so on that are available, with a short description of each."""
     from undrift.tools import listing
-    from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
-    listing.show(getattr(listing, kind.value)(), launch.new_console())
+    listing.show(getattr(listing, kind.value)(), new_console())
 
 
 @app.command(cls=Command, epilog=examples("undrift info"))
@@ -281,7 +563,7 @@ def info() -> None:
     from undrift.tools.info import info
 
     for name, value in info().items():
-        launch.say(f"{name:<12}{value}")
+        say(f"{name:<12}{value}")
 
 
 @data.command(
@@ -334,12 +616,11 @@ def show(
     from undrift.data import partition_summary
     from undrift.data.load import load
     from undrift.data.user_data import call_once
-    from undrift.tools.plugins import import_plugins
 
     import_plugins(imports or ())
     columns: dict[str, Any] = {"label": label, "client": client, "drop": drop or None, "missing": missing}
     options = columns | {"resize": resize, "normalize": normalize, "data_dir": data_dir}
-    with launch.arguments_as_flags(), call_once(name) as split:
+    with arguments_as_flags(), call_once(name) as split:
         partition = partition or ("ByKey()" if split else "IID()")
         if clients is None and not partition.startswith("ByKey"):
             clients = 10
@@ -347,8 +628,8 @@ def show(
     title = f"{name}, {partition}"
     file = picture or Path(re.sub(r"\W+", "-", f"{Path(name).stem}-{partition}-{len(loaded)}").strip("-") + ".png")
     partition_summary.draw(loaded, title, file)
-    launch.new_console().print(partition_summary.report(loaded, title))
-    launch.say(f"\ndrawn in {file}")
+    new_console().print(partition_summary.report(loaded, title))
+    say(f"\ndrawn in {file}")
 
 
 def main() -> None:
@@ -356,7 +637,7 @@ def main() -> None:
 
     The exit status is 2 for bad input, 130 for Ctrl-C, and 1 for any other error (a full disk, no memory).
     """
-    streams.prepare()
+    output.prepare()
     try:
         try:
             app()
@@ -370,22 +651,20 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         status, message = _describe(error)
-        if streams.is_of_output(error):
+        if output.is_of_output(error):
             if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
                 sys.exit(1)
             message = f"The standard output cannot be written ({getattr(error, 'strerror', error)})."
         if DEBUG in os.environ or message is None:
             raise
         if not said_elsewhere(error):
-            who = "" if speaks() else f"process {os.environ['RANK']}: "
+            who = "" if output.speaks() else f"process {os.environ['RANK']}: "
             print(printable(f"{who}error: {message}"), file=sys.stderr)
         sys.exit(status)
 
 
 def _describe(error: Exception) -> tuple[int, str | None]:
     """The exit status and the message for an error; no message for a bug in undrift."""
-    from undrift.errors import UndriftError, machine_trouble
-
     if not isinstance(error, UndriftError):
         return 1, machine_trouble(error)
     cause: BaseException | None = error

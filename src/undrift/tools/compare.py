@@ -1,274 +1,211 @@
-"""Runs side by side: those that differ in their seed alone are one row, with mean ± standard deviation."""
+"""Groups of runs that differ only in their seed: how `undrift compare` finds, names and measures them."""
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import json
 import math
 import os
-import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from undrift import files
-from undrift.columns import COLUMNS, Directions, direction, lower_is_better
-from undrift.errors import UndriftError, first_line, machine_trouble, nearest, quoted
+from undrift.columns import direction, lower_is_better
+from undrift.errors import UndriftError, listed, nearest, quoted
 from undrift.method.parse import parse_method
-from undrift.tools.config import read
-from undrift.tools.display import left_out, marks, number, score
-from undrift.tools.experiment import FREE
-from undrift.tools.study.statistics import average, deviation
-from undrift.training.divergence import CHANCE, DIVERGED, Divergence, divergence
-from undrift.training.record import flat, repeats
-from undrift.training.result import RUN, as_record, finished, parse_history, stopped
+from undrift.tools.run_folders import RunFolder, count_left_out, main_figure, nonfinite_remarks, runs_in
+from undrift.tools.statistics import average_by_seed, deviation, mean, paired
+from undrift.training.divergence import CHANCE, DIVERGED
+from undrift.training.result import RUN, STOPPED, finished, recorded
+from undrift.training.rows import number
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
 """Keys that say nothing about what is compared."""
 
 
-class DamagedError(UndriftError):
-    """A run's folder holds something that undrift did not write."""
+# ---- what is compared ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run's folder tells of it."""
+@dataclass
+class Given:
+    """The arguments of `undrift compare`, understood."""
 
-    folder: Path
-    settings: dict[str, Any]
-    """By dotted key."""
-    rows: list[dict[str, Any]]
-    stopped: str | None = None
-    """Why it stopped before its last round, if something in it was not finite."""
-    directions: Directions = field(default_factory=dict)
-    """What its metrics say themselves about whether lower values are better."""
-    diverged: Divergence | None = None
-    """What is wrong with its end, although all its figures are finite."""
-
-    @classmethod
-    def read(cls, folder: Path, unfinished: bool = False) -> Run:
-        """A run that has ended, or, where that is asked for, one as far as it is. Raises `DamagedError`."""
-        needed = "config.toml" if unfinished else "metrics.jsonl"
-        if not (folder / needed).exists():
-            raise UndriftError(f"{folder} is not a run: it has no {needed}.")
-        with damage(folder, "stopped.json"):
-            why = stopped(folder)
-        ended = finished(folder)
-        if not unfinished and not why and not ended:
-            raise UndriftError(f"The run in {folder} is not finished. Finish it first: undrift resume {folder}")
-        with damage(folder, "config.toml"):
-            # What folders of earlier versions do not mention.
-            older = {"on_nonfinite": "stop", "local.optimizer_state": "reset", "local.sampling": "shuffle"}
-            written = flat(read(folder))
-            settings = older | written
-            _check_settings(settings)
-            if not repeats(files.read_text(folder / "config.toml", "utf-8-sig")):
-                settings["run"] = (
-                    folder.name
-                )  # configured with Python objects, which cannot be compared: a group of its own
-        with damage(folder, RUN):
-            known = _recorded(folder)
-            if ended:
-                _refuse_edited(folder, known, written)
-        with damage(folder, "metrics.jsonl"):
-            content = _history(folder, known)
-            rows = parse_history(content)
-            for t, row in enumerate(rows):
-                _check_row(row, t)
-            if ended and not rows:
-                raise ValueError("the run is finished, but there are no rounds in it")
-        with damage(folder, RUN):
-            run = cls(folder, settings, rows, why, _directions(known))
-            return replace(run, diverged=_diverged(known, run)) if ended and not why else run
-
-    @property
-    def metrics(self) -> list[str]:
-        """The metrics that its settings name."""
-        listed = self.settings.get("metrics", [])
-        return [listed] if isinstance(listed, str) else list(listed)
-
-    def lower(self, metric: str) -> bool:
-        """Whether lower values of this metric, or column of the history, are better in this run."""
-        return lower_is_better(metric, self.directions)
-
-    @property
-    def nonfinite(self) -> int | None:
-        """The first round whose loss is not a finite number."""
-        for t, row in enumerate(self.rows):
-            for key in ("loss", "validation_loss"):
-                if key in row and not (number(row[key]) and math.isfinite(row[key])):
-                    return t + 1
-        return None
-
-    @property
-    def lost(self) -> bool:
-        """Whether it has no last figures: NaN stopped it or is in its losses, or no client was left at the end."""
-        last = self.rows[-1] if self.rows else {}
-        nobody = bool(last.get("skipped")) and set(last["skipped"]) >= set(last.get("clients", ()))
-        return bool(self.stopped) or self.nonfinite is not None or nobody
-
-    @property
-    def mark(self) -> str | None:
-        """A word on a run that did not end as it should."""
-        if self.stopped:
-            return "stopped"
-        if self.nonfinite is not None:
-            return DIVERGED
-        return self.diverged.kind if self.diverged else None
-
-    def final(self, metric: str) -> float:
-        """The last round's figure; NaN if there is none, or if the run is `lost`."""
-        found = self.rows[-1].get(metric) if self.rows and not self.lost else None
-        return float(found if number(found) else np.nan)
-
-    def last(self, metric: str, count: int = 1) -> float:
-        """The mean over the last `count` rounds with this figure; NaN if there is none, or if the run is `lost`."""
-        if count == 1 or self.lost:
-            return self.final(metric)
-        values = [row[metric] for row in self.rows if number(row.get(metric))][-count:]
-        return average(values) if values else math.nan
-
-    def best(self, metric: str) -> float:
-        values = [row[metric] for row in self.rows if number(row.get(metric)) and np.isfinite(row[metric])]
-        return float(min(values) if self.lower(metric) else max(values)) if values else float("nan")
-
-    def until(self, metric: str, target: float) -> dict[str, Any] | None:
-        """The first row that meets the target."""
-        for row in self.rows:
-            found = row.get(metric)
-            if number(found) and (found <= target if self.lower(metric) else found >= target):
-                return row
-        return None
-
-    def seconds(self, row: dict[str, Any]) -> float:
-        """The time from the start to the end of this row's round."""
-        return math.fsum(own["seconds"] for own in self.rows if own["round"] <= row["round"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.settings.get("seed", 0))
+    folders: dict[Path, str | None] = field(default_factory=dict)
+    """Runs, with the label of each, if it has one."""
+    files: list[tuple[Path, str | None]] = field(default_factory=list)
+    """Experiment files to run."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """What is left out, and why."""
 
 
-@contextmanager
-def damage(folder: Path, file: str) -> Iterator[None]:
-    """What goes wrong inside it says which file of which folder is damaged."""
+def parse_arguments(arguments: Sequence[str]) -> Given:
+    """Find the runs and the experiment files among the arguments of `undrift compare`.
+
+    Folders that are no run and contain none, unfinished runs and files that are no experiment files are skipped, as
+    `runs/*` may name them, unless nothing else is left.
+
+    Raises:
+        UndriftError: If nothing is left, or if a path does not exist.
+    """
+    given = Given()
+    for label, path in (pair for argument in arguments for pair in split_label(argument)):
+        if not path.is_dir():
+            if path.suffix == ".toml" or not os.path.lexists(path):
+                given.files.append((path, label))
+            else:
+                given.skipped[str(path)] = "not a run"
+            continue
+        for folder in runs_in(path) or [path]:
+            if not (folder / "metrics.jsonl").exists():
+                given.skipped[str(folder)] = "not a run"
+            elif not finished(folder) and not os.path.lexists(folder / STOPPED):
+                given.skipped[str(folder)] = "not finished"
+            else:
+                if given.folders.get(folder, label) != label:
+                    raise UndriftError(f"{folder} is given twice, under different labels; give it once.")
+                given.folders[folder] = label
+    if given.skipped and not given.folders and not given.files:
+        name, why = next(iter(given.skipped.items()))
+        raise UndriftError(
+            f"The run in {name} is not finished. Finish it first: undrift resume {name}"
+            if why == "not finished"
+            else f"{name} is not a run: it has no metrics.jsonl."
+        )
+    return given
+
+
+def split_label(argument: str) -> list[tuple[str | None, Path]]:
+    """The label and the paths of `FedAvg=runs/a*`. A path that exists is a path, whatever is in its name."""
+    label, equals, path = argument.partition("=")
+    if not (equals and label and path) or os.path.lexists(argument):
+        return [(None, Path(argument))]
+    names = [] if os.path.lexists(path) else sorted(glob.glob(path))  # shells expand patterns only without a label
+    return [(label, Path(name)) for name in names or [path]]
+
+
+def describe_skipped(skipped: Mapping[str, str]) -> str:
+    """One line about everything that is left out."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in skipped.items():
+        by_reason.setdefault(why, []).append(name)
+    return "skipped: " + "; ".join(f"{listed(names, 3)} ({why})" for why, names in by_reason.items())
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def group_runs(runs: Sequence[RunFolder]) -> dict[str, list[RunFolder]]:
+    """Runs that differ only in their seed, under a name that says what distinguishes the groups."""
+    runs = list({run.folder.resolve(): run for run in runs}.values())
+    keys = {key for run in runs for key in run.settings} - IGNORED_KEYS
+    differing = {key for key in keys if len({canonical(run.settings.get(key)) for run in runs}) > 1}
+    groups: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        parts = [
+            brief_method(str(run.settings.get(key))) if key == "method" else f"{key}={run.settings.get(key)}"
+            for key in sorted(differing)
+        ]
+        name = ", ".join(parts) or brief_method(str(run.settings.get("method", run.folder.name)))
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def canonical(value: Any) -> str:
+    """The same text for equal values, such as 1 and 1.0."""
+    plain = float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else value
+    return json.dumps(plain, default=str)
+
+
+def brief_method(method: str) -> str:
+    """A method's expression without the arguments that have their default values."""
     try:
-        yield
-    except UndriftError as error:
-        raise DamagedError(str(error)) from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-        raise DamagedError(f"{folder}: {file} is damaged ({first_line(error)}).") from error
-    except OSError as error:
-        raise DamagedError(f"{folder}: {file} cannot be read ({error.strerror}).") from error
+        parts = parse_method(method).parts
+    except UndriftError:  # a user's own, which is not imported here
+        return method
+    texts: list[str] = []
+    for part in parts:
+        assert is_dataclass(part)
+        changed = {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) != f.default}
+        texts.append(f"{type(part).__name__}({', '.join(f'{name}={value}' for name, value in changed.items())})")
+    return " + ".join(texts)
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
-    """The contents of `run.json`, which runs of the first versions do not have."""
-    if not os.path.lexists(folder / RUN):
-        return {}
-    return as_record(files.unseal(folder / RUN), folder / RUN)
+def group_by_label(runs: Sequence[RunFolder], labels: Mapping[Path, str | None]) -> dict[str, list[RunFolder]]:
+    """Runs under their labels; those without one under what distinguishes them.
+
+    Raises:
+        UndriftError: If runs under one label differ in more than their seeds.
+    """
+    by_label: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        if label := labels.get(run.folder):
+            by_label.setdefault(label, []).append(run)
+    for label, own in by_label.items():
+        if len(several := group_runs(own)) > 1:
+            names = " and ".join(quoted(name) for name in list(several)[:2])
+            raise UndriftError(
+                f"The runs labelled {label!r} differ in more than their seeds: {names}. Give them different labels."
+            )
+    for name, own in group_runs([run for run in runs if not labels.get(run.folder)]).items():
+        if name in by_label:
+            raise UndriftError(f"The label {name!r} is also the name of runs without a label; choose another.")
+        by_label[name] = own
+    return by_label
 
 
-def _refuse_edited(folder: Path, known: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise if `config.toml` has other settings than the run was trained with."""
-    if "config" not in known:
-        return
-    before = flat(tomllib.loads(known["config"]))
-    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in FREE]
-    if changed:
-        key = changed[0]
-        raise DamagedError(
-            f"{folder}/config.toml has been changed since the run ended: {key} was {quoted(before.get(key))}, and is "
-            f"{quoted(now.get(key))} now. Change it back."
+def find_mismatches(by_name: Mapping[str, Sequence[RunFolder]]) -> list[str]:
+    """Sentences about what makes groups hard to compare: different seeds, a repeated seed, different data."""
+    sentences = []
+    seeds = {name: sorted(run.seed for run in runs) for name, runs in by_name.items()}
+    twice = [name for name, own in seeds.items() if len(set(own)) < len(own)]
+    if twice:
+        sentences.append(
+            f"{listed(twice, 3)}: a seed occurs twice, so the standard deviation is over fewer seeds than runs."
         )
+    if len({frozenset(own) for own in seeds.values()}) > 1:
+        some = "; ".join(f"{name}: {', '.join(map(str, dict.fromkeys(own)))}" for name, own in list(seeds.items())[:3])
+        sentences.append(f"the groups have different seeds ({some}), and so different partitions and random draws.")
+    runs = [run for own in by_name.values() for run in own]
+    keys = sorted({key for run in runs for key in run.settings if key.startswith("data.")} - ELSEWHERE)
+    differing = [key for key in keys if _differ(runs, partial(_setting, key))]
+    if differing:
+        sentences.append(f"the groups differ in {listed(differing, 3)}, so their results are on different data.")
+    elif _differ(runs, _digests):
+        sentences.append("the groups were trained or tested on different data, although their settings are the same.")
+    return sentences
 
 
-def _history(folder: Path, known: dict[str, Any]) -> bytes:
-    """The contents of `metrics.jsonl`. Raises if the run has ended, and the file is not the one that it wrote then."""
-    file = folder / "metrics.jsonl"
-    content = files.read_bytes(file) if os.path.lexists(file) else b""
-    sums = known.get("results") or {}
-    written = hashlib.sha256(content).hexdigest() == sums.get(file.name)
-    if sums and not written and finished(folder):  # not, as before, one that has been resumed since
-        raise DamagedError(
-            f"{file} has been changed since the run ended: its checksum is not the one in {RUN}. Restore the file, "
-            f"or have it written again: undrift resume {folder}"
-        )
-    return content
+ELSEWHERE = {"data.data_dir", "data.workers"}
+"""Keys that say where data are, not what they are."""
 
 
-def _directions(known: dict[str, Any]) -> dict[str, bool]:
-    """Whether lower values are better, by those metrics of a run that said so themselves."""
-    choices = known.get("choices")
-    found = choices.get("lower_is_better") if isinstance(choices, dict) else None
-    return {str(name): lower is True for name, lower in found.items()} if isinstance(found, dict) else {}
+def _differ(runs: Sequence[RunFolder], value: Callable[[RunFolder], str | None]) -> bool:
+    """Whether runs with the same seed have different values. None is unknown."""
+    by_seed: dict[int, set[str]] = {}
+    for run in runs:
+        if (own := value(run)) is not None:
+            by_seed.setdefault(run.seed, set()).add(own)
+    return any(len(own) > 1 for own in by_seed.values())
 
 
-def _diverged(known: dict[str, Any], run: Run) -> Divergence | None:
-    """What is wrong with the end of a run, as its folder says; of runs of earlier versions, as its history says."""
-    if "diverged" not in known:
-        return divergence(run.rows, run.metrics, run.directions)
-    found = known["diverged"]
-    return Divergence(**{key: str(found[key]) for key in ("kind", "what")}) if found else None
+def _setting(key: str, run: RunFolder) -> str:
+    return str(run.settings.get(key))
 
 
-def _check_settings(settings: dict[str, Any]) -> None:
-    """Of the settings, those that something is computed or built from."""
-    kinds = {"rounds": int, "seed": int, "method": str, "model": str, "data.name": str, "data.partition": str}
-    for key, kind in kinds.items():
-        found = settings.get(key)
-        if found is not None and not isinstance(found, kind):
-            raise ValueError(f"{key} is {quoted(found)}")
-    listed = settings.get("metrics", [])
-    if not isinstance(listed, str) and not (isinstance(listed, list) and all(isinstance(x, str) for x in listed)):
-        raise ValueError(f"metrics is {quoted(listed)}")
+def _digests(run: RunFolder) -> str | None:
+    """The checksums of a run's data, from its `run.json`; None if they are not known."""
+    known = recorded(run.folder) if (run.folder / RUN).exists() else None
+    identity = known.get("identity", {}) if known else {}
+    return str([identity.get(f"{kind} data") for kind in ("training", "test")]) if identity else None
 
 
-def _check_row(row: Any, t: int) -> None:
-    """A round's row has what every row has, and no number that a float cannot hold."""
-    if not isinstance(row, dict):
-        raise ValueError(f"line {t + 1} is {quoted(row)}, not a round")
-    for key in ("round", "total_steps", "total_bytes", "seconds"):
-        if not number(row.get(key)) or not math.isfinite(row[key]):
-            raise ValueError(f"line {t + 1} has no {key}")
-        if abs(row[key]) >= 2**63:
-            raise ValueError(f"in line {t + 1}, {key} is too large a number")
-    for key, column in COLUMNS.items():
-        if column.kind in (list, dict) and not isinstance(row.get(key, column.kind()), column.kind):
-            raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
-        if column.kind is list and column.by_client and not all(isinstance(c, int | str) for c in row.get(key, ())):
-            raise ValueError(f"in line {t + 1}, {key} is {quoted(row[key])}")
-    for key, value in row.items():
-        for x in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(x, int) and abs(x) >= 2**63:
-                raise ValueError(f"in line {t + 1}, {key} is too large a number")
+# ---- the metric ----------------------------------------------------------------------------------------------------
 
 
-def read_runs(folders: Sequence[Path], unfinished: bool = False) -> tuple[list[Run], list[str]]:
-    """The runs that can be read, and what is wrong with the others. Raises if none can."""
-    runs, problems = [], []
-    for folder in folders:
-        try:
-            runs.append(Run.read(folder, unfinished))
-        except UndriftError as error:
-            if not unfinished and not isinstance(error, DamagedError):
-                raise
-            problems.append(str(error))
-        except OSError as error:
-            problems.append(str(machine_trouble(error)))
-    if problems and not runs:
-        more = f" {len(problems) - 1} others cannot be read either." if len(problems) > 1 else ""
-        raise UndriftError(f"{problems[0]}{more}")
-    return runs, problems
-
-
-def chosen_metric(runs: Sequence[Run], metric: str | None) -> str:
+def choose_metric(runs: Sequence[RunFolder], metric: str | None) -> str:
     """The metric to compare by: the one that is asked for, or the leading one. Raises if no run has it."""
     if metric is None:
         return leading_metric(runs)
@@ -280,17 +217,22 @@ def chosen_metric(runs: Sequence[Run], metric: str | None) -> str:
     return metric
 
 
-def leading_metric(runs: Sequence[Run]) -> str:
+def leading_metric(runs: Sequence[RunFolder]) -> str:
     """What runs are compared by: the first metric that one of them was evaluated with."""
     for run in runs:
-        if found := next(filter(None, (score(row, run.metrics) for row in reversed(run.rows))), None):
-            return found[0]
+        if figure := next(filter(None, (main_figure(row, run.metrics) for row in reversed(run.rows))), None):
+            return figure[0]
     if any(run.stopped for run in runs):
         raise UndriftError(f"No run was evaluated before it stopped. {next(r.stopped for r in runs if r.stopped)}")
     raise UndriftError(f"The run in {runs[0].folder} was never evaluated, because its data have no test set.")
 
 
-def agreed(runs: Sequence[Run], metric: str) -> bool:
+def validation_name(metric: str) -> str:
+    """The column with a metric on validation data, by which settings are chosen."""
+    return metric if metric.startswith("validation_") else f"validation_{metric}"
+
+
+def lower_is_better_in(runs: Sequence[RunFolder], metric: str) -> bool:
     """Whether lower values of a metric are better in these runs. Raises if they disagree, so that none can be best."""
     ways = {run.lower(metric): run for run in runs if any(number(row.get(metric)) for row in run.rows)}
     if len(ways) > 1:
@@ -301,16 +243,16 @@ def agreed(runs: Sequence[Run], metric: str) -> bool:
     return next(iter(ways), lower_is_better(metric))
 
 
-def undecided(runs: Sequence[Run], metric: str) -> Run | None:
+def find_undecided(runs: Sequence[RunFolder], metric: str) -> RunFolder | None:
     """Return a run with this metric that does not say whether lower values are better, if there is one."""
     having = (run for run in runs if any(number(row.get(metric)) for row in run.rows))
     return next((run for run in having if direction(metric, run.directions) is None), None)
 
 
-def decided(runs: Sequence[Run], metric: str) -> bool:
+def require_direction(runs: Sequence[RunFolder], metric: str) -> bool:
     """Return whether lower values of a metric are better. Raises if the runs disagree, or do not say."""
-    lower = agreed(runs, metric)
-    if run := undecided(runs, metric):
+    lower = lower_is_better_in(runs, metric)
+    if run := find_undecided(runs, metric):
         raise UndriftError(
             f"The run in {run.folder} does not say whether lower or higher values of {quoted(metric)} are better, so "
             f"nothing can be chosen by it. {DECLARE}, and run it again in another folder."
@@ -321,66 +263,122 @@ def decided(runs: Sequence[Run], metric: str) -> bool:
 DECLARE = "Set the attribute higher_is_better of the metric to True or False"
 
 
-def counted(runs: Sequence[Run]) -> str:
+# ---- figures -------------------------------------------------------------------------------------------------------
+
+
+def describe_count(runs: Sequence[RunFolder]) -> str:
     """How many runs there are, and how many of them did not end as they should."""
-    said = [f"{count} {word}" for word in (DIVERGED, CHANCE) if (count := sum(run.mark == word for run in runs))]
-    said += marks(sum(bool(run.stopped) for run in runs), sum(left_out(run.rows) for run in runs))
-    return f"{len(runs)} ({', '.join(said)})" if said else str(len(runs))
+    remarks = [f"{count} {word}" for word in (DIVERGED, CHANCE) if (count := sum(run.mark == word for run in runs))]
+    remarks += nonfinite_remarks(sum(bool(run.stopped) for run in runs), sum(count_left_out(run.rows) for run in runs))
+    return f"{len(runs)} ({', '.join(remarks)})" if remarks else str(len(runs))
 
 
-def remark(runs: Sequence[Run]) -> str | None:
-    """What is wrong with the ends of some of these runs, if they are finite."""
-    found = [run for run in runs if run.diverged]
-    if not found or not found[0].diverged:
+def remark(runs: Sequence[RunFolder]) -> str | None:
+    """How the first of these runs that diverged did so, and how many did."""
+    diverged = [run for run in runs if run.diverged]
+    if not diverged or not diverged[0].diverged:
         return None
-    several = f" (seed {found[0].seed}; {len(found)} of {len(runs)} runs)" if len(runs) > 1 else ""
-    return f"{found[0].diverged.what}{several}"
+    several = f" (seed {diverged[0].seed}; {len(diverged)} of {len(runs)} runs)" if len(runs) > 1 else ""
+    return f"{diverged[0].diverged.what}{several}"
 
 
-def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in their seed alone, under a name that says what tells the groups apart."""
-    runs = list({run.folder.resolve(): run for run in runs}.values())
-    keys = {key for run in runs for key in run.settings} - IGNORED_KEYS
-    told = {key for key in keys if len({same(run.settings.get(key)) for run in runs}) > 1}
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        parts = [
-            brief(str(run.settings.get(key))) if key == "method" else f"{key}={run.settings.get(key)}"
-            for key in sorted(told)
-        ]
-        name = ", ".join(parts) or brief(str(run.settings.get("method", run.folder.name)))
-        found.setdefault(name, []).append(run)
-    return found
+Figures = dict[str, Any]
+"""The figures of one group."""
 
 
-def same(value: Any) -> str:
-    """One text for values that are one: 1 and 1.0."""
-    plain = float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else value
-    return json.dumps(plain, default=str)
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be reported."""
+
+    metric: str
+    last: int = 1
+    """A run's figure is the mean over so many last rounds."""
+    target: float | None = None
+    """Also report what it costs to reach this value."""
+    baseline: str | None = None
+    """The group that the others are compared with, seed by seed."""
+    lower: bool = False
+    """Whether lower values of the metric are better."""
 
 
-def brief(method: str) -> str:
-    """A method without the arguments that are as they are by default."""
-    try:
-        parts = parse_method(method).parts
-    except UndriftError:  # a user's own, which is not imported here
-        return method
-    texts: list[str] = []
-    for part in parts:
-        assert is_dataclass(part)
-        told = {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) != f.default}
-        texts.append(f"{type(part).__name__}({', '.join(f'{name}={value}' for name, value in told.items())})")
-    return " + ".join(texts)
+def measure(groups: Mapping[str, Sequence[RunFolder]], comparison: Comparison) -> list[Figures]:
+    """The figures of each group, in order. None stands for a figure that does not exist.
+
+    Raises:
+        UndriftError: If no group has the baseline's name.
+    """
+    if comparison.baseline is not None and comparison.baseline not in groups:
+        close = nearest(comparison.baseline, groups)
+        hint = f"did you mean {close!r}?" if close else f"the groups are {', '.join(groups)}."
+        raise UndriftError(f"There is no group {quoted(comparison.baseline)} to use as the baseline; {hint}")
+    by_seed = {name: values_by_seed(runs, comparison) for name, runs in groups.items()}
+    return [_figures_of(name, runs, by_seed, comparison) for name, runs in groups.items()]
 
 
-def spread(values: Sequence[float], digits: int = 4) -> str:
-    """Mean ± standard deviation; of one value that value. Where some are no numbers, of how many it is."""
-    known = [v for v in values if np.isfinite(v)]
-    if not known:
-        return "–"
-    if len(known) < len(values):
-        return f"{spread(known, digits)} ({len(known)} of {len(values)})"
-    mean = f"{average(known):.{digits}f}" if digits else f"{average(known):,.0f}"
-    if len(known) < 2:
-        return mean
-    return f"{mean} ± {deviation(known):.{digits}f}" if digits else f"{mean} ± {deviation(known):,.0f}"
+def values_by_seed(runs: Sequence[RunFolder], comparison: Comparison) -> dict[int, float]:
+    """Each seed's figure; the mean, if there are several runs with one seed."""
+    values = [run.last(comparison.metric, comparison.last) for run in runs]
+    return average_by_seed([run.seed for run in runs], values)
+
+
+def _figures_of(
+    name: str, runs: Sequence[RunFolder], by_seed: Mapping[str, dict[int, float]], comparison: Comparison
+) -> Figures:
+    values = [run.last(comparison.metric, comparison.last) for run in runs]
+    figures: Figures = {
+        "name": name,
+        "runs": len(runs),
+        "lost": sum(run.lost for run in runs),
+        "counted": describe_count(runs),
+        "remark": remark(runs),
+        "metric": comparison.metric,
+        "last_rounds": comparison.last,
+        "seeds": [run.seed for run in runs],
+        "values": [_finite_or_none(value) for value in values],
+        **summarize(values),
+        "best_on_test_data": summarize([run.best(comparison.metric) for run in runs]),
+    }
+    if comparison.baseline is not None:
+        figures["baseline"] = comparison.baseline
+        if name != comparison.baseline:
+            difference = paired(by_seed[name], by_seed[comparison.baseline])
+            figures["difference"] = {key: _finite_or_none(value) for key, value in vars(difference).items()}
+    if comparison.target is not None:
+        figures |= {"target": comparison.target, **_costs(runs, comparison.metric, comparison.target)}
+    fairness = {
+        word: _figures_over_clients(runs, f"client_{_bare(comparison.metric)}_{word}") for word in ("worst", "std")
+    }
+    return figures | {f"client_{word}": summarize(own) for word, own in fairness.items() if own}
+
+
+def _costs(runs: Sequence[RunFolder], metric: str, target: float) -> Figures:
+    """Rounds, local steps, bytes and seconds until each run met the target, and how many did."""
+    reached = [(run, row) for run in runs if (row := run.until(metric, target))]
+    return {
+        "reached": len(reached),
+        "rounds_to_target": summarize([row["round"] for _, row in reached]),
+        "steps_to_target": summarize([row["total_steps"] for _, row in reached]),
+        "bytes_to_target": summarize([row["total_bytes"] for _, row in reached]),
+        "seconds_to_target": summarize([run.seconds(row) for run, row in reached]),
+    }
+
+
+def _figures_over_clients(runs: Sequence[RunFolder], key: str) -> list[float]:
+    """A figure over clients' own data, from the last round that has one, of runs that were not lost."""
+    values = [run.latest(key) for run in runs]
+    if not any(number(row.get(key)) for run in runs for row in run.rows):
+        return []
+    return [math.nan if run.lost else value for run, value in zip(runs, values, strict=True)]
+
+
+def _bare(metric: str) -> str:
+    return metric.removeprefix("validation_").removeprefix("client_")
+
+
+def summarize(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and standard deviation of the finite values."""
+    return {"mean": _finite_or_none(mean(values)), "std": _finite_or_none(deviation(values))}
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

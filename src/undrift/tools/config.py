@@ -113,14 +113,14 @@ FORMS: dict[Form, Any] = {
 
 def _fields() -> dict[str, Any]:
     """Each setting that has a form in files, with its type and default. Messages about keys follow their order."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, role in ROLES.items():
         if role.form:
             default = ... if FIELDS[name].default is MISSING else role.file_default or FIELDS[name].default
             kind = SECTIONS.get(name) or FORMS[role.form]
-            found[name] = (kind | None if default is None else kind, default)
-    order = sorted(found, key=lambda name: (name != "model", name not in SECTIONS, found[name][1] is not ...))
-    return {name: found[name] for name in order}
+            fields[name] = (kind | None if default is None else kind, default)
+    order = sorted(fields, key=lambda name: (name != "model", name not in SECTIONS, fields[name][1] is not ...))
+    return {name: fields[name] for name in order}
 
 
 if TYPE_CHECKING:
@@ -208,9 +208,9 @@ def checked(settings: Document, where: str) -> Experiment:
         by_key: dict[str, list[Any]] = {}
         for one in error.errors(include_url=False):
             by_key.setdefault(_key(one), []).append(one)
-        found = [_sentence(key, errors) for key, errors in by_key.items()]
-        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-        raise UndriftError(f"{where}: " + "\n  ".join(found[:3]) + more) from None
+        problems = [_sentence(key, errors) for key, errors in by_key.items()]
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UndriftError(f"{where}: " + "\n  ".join(problems[:3]) + more) from None
 
 
 def _key(error: Any) -> str:

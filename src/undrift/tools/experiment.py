@@ -1,4 +1,4 @@
-"""An experiment, run: what its settings stand for, and the folder its run goes to."""
+"""From an experiment file to a run: the objects that its settings describe, training, and resuming."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(
 
 
 def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
-    """What the settings' strings stand for: refuses, with the key named, before any data are loaded."""
+    """Parse the settings' strings, before any data are loaded. Raises `UndriftError` that names the key."""
     import_plugins(experiment.imports)
     with about("method"):
         method = parse_method(experiment.method)
@@ -92,13 +92,13 @@ def parse_fault(key: str, value: Any) -> Any:
 
 
 def filled(kind: Callable[..., T], name: str, section: Section, parsed: Callable[[str, Any], Any]) -> T:
-    """The object that a section is for; `parsed` turns a key's value into an argument."""
-    found: dict[str, Any] = {}
+    """The object that a section describes; `parsed` turns a key's value into an argument."""
+    values: dict[str, Any] = {}
     for key, value in section.model_dump().items():
         with about(f"{name}.{key}"):
-            found[key] = parsed(key, value)
+            values[key] = parsed(key, value)
     with about(name):
-        return kind(**found)
+        return kind(**values)
 
 
 def arguments(experiment: Experiment, data: FederatedDataset | None = None) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def without_effect(settings: Document, config: str) -> str:
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """An error inside it says which key it is about."""
+    """A context whose errors begin with the key that they are about."""
     try:
         yield
     except UndriftError as error:
@@ -212,11 +212,11 @@ def about(key: str) -> Iterator[None]:
 
 
 def title(experiment: Experiment) -> str:
-    """What a run's folder is called: after its data and its method."""
+    """The name of a run's folder, after its data and its method."""
     words = f"{Path(experiment.data.name).stem} {re.sub(r'[(][^)]*[)]', '', experiment.method)}"
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")[:100]
 
 
 def new_folder(name: str) -> Path:
-    """A folder under `runs` that nobody has: two that start in one second are two."""
+    """A new folder in `runs`, also if two runs start in the same second."""
     return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}-{name}-{secrets.token_hex(2)}"

@@ -24,7 +24,7 @@ def info() -> dict[str, str]:
     """Each fact by name, in the order in which it is printed."""
     import torch
 
-    found = {
+    facts = {
         "undrift": __version__,
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": platform.platform(),
@@ -38,8 +38,8 @@ def info() -> dict[str, str]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     for i in gpus:
         gpu = torch.cuda.get_device_properties(i)
-        found[f"cuda:{i}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
-    return found if gpus else {**found, "GPU": "none that torch can use"}
+        facts[f"cuda:{i}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
+    return facts if gpus else {**facts, "GPU": "none that torch can use"}
 
 
 def _version(package: str) -> str:
@@ -63,7 +63,7 @@ def _driver() -> str:
 
 def source(root: Path = Path(undrift.__file__).parent) -> str:
     """A digest of the package's source: which code produced a result."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]

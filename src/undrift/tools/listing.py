@@ -55,13 +55,13 @@ def summary(thing: Any) -> str:
 
 def reference(thing: Any) -> str:
     """`Li et al., 2020`, if its docstring has a reference."""
-    found = REFERENCE.search(" ".join((inspect.getdoc(thing) or "").split()))
-    if not found:
+    match = REFERENCE.search(" ".join((inspect.getdoc(thing) or "").split()))
+    if not match:
         return ""
-    named = re.split(r"\b(?:by|from|in|of) ", found[1])[-1]  # "The experiment of Figure 2 in Mo et al."
+    named = re.split(r"\b(?:by|from|in|of) ", match[1])[-1]  # "The experiment of Figure 2 in Mo et al."
     authors = re.split(r",? and |, ", named.strip())
     who = f"{authors[0]} et al." if len(authors) > 2 else " and ".join(authors)
-    return f"{who}, {found[2]}."
+    return f"{who}, {match[2]}."
 
 
 def parameters(thing: Any) -> str:
@@ -90,8 +90,8 @@ def optimizers() -> Entries:
 
 
 def partitions() -> Entries:
-    found = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | partition.REGISTERED
-    return {name: _entry(summary(own), parameters(own)) for name, own in found.items()}
+    known = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | partition.REGISTERED
+    return {name: _entry(summary(own), parameters(own)) for name, own in known.items()}
 
 
 def models() -> Entries:
@@ -107,14 +107,14 @@ def metrics() -> Entries:
 
 
 def data() -> Entries:
-    found = {name: _entry(summary(function)) for name, function in sources.FUNCTIONS.items()}
+    entries = {name: _entry(summary(function)) for name, function in sources.FUNCTIONS.items()}
     if sources.FUNCTIONS["digits"] is sources.digits:
-        found["digits"] = _entry(DATA["digits"], "Source: UCI; included with undrift.")
+        entries["digits"] = _entry(DATA["digits"], "Source: UCI; included with undrift.")
     for name, recipe in sources.RECIPES.items():
         hub = f"{recipe.hub} on the Hugging Face hub"
         where = hub if "/" in recipe.hub else f"not on the hub; needs a folder {recipe.hub} in --data-dir"
-        found[name] = _entry(DATA[name], f"Source: {where}.")
-    return found
+        entries[name] = _entry(DATA[name], f"Source: {where}.")
+    return entries
 
 
 def show(entries: Entries, console: Console) -> None:

@@ -16,14 +16,15 @@ from undrift.errors import UndriftError, first_line, require
 from undrift.files import file_name, read_text
 from undrift.method.parse import parse_method
 from undrift.models import parse_model
-from undrift.tools.compare import Run, brief
+from undrift.tools.compare import brief_method
 from undrift.tools.config import checked
 from undrift.tools.experiment import loaded
 from undrift.tools.plugins import import_plugins
 from undrift.tools.report.curves import SOURCES
 from undrift.tools.report.figures import draw
 from undrift.tools.report.gather import gather
-from undrift.tools.report.summary import duration, last, size
+from undrift.tools.report.summary import duration, size
+from undrift.tools.run_folders import RunFolder
 from undrift.training.build import module_of
 from undrift.training.record import repeats
 from undrift.training.result import RUN, finished, intact, recorded
@@ -68,7 +69,7 @@ def publish(folder: Path, to: Path, repo: str | None = None, license: str | None
         UndriftError: If the run is not finished, its files have changed since, its weights do not load, or `to` is not
             empty.
     """
-    run = Run.read(folder)
+    run = RunFolder.read(folder)
     require(finished(folder), f"The run in {folder} stopped before its last round, so it has no model to publish.")
     require(
         intact(folder, recorded(folder) or {}),
@@ -90,7 +91,7 @@ def publish(folder: Path, to: Path, repo: str | None = None, license: str | None
     return sorted(str(file.relative_to(to)) for file in to.rglob("*") if file.is_file())
 
 
-def model_arguments(run: Run, config: str) -> dict[str, Any] | None:
+def model_arguments(run: RunFolder, config: str) -> dict[str, Any] | None:
     """The arguments of `ud.models.get` that build the run's model; None for a module of Python. Tries its weights."""
     if not repeats(config) or "model" not in run.settings:
         return None
@@ -111,15 +112,15 @@ def model_arguments(run: Run, config: str) -> dict[str, Any] | None:
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
     """`{"local.lr": 0.1}` as `{"local": {"lr": 0.1}}`."""
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[name] = value
-    return found
+        (document.setdefault(section, {}) if section else document)[name] = value
+    return document
 
 
 def without_paths(config: str) -> str:
-    """The file without what only the machine knows that trained the run: where its data lie."""
+    """The file without the paths of the machine that trained the run."""
     config = re.sub(r"(?m)^data_dir = .*$", "# data_dir: not set", config)
     return re.sub(r'(?m)^name = "/(?:[^"]*/)?([^"/]+)"$', r'name = "\1"', config)
 
@@ -145,12 +146,12 @@ def upload(folder: Path, repo: str) -> str:
 
 
 def card(
-    run: Run, payload: dict[str, Any], drawn: list[str], arguments: dict[str, Any] | None, repo: str | None,
+    run: RunFolder, payload: dict[str, Any], drawn: list[str], arguments: dict[str, Any] | None, repo: str | None,
     license: str | None,
 ) -> str:  # fmt: skip
     """The model card, in Markdown with the hub's metadata above it."""
     settings, figures = run.settings, results(run, payload["metrics"])
-    method = brief(str(settings.get("method", "FedAvg()")))
+    method = brief_method(str(settings.get("method", "FedAvg()")))
     data = Path(str(settings.get("data.name", "data of Python"))).name
     title = repo.rpartition("/")[2] if repo else f"{method} on {data}"
     shown = [name for name in (*payload["metrics"], "class_accuracy", "by_client", "partition") if name in drawn]
@@ -200,18 +201,18 @@ Please also cite the papers of the method and the data set.
 """
 
 
-def results(run: Run, metrics: list[str]) -> list[tuple[str, str, float]]:
+def results(run: RunFolder, metrics: list[str]) -> list[tuple[str, str, float]]:
     """What was measured last: on what data, the metric's name, the value."""
-    found = [
-        (WORDS[source], name.replace("_", " "), last(run, form.format(name)))
+    values = [
+        (WORDS[source], name.replace("_", " "), run.latest(form.format(name)))
         for source, form in SOURCES.items()
         if source in WORDS
         for name in metrics
     ]
-    return [entry for entry in found if math.isfinite(entry[2])]
+    return [entry for entry in values if math.isfinite(entry[2])]
 
 
-def metadata(run: Run, data: str, figures: list[tuple[str, str, float]], title: str, license: str | None) -> str:
+def metadata(run: RunFolder, data: str, figures: list[tuple[str, str, float]], title: str, license: str | None) -> str:
     """The hub's metadata: YAML, of which JSON is a part."""
     recipe = RECIPES.get(data)
     hub = recipe.hub if recipe and "/" in recipe.hub else None
@@ -230,7 +231,7 @@ def metadata(run: Run, data: str, figures: list[tuple[str, str, float]], title: 
     return "\n".join(["---", *lines, "---", ""])
 
 
-def facts(run: Run, method: str, data: str) -> str:
+def facts(run: RunFolder, method: str, data: str) -> str:
     """The settings that matter most, as a table."""
     get, end = run.settings.get, run.rows[-1]
     amount = f"{get('local.epochs')} epochs" if get("local.epochs") else f"{get('local.steps')} steps"
@@ -251,7 +252,7 @@ def facts(run: Run, method: str, data: str) -> str:
 def parts(method: str) -> str:
     """One line for each part of the method, from its documentation."""
     try:
-        found = [type(part) for part in parse_method(method).parts]
+        kinds = [type(part) for part in parse_method(method).parts]
     except UndriftError:  # a user's own, which is not imported here
         return ""
-    return "\n".join(f"- `{part.__name__}`: {(inspect.getdoc(part) or '').splitlines()[0]}" for part in found)
+    return "\n".join(f"- `{part.__name__}`: {(inspect.getdoc(part) or '').splitlines()[0]}" for part in kinds)

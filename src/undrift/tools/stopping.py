@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from undrift.tools.torchrun import speaks
+from undrift.tools.output import speaks
 
 
 class Stop:

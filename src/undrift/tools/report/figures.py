@@ -70,11 +70,11 @@ def draw_panels(payloads: Mapping[str, Payload], folder: Path, width: float = DO
     for payload in payloads.values():  # one look per name, in all panels
         for group in payload["groups"]:
             group["look"] = list(groups).index(group["name"])
-    found = {title: figures(payload) for title, payload in payloads.items()}
-    names = list(dict.fromkeys(name for own in found.values() for name in own))
+    drawn = {title: figures(payload) for title, payload in payloads.items()}
+    names = list(dict.fromkeys(name for own in drawn.values() for name in own))
     with matplotlib.rc_context(STYLE):
         for name in names:
-            figure = _figure({title: own[name] for title, own in found.items() if name in own}, width, name)
+            figure = _figure({title: own[name] for title, own in drawn.items() if name in own}, width, name)
             for kind, options in KINDS.items():
                 with replacing(folder / f"{file_name(name)}.{kind}") as partial:
                     figure.savefig(partial, format=kind, **options)
@@ -110,7 +110,7 @@ def _figure(panels: Mapping[str, Callable[[Any], None]], width: float, name: str
 
 def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
     """Functions that draw a figure, by its name."""
-    found: dict[str, Callable[..., None]] = {}
+    drawings: dict[str, Callable[..., None]] = {}
     keys = {key: None for group in payload["groups"] for key in group["curves"]}
     for key in keys:
         source, metric = key.split(".", 1)
@@ -120,20 +120,20 @@ def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
         if not source.endswith("_std") and (max(counts) > 1 or source == "test"):  # one evaluation makes no curve
             name = metric if source == "test" else f"{source}_{metric}"
             label = escaped(name.replace("_", " "))
-            found[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=label)
+            drawings[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=label)
             if source == "test" and metric != "loss" and max(counts) > 1:
-                found[f"{name}_over_bytes"] = partial(found[name], axis="bytes")
+                drawings[f"{name}_over_bytes"] = partial(drawings[name], axis="bytes")
     for key in {key: None for group in payload["groups"] for key in group["schedules"]}:
         label = LABELS.get(key) or payload["labels"].get(key) or escaped(key.replace("_", " "))
-        found[key] = partial(curves, payload=payload, where="schedules", grid="every", key=key, label=label)
+        drawings[key] = partial(curves, payload=payload, where="schedules", grid="every", key=key, label=label)
     if any("classes" in run for run in payload["runs"]):
-        found["class_accuracy"] = lambda axes: by_class(axes, payload)
+        drawings["class_accuracy"] = lambda axes: by_class(axes, payload)
     if any("clients" in run for run in payload["runs"]):
-        found["by_client"] = lambda axes: by_client(axes, payload)
+        drawings["by_client"] = lambda axes: by_client(axes, payload)
     first = next((run["partition"] for run in payload["runs"] if "partition" in run), None)
     if first is not None and "counts" in payload["partitions"][first]:
-        found["partition"] = lambda axes: partition(axes, payload["partitions"][first])
-    return found
+        drawings["partition"] = lambda axes: partition(axes, payload["partitions"][first])
+    return drawings
 
 
 def looks(i: int) -> dict[str, Any]:
@@ -200,13 +200,15 @@ def by_client(axes: Any, payload: Payload) -> None:
     axes.set(xlabel="share of clients (%), worst first", ylabel=escaped(metric.replace("_", " ")))
 
 
-def partition(axes: Any, found: dict[str, Any]) -> None:
+def partition(axes: Any, content: dict[str, Any]) -> None:
     """The samples per client and class of the first run."""
-    counts = np.array(found["counts"]).T
+    counts = np.array(content["counts"]).T
     image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
     axes.figure.colorbar(image, ax=axes, label="samples")
-    axes.set(xlabel="client" if len(found["listed"]) == found["clients"] else "clients, largest first", ylabel="class")
-    names = found["classes"]
+    axes.set(
+        xlabel="client" if len(content["listed"]) == content["clients"] else "clients, largest first", ylabel="class"
+    )
+    names = content["classes"]
     if len(names) <= 20:
         axes.set_yticks(range(len(names)), [escaped(name) for name in names])
     _whole(axes)

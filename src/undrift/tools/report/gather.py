@@ -1,4 +1,4 @@
-"""Collect everything that the page and the figures show, as JSON that is small enough to embed: the payload.
+"""The payload: everything that the page and the figures show, as JSON that is small enough to embed.
 
 Runs that differ only in their seed form a group, with curves of mean and standard deviation. Details of a single run
 (accuracy per class and round, clients, partition) are listed by run.
@@ -6,7 +6,7 @@ Runs that differ only in their seed form a group, with curves of mean and standa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,12 @@ from undrift import __version__
 from undrift.columns import COLUMNS
 from undrift.errors import UndriftError
 from undrift.files import parse_json, read_text
-from undrift.tools.compare import Run, damage, groups, read_runs
-from undrift.tools.display import number
+from undrift.tools.compare import group_runs
 from undrift.tools.report import summary
-from undrift.tools.report.curves import AXES, POINTS, SHORT, SOURCES, curves
-from undrift.tools.report.downsample import even, rounded
-from undrift.tools.report.names import named
-from undrift.tools.report.records import longest_updates, records
-from undrift.tools.study.paths import runs_in
+from undrift.tools.report.curves import AXES, POINTS, SHORT, SOURCES, curves, even, longest_updates, records, rounded
+from undrift.tools.run_folders import RunFolder, read_runs, reporting_damage
 from undrift.training.result import finished
+from undrift.training.rows import number
 from undrift.training.track import BY_CLIENT
 
 Row = dict[str, Any]
@@ -42,19 +39,6 @@ LABELS = {name: column.label for name, column in COLUMNS.items() if column.label
 SHOWN_OTHERWISE = {*BY_CLIENT, "local_steps", "class_accuracy"}
 
 
-def folders(paths: Iterable[Path]) -> list[Path]:
-    """The folders of runs: each path itself or, for the folder of a sweep or a study, those in it."""
-    found: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            raise UndriftError(f"{path} is not a run. Name a folder that undrift run or ud.train(out=…) has written.")
-        inside = runs_in(path)
-        if not inside:
-            raise UndriftError(f"{path} is not a run: neither it nor a folder in it has a config.toml.")
-        found += inside
-    return found
-
-
 def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> dict[str, Any]:
     """The payload of the runs in these folders; `left_out` lists problems of runs that cannot be read.
 
@@ -65,14 +49,14 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
     shown: dict[Path, dict[str, Any]] = {}
     for run in runs:
         try:
-            with damage(run.folder, "its history or partition.json"):
+            with reporting_damage(run.folder, "its history or partition.json"):
                 shown[run.folder] = details(run, partitions)
         except UndriftError as error:
             problems.append(str(error))
     runs = [run for run in runs if run.folder in shown]
     if not runs:
         raise UndriftError(problems[0])
-    grouped = named(groups(runs)) if labels is None else labelled(runs, labels)
+    grouped = summary.name_groups(group_runs(runs)) if labels is None else group_by_label(runs, labels)
     metrics = sorted({name for run in runs for name in measured(run)}, key=lambda name: (name == "loss", name))
     payload: dict[str, Any] = {
         "version": __version__,
@@ -99,14 +83,14 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
     return payload
 
 
-def labelled(runs: Sequence[Run], labels: Mapping[Path, str]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+def group_by_label(runs: Sequence[RunFolder], labels: Mapping[Path, str]) -> dict[str, list[RunFolder]]:
+    by_label: dict[str, list[RunFolder]] = {}
     for run in runs:
-        found.setdefault(labels[run.folder], []).append(run)
-    return found
+        by_label.setdefault(labels[run.folder], []).append(run)
+    return by_label
 
 
-def measured(run: Run) -> set[str]:
+def measured(run: RunFolder) -> set[str]:
     """The names of all metrics evaluated, without the prefix of the data that they were evaluated on."""
     keys = {key for row in run.rows for key, value in row.items() if number(value)}
     named = {"loss", *run.metrics}
@@ -116,9 +100,9 @@ def measured(run: Run) -> set[str]:
     }
 
 
-def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
+def details(run: RunFolder, partitions: list[Any]) -> dict[str, Any]:
     """The details of one run."""
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "folder": run.folder.name or run.folder.resolve().name,
         "seed": run.settings.get("seed"),
         "state": summary.state([run]),
@@ -131,17 +115,17 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
         "stopped": run.stopped,
         "config": read_text(run.folder / "config.toml"),
     }
-    found["layers"], found["axes"] = layers(run)
+    content["layers"], content["axes"] = layers(run)
     by_class = [row for row in run.rows if "class_accuracy" in row]
     if by_class:
         shown = [by_class[i] for i in even(len(by_class), PLACES)]
-        found["classes"] = {
+        content["classes"] = {
             "axes": axes(run, shown),
             "accuracy": [rounded(row["class_accuracy"], 3) for row in shown],
         }
     clients = next((row["by_client"] for row in reversed(run.rows) if "by_client" in row), None)
     if clients:
-        found["clients"] = by_client(clients)
+        content["clients"] = by_client(clients)
     file = run.folder / "partition.json"
     if file.exists():
         partition = parse_json(read_text(file), parse_constant=_no_number)
@@ -149,19 +133,19 @@ def details(run: Run, partitions: list[Any]) -> dict[str, Any]:
             raise ValueError("partition.json does not describe a partition")
         if partition not in partitions:
             partitions.append(partition)
-        found["partition"] = partitions.index(partition)
-    if norms := longest_updates(run, names_of(clients, partitions, found.get("partition"))):
-        found["norms"] = norms
-    return found
+        content["partition"] = partitions.index(partition)
+    if norms := longest_updates(run, names_of(clients, partitions, content.get("partition"))):
+        content["norms"] = norms
+    return content
 
 
 def names_of(clients: dict[str, list[Any]] | None, partitions: list[Any], own: int | None) -> dict[str, str]:
     """Clients' names by id, as far as the history or the partition has them."""
     partition = partitions[own] if own is not None else {}
-    found = dict(zip(partition.get("listed", ()), partition.get("names", ()), strict=False))
+    names = dict(zip(partition.get("listed", ()), partition.get("names", ()), strict=False))
     if clients and "name" in clients:
-        found |= dict(zip(clients["client"], clients["name"], strict=False))
-    return {str(client): str(name) for client, name in found.items()}
+        names |= dict(zip(clients["client"], clients["name"], strict=False))
+    return {str(client): str(name) for client, name in names.items()}
 
 
 def _no_number(name: str) -> None:
@@ -188,12 +172,12 @@ def by_client(row: dict[str, list[Any]]) -> dict[str, Any]:
     chosen = np.arange(len(values))
     if len(values) > CLIENTS:
         chosen = np.argsort(values, kind="stable")[even(len(values), CLIENTS)]
-    found: dict[str, Any] = {"metric": name, "of": len(values), "values": rounded(values[chosen], 4)}
+    shown: dict[str, Any] = {"metric": name, "of": len(values), "values": rounded(values[chosen], 4)}
     who = row.get("name") or [str(c) for c in row["client"]]
-    return found | {"who": [who[i] for i in chosen]}
+    return shown | {"who": [who[i] for i in chosen]}
 
 
-def layers(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+def layers(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """What parts record by layer or local step, such as FedNLR's ratios, or the rates of the first steps; and axes."""
     named: dict[str, list[str]] = {}
     for row in run.rows:
@@ -204,18 +188,18 @@ def layers(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
             if all(map(number, by_name.values())):
                 named.setdefault(key, [str(name) for name in by_name])
     shown = [run.rows[i] for i in even(len(run.rows), SHORT)] if named else []
-    found = {}
+    by_key = {}
     for key, lines in named.items():
         none = [None] * len(lines)
         by_round = [row.get(key, none) for row in shown]
         values = [list(value.values()) if isinstance(value, dict) else value for value in by_round]
         values = [value if len(value) == len(lines) else none for value in values]
-        found[key] = {"lines": lines, "values": [rounded(line) for line in zip(*values, strict=True)]}
-    return found, axes(run, shown)
+        by_key[key] = {"lines": lines, "values": [rounded(line) for line in zip(*values, strict=True)]}
+    return by_key, axes(run, shown)
 
 
-def axes(run: Run, shown: list[Row]) -> dict[str, Any]:
+def axes(run: RunFolder, shown: list[Row]) -> dict[str, Any]:
     """The x axes for the curves of one run, at these rows."""
     seconds = dict(zip((row["round"] for row in run.rows), np.cumsum([r["seconds"] for r in run.rows]), strict=True))
-    found = {name: rounded([row[key] for row in shown]) for name, key in AXES.items() if name != "seconds"}
-    return found | {"seconds": rounded([seconds[row["round"]] for row in shown])}
+    by_axis = {name: rounded([row[key] for row in shown]) for name, key in AXES.items() if name != "seconds"}
+    return by_axis | {"seconds": rounded([seconds[row["round"]] for row in shown])}

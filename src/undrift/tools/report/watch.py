@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from undrift.errors import UndriftError, first_line, listed
-from undrift.tools.report.gather import folders, gather
+from undrift.tools.report.gather import gather
 from undrift.tools.report.page import numbers, page, write
-from undrift.tools.study.paths import runs_in
+from undrift.tools.run_folders import find_runs, runs_in
 
 HOST = "127.0.0.1"
 PAUSE = 1.0
@@ -75,23 +75,23 @@ class Handler(BaseHTTPRequestHandler):
 
 def wait_for(paths: Sequence[Path], say: Callable[[str], None]) -> None:
     """Wait until there is a run in each of these folders, which may not exist yet."""
-    said = False
+    announced = False
     while waiting := [path for path in paths if not started(path)]:
-        if not said:
+        if not announced:
             say(f"waiting for {listed([str(path) for path in waiting], 3)} …")
-        said = True
+        announced = True
         time.sleep(PAUSE)
 
 
 def started(path: Path) -> bool:
     """Whether there is a run in this folder. Raises `UndriftError` if it is a file, in which there will be none."""
-    return bool(folders([path]) if path.exists() and not path.is_dir() else runs_in(path))
+    return bool(find_runs([path]) if path.exists() and not path.is_dir() else runs_in(path))
 
 
 def watch(paths: Sequence[Path], file: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve the page and update it until Ctrl-C, with the runs that a sweep or a study has started since."""
-    found = folders(paths)
-    seen, payload = stamps(found), gather(found)
+    runs = find_runs(paths)
+    seen, payload = stamps(runs), gather(runs)
     try:
         server = Server(port, payload)
     except OSError as error:
@@ -112,11 +112,11 @@ def watch(paths: Sequence[Path], file: Path, port: int, say: Callable[[str], Non
     try:
         while True:
             time.sleep(pause)
-            found = [folder for path in paths for folder in runs_in(path)]
-            if (now := stamps(found)) != seen:
+            runs = [folder for path in paths for folder in runs_in(path)]
+            if (now := stamps(runs)) != seen:
                 seen, began = now, time.monotonic()
                 try:
-                    payload = gather(found)
+                    payload = gather(runs)
                     server.show(payload)
                 except Exception as error:  # all folders are damaged or being rewritten: keep the page as it is
                     warn([first_line(error)])
@@ -139,12 +139,12 @@ def watch(paths: Sequence[Path], file: Path, port: int, say: Callable[[str], Non
 
 def stamps(folders: Sequence[Path]) -> list[Any]:
     """Modification times and sizes of the files that change during a run."""
-    found: list[Any] = []
+    stats: list[Any] = []
     for folder in folders:
         for name in WATCHED:
             try:
                 stat = (folder / name).stat()
-                found.append((stat.st_mtime_ns, stat.st_size))
+                stats.append((stat.st_mtime_ns, stat.st_size))
             except OSError:
-                found.append(None)
-    return found
+                stats.append(None)
+    return stats

@@ -45,7 +45,7 @@ class Range(Section):
 
 
 class Plan(Section):
-    """`[study]` as it stands in the file."""
+    """The section `[study]`."""
 
     seeds: list[Seed] = Field(min_length=1)
     tuning_seeds: list[Seed] = Field(default_factory=list)
@@ -62,18 +62,18 @@ class Plan(Section):
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A method on a partition: the settings that are fixed, and the choices that are not."""
+    """A method on a partition: its fixed settings, and the choices that are tuned."""
 
     partition: str
     method: str
     settings: Document
     expression: str
-    """With braces for the choices that belong into it."""
+    """The method, with the choices that it takes in braces."""
     choices: dict[str, list[Any] | Range]
 
     def chosen(self, values: Mapping[str, Any], seed: int, where: str) -> Document:
         """The settings of a run with these values of the choices."""
-        expression = BRACES.sub(lambda found: str(values.get(found[1], found[0])), self.expression)
+        expression = BRACES.sub(lambda match: str(values.get(match[1], match[0])), self.expression)
         settings = {**self.settings, "method": expression, "seed": seed}
         for key, value in values.items():
             if key not in BRACES.findall(self.expression):
@@ -92,14 +92,14 @@ class Cell:
 
     def at_edge(self, values: Mapping[str, Any]) -> list[str]:
         """The choices, of three numbers or more or from a range, whose value is the lowest or the highest."""
-        found = []
+        at_edge = []
         for key, own in self.choices.items():
             options = [own.low, own.high] if isinstance(own, Range) else own
             numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in options)
             enough = isinstance(own, Range) or len(set(map(str, options))) > 2
             if numbers and enough and values[key] in (min(options), max(options)):
-                found.append(key)
-        return found
+                at_edge.append(key)
+        return at_edge
 
     @property
     def combinations(self) -> int:
@@ -108,7 +108,7 @@ class Cell:
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """A study file, understood."""
+    """A study file: its plan, and a cell per partition and method."""
 
     plan: Plan
     cells: list[Cell]
@@ -209,12 +209,12 @@ def _options(value: Any, place: str) -> list[Any] | Range:
     """The values to choose from: those of a list, a range, or the only one."""
     if is_range(value):
         try:
-            found = Range.model_validate(value)
+            range_ = Range.model_validate(value)
         except ValidationError as error:
             raise UndriftError(f"{place} is not a range such as {{low = 0.01, high = 1.0, log = true}}.") from error
-        if not found.low < found.high or (found.log and found.low <= 0):
+        if not range_.low < range_.high or (range_.log and range_.low <= 0):
             raise UndriftError(f"{place}: a range needs low < high, and low > 0 with log = true.")
-        return found
+        return range_
     if isinstance(value, list):
         if not value:
             raise UndriftError(f"{place} has an empty list; give it values to choose from.")
@@ -228,17 +228,17 @@ def is_range(value: Any) -> bool:
 
 def _entries(section: dict[str, Any], ranges: bool = True) -> dict[str, Any]:
     """Keys and values, with dotted keys for the sections of experiment files: `local.lr`."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in section.items():
         if isinstance(value, dict) and name in SECTIONS and not (ranges and is_range(value)):
-            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+            entries |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
-            found[name] = value
-    return found
+            entries[name] = value
+    return entries
 
 
 def _check(study: Study, where: str) -> None:
-    """What is refused because it contradicts something else."""
+    """Raise `UndriftError` if the plan contradicts itself."""
     plan = study.plan
     for name, seeds in (("seeds", plan.seeds), ("tuning_seeds", plan.tuning_seeds)):
         if len(set(seeds)) < len(seeds):

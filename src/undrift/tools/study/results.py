@@ -10,63 +10,62 @@ from typing import Any
 from undrift import __version__
 from undrift.errors import UndriftError
 from undrift.files import write_text
-from undrift.tools.compare import agreed, chosen_metric
-from undrift.tools.display import score
-from undrift.tools.study import tables
+from undrift.tools import tables
+from undrift.tools.compare import Comparison, Figures, choose_metric, lower_is_better_in, measure, validation_name
+from undrift.tools.run_folders import main_figure
 from undrift.tools.study.file import Study
-from undrift.tools.study.measures import Asked, Figures, measure
 from undrift.tools.study.run import Outcome
 
 
-def figures(outcomes: list[Outcome], study: Study) -> tuple[dict[str, list[Figures]], Asked]:
+def figures(outcomes: list[Outcome], study: Study) -> tuple[dict[str, list[Figures]], Comparison]:
     """The figures of every cell, by partition, and what they are figures of.
 
     Raises:
         UndriftError: If no run on a fresh seed was evaluated.
     """
     plan = study.plan
-    runs = [run for outcome in outcomes for run in outcome.runs if any(score(row) for row in run.rows)]
+    runs = [run for outcome in outcomes for run in outcome.runs if any(main_figure(row) for row in run.rows)]
     if not runs:
         why = next((outcome.why for outcome in outcomes if outcome.why), "its data have no test set")
         raise UndriftError(f"The study has nothing to report: {why}.")
     target = None if plan.target is None else float(plan.target)
-    metric = chosen_metric(runs, plan.metric)
-    asked = Asked(metric, plan.last, target, plan.baseline, agreed(runs, metric))
+    metric = choose_metric(runs, plan.metric)
+    comparison = Comparison(metric, plan.last, target, plan.baseline, lower_is_better_in(runs, metric))
     blocks = {}
     for partition in study.partitions:
         own = {outcome.cell.method: outcome for outcome in outcomes if outcome.cell.partition == partition}
-        measured = measure({method: outcome.runs for method, outcome in own.items()}, asked)
+        measured = measure({method: outcome.runs for method, outcome in own.items()}, comparison)
         blocks[partition] = [row | _choice(own[row["name"]]) for row in measured]
-    return blocks, asked
+    return blocks, comparison
 
 
 def _choice(outcome: Outcome) -> Figures:
     """What was chosen for a cell, and from what."""
     cell, chosen = outcome.cell, outcome.chosen
-    found: Figures = {"setting": {key: value for key, value in (chosen or {}).items() if key not in cell.fixed}}
+    choice: Figures = {"setting": {key: value for key, value in (chosen or {}).items() if key not in cell.fixed}}
     if chosen is not None:
-        found["method"] = cell.chosen(chosen, 0, "")["method"]
-    found["tried"] = [
+        choice["method"] = cell.chosen(chosen, 0, "")["method"]
+    choice["tried"] = [
         {"setting": {key: value for key, value in values.items() if key not in cell.fixed}}
         | {"validation": [value if math.isfinite(value) else None for _, value in own]}
         for values, own in outcome.tried
     ]
-    found["settings_tried"] = len({json.dumps(one["setting"], default=str) for one in found["tried"]})
-    found["at_edge"] = cell.at_edge(chosen) if chosen is not None and outcome.tried else []
-    return found | ({"why": outcome.why} if outcome.why else {})
+    choice["settings_tried"] = len({json.dumps(one["setting"], default=str) for one in choice["tried"]})
+    choice["at_edge"] = cell.at_edge(chosen) if chosen is not None and outcome.tried else []
+    return choice | ({"why": outcome.why} if outcome.why else {})
 
 
-def write(outcomes: list[Outcome], study: Study, out: Path) -> tuple[dict[str, list[Figures]], Asked]:
+def write(outcomes: list[Outcome], study: Study, out: Path) -> tuple[dict[str, list[Figures]], Comparison]:
     """Write `study.json`, `study.csv`, `study.tex` and `study.md` into the study's folder. Returns the figures."""
-    blocks, asked = figures(outcomes, study)
+    blocks, comparison = figures(outcomes, study)
     plan = study.plan
     head: dict[str, Any] = {
         "undrift": __version__,
-        "metric": asked.metric,
-        "chosen_by": f"validation_{asked.metric.removeprefix('validation_')}" if study.tuned else None,
+        "metric": comparison.metric,
+        "chosen_by": validation_name(comparison.metric) if study.tuned else None,
         "last_rounds": plan.last,
         "baseline": plan.baseline,
-        "target": asked.target,
+        "target": comparison.target,
         "search": {"kind": plan.search, "trials": plan.trials} if study.tuned else None,
         "tuning_seeds": plan.tuning_seeds,
         "seeds": plan.seeds,
@@ -74,9 +73,9 @@ def write(outcomes: list[Outcome], study: Study, out: Path) -> tuple[dict[str, l
     cells = [{"partition": name, **row} for name, rows in blocks.items() for row in rows]
     write_text(out / "study.json", json.dumps(head | {"cells": cells}, indent=1) + "\n")
     write_text(out / "study.csv", tables.csv_text(blocks))
-    write_text(out / "study.tex", tables.latex(blocks, asked))
-    write_text(out / "study.md", tables.markdown(blocks, asked))
-    return blocks, asked
+    write_text(out / "study.tex", tables.latex(blocks, comparison))
+    write_text(out / "study.md", tables.markdown(blocks, comparison))
+    return blocks, comparison
 
 
 def draw(outcomes: list[Outcome], study: Study, folder: Path) -> list[str]:

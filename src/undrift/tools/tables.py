@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.errors import printable
-from undrift.tools.study.measures import Asked, Figures
-from undrift.tools.study.statistics import average, paired
+from undrift.tools.compare import Comparison, Figures
+from undrift.tools.statistics import average_by_seed, paired
 
 Blocks = Mapping[str, Sequence[Figures]]
 """The figures of groups, by partition. The name of the only block of a comparison is empty."""
@@ -23,54 +23,56 @@ class Column:
     header: str
     cell: Callable[[Figures], str]
     printed: bool = True
-    """Whether it belongs into a paper, whose page has no room for all of them."""
+    """Whether LaTeX tables have it; a page has no room for all of them."""
 
 
-def columns(blocks: Blocks, asked: Asked) -> list[Column]:
-    """The columns that these figures fill. The first one, of names, is not among them."""
-    word = asked.metric.replace("_", " ")
-    told = [row for rows in blocks.values() for row in rows]
-    kept = "" if asked.metric.startswith("validation_") else " (on test data)"  # its round is chosen by what it reports
-    main = f"last {word}" if asked.last == 1 else f"{word}, mean of last {asked.last} rounds"
-    uneven = any(row["counted"] != told[0]["counted"] or row["lost"] or row["remark"] for row in told)
-    found = [
+def columns(blocks: Blocks, comparison: Comparison) -> list[Column]:
+    """The columns that these figures fill, without the first one, of names."""
+    word = comparison.metric.replace("_", " ")
+    every = [row for rows in blocks.values() for row in rows]
+    kept = (
+        "" if comparison.metric.startswith("validation_") else " (on test data)"
+    )  # its round is chosen by what it reports
+    main = f"last {word}" if comparison.last == 1 else f"{word}, mean of last {comparison.last} rounds"
+    uneven = any(row["counted"] != every[0]["counted"] or row["lost"] or row["remark"] for row in every)
+    shown = [
         Column("runs", lambda row: row["counted"], printed=uneven),
         Column(main, lambda row: spread(row, row["runs"] - row["lost"], row["runs"])),
     ]
-    if asked.baseline is not None:
-        found.append(Column(f"difference to {asked.baseline} [95% interval]", difference))
-    found.append(Column(f"best {word}{kept}", lambda row: spread(row["best_on_test_data"]), printed=False))
-    if asked.target is not None:
-        to = f"to {asked.target:g}"
-        found.append(Column(f"rounds {to}", _rounds))
-        found.append(Column(f"steps {to}", lambda row: spread(row["steps_to_target"], digits=0), printed=False))
-        found.append(Column(f"MB {to}", lambda row: spread(row["bytes_to_target"], digits=1, unit=1e6)))
-        found.append(Column(f"s {to}", lambda row: spread(row["seconds_to_target"], digits=1), printed=False))
-    if any("client_worst" in row for row in told):
-        found.append(Column("worst tenth of clients", lambda row: spread(row.get("client_worst", {}))))
-        found.append(Column("deviation over clients", lambda row: spread(row.get("client_std", {}))))
-    if any(row.get("settings_tried") for row in told):
-        found.append(Column("settings tried", lambda row: str(row["settings_tried"] or "–"), printed=False))
-    if any("setting" in row for row in told):
-        found.append(Column("setting", lambda row: described(row["setting"]), printed=False))
-    return found
+    if comparison.baseline is not None:
+        shown.append(Column(f"difference to {comparison.baseline} [95% interval]", difference))
+    shown.append(Column(f"best {word}{kept}", lambda row: spread(row["best_on_test_data"]), printed=False))
+    if comparison.target is not None:
+        to = f"to {comparison.target:g}"
+        shown.append(Column(f"rounds {to}", _rounds))
+        shown.append(Column(f"steps {to}", lambda row: spread(row["steps_to_target"], digits=0), printed=False))
+        shown.append(Column(f"MB {to}", lambda row: spread(row["bytes_to_target"], digits=1, unit=1e6)))
+        shown.append(Column(f"s {to}", lambda row: spread(row["seconds_to_target"], digits=1), printed=False))
+    if any("client_worst" in row for row in every):
+        shown.append(Column("worst tenth of clients", lambda row: spread(row.get("client_worst", {}))))
+        shown.append(Column("deviation over clients", lambda row: spread(row.get("client_std", {}))))
+    if any(row.get("settings_tried") for row in every):
+        shown.append(Column("settings tried", lambda row: str(row["settings_tried"] or "–"), printed=False))
+    if any("setting" in row for row in every):
+        shown.append(Column("setting", lambda row: setting_text(row["setting"]), printed=False))
+    return shown
 
 
 def notes(blocks: Blocks) -> list[str]:
     """A line for each group with a run that did not learn, or whose setting has a value at the edge of those tried."""
-    found = []
+    lines = []
     for partition, rows in blocks.items():
         for row in rows:
             where = ", ".join(filter(None, (partition, row["name"])))
             if row.get("remark"):
-                found.append(f"{where}: {row['remark']}")
+                lines.append(f"{where}: {row['remark']}")
             if keys := row.get("at_edge"):
-                which = described({key: row["setting"][key] for key in keys})
+                which = setting_text({key: row["setting"][key] for key in keys})
                 several = (
                     "its range; consider widening it" if len(keys) == 1 else "their ranges; consider widening them"
                 )
-                found.append(f"{where}: {which} chosen at the edge of {several}")
-    return found
+                lines.append(f"{where}: {which} chosen at the edge of {several}")
+    return lines
 
 
 def spread(
@@ -93,17 +95,17 @@ def difference(row: Figures) -> str:
     """The paired difference with its interval, or why there is none."""
     if "difference" not in row:
         return ""
-    found = row["difference"]
-    if found["mean"] is None:
+    interval = row["difference"]
+    if interval["mean"] is None:
         return "no common seed"
-    text = f"{found['mean']:+.4f}"
-    if found["low"] is None:
+    text = f"{interval['mean']:+.4f}"
+    if interval["low"] is None:
         return f"{text} (one common seed)"
-    pairs = f" ({found['pairs']} seeds)" if found["pairs"] < row["runs"] else ""
-    return f"{text} [{found['low']:+.4f}, {found['high']:+.4f}]{pairs}"
+    pairs = f" ({interval['pairs']} seeds)" if interval["pairs"] < row["runs"] else ""
+    return f"{text} [{interval['low']:+.4f}, {interval['high']:+.4f}]{pairs}"
 
 
-def described(setting: Mapping[str, Any]) -> str:
+def setting_text(setting: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in setting.items()
     )
@@ -118,20 +120,16 @@ def leaders(rows: Sequence[Figures], lower: bool) -> list[Figures]:
     if leader is None:
         return []
     ahead = _by_seed(leader)
-    close = [paired(_by_seed(row), ahead) for row in rows]
+    differences = [paired(_by_seed(row), ahead) for row in rows]
     return [
         row
-        for row, found in zip(rows, close, strict=True)
-        if row is leader or (not row["lost"] and found.low <= 0 <= found.high)
+        for row, interval in zip(rows, differences, strict=True)
+        if row is leader or (not row["lost"] and interval.low <= 0 <= interval.high)
     ]
 
 
 def _by_seed(row: Figures) -> dict[int, float]:
-    """Each seed's figure; the mean, if there are several runs with one seed."""
-    found: dict[int, list[float]] = {}
-    for seed, value in zip(row["seeds"], row["values"], strict=True):
-        found.setdefault(seed, []).append(math.nan if value is None else value)
-    return {seed: average(values) for seed, values in found.items()}
+    return average_by_seed(row["seeds"], [math.nan if value is None else value for value in row["values"]])
 
 
 def best(rows: Sequence[Figures], lower: bool) -> Figures | None:
@@ -141,35 +139,34 @@ def best(rows: Sequence[Figures], lower: bool) -> Figures | None:
     return min(sound, key=lambda row: sign * row["mean"]) if len(rows) > 1 and sound else None
 
 
-def rich_table(blocks: Blocks, asked: Asked) -> Any:
-    """A Rich table."""
+def rich_table(blocks: Blocks, comparison: Comparison) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    found = columns(blocks, asked)
-    made.add_column("")
-    for column in found:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    shown = columns(blocks, comparison)
+    table.add_column("")
+    for column in shown:
         widest = max(len(column.cell(row)) for rows in blocks.values() for row in rows)  # headers may wrap, cells not
-        made.add_column(column.header, justify="left" if column.header == "setting" else "right", min_width=widest)
+        table.add_column(column.header, justify="left" if column.header == "setting" else "right", min_width=widest)
     for name, rows in blocks.items():
         if name:
-            made.add_row(Text(name, "bold"))
+            table.add_row(Text(name, "bold"))
         for row in rows:
-            made.add_row(f"{'  ' if name else ''}{row['name']}", *(column.cell(row) for column in found))
-    return made
+            table.add_row(f"{'  ' if name else ''}{row['name']}", *(column.cell(row) for column in shown))
+    return table
 
 
-def markdown(blocks: Blocks, asked: Asked) -> str:
+def markdown(blocks: Blocks, comparison: Comparison) -> str:
     """A Markdown table; **bold** are the `leaders` of a block."""
-    found = columns(blocks, asked)
+    shown = columns(blocks, comparison)
     named = any(blocks)
-    lines = [_line([*(["partition"] if named else []), "method" if named else "", *(c.header for c in found)])]
-    lines.append("|" + "---|" * (1 + named) + "---:|" * len(found))
+    lines = [_line([*(["partition"] if named else []), "method" if named else "", *(c.header for c in shown)])]
+    lines.append("|" + "---|" * (1 + named) + "---:|" * len(shown))
     for name, rows in blocks.items():
-        leading = leaders(rows, asked.lower)
+        leading = leaders(rows, comparison.lower)
         for row in rows:
-            cells = [column.cell(row) for column in found]
+            cells = [column.cell(row) for column in shown]
             cells[1] = f"**{cells[1]}**" if row in leading else cells[1]
             lines.append(_line([*([name] if named else []), row["name"], *cells]))
     below = "".join(f"\n- {one_line(note)}" for note in notes(blocks))
@@ -185,25 +182,25 @@ def one_line(text: str) -> str:
     return " ".join(printable(text).splitlines())
 
 
-def latex(blocks: Blocks, asked: Asked) -> str:
+def latex(blocks: Blocks, comparison: Comparison) -> str:
     r"""A `tabular` for booktabs, to be put into a `table` or `table*`; bold are the `leaders` of a block."""
-    found = [column for column in columns(blocks, asked) if column.printed]
+    shown = [column for column in columns(blocks, comparison) if column.printed]
     lines = [
         r"% Needs \usepackage{booktabs}. Mean ± standard deviation over seeds. Bold: the best mean, and every mean",
         "% whose difference to it, paired by seed, has a 95% confidence interval that contains 0.",
         *(f"% {one_line(note)}" for note in notes(blocks)),
-        rf"\begin{{tabular}}{{@{{}}l{'r' * len(found)}@{{}}}}",
+        rf"\begin{{tabular}}{{@{{}}l{'r' * len(shown)}@{{}}}}",
         r"\toprule",
-        " & ".join(["", *(_head(column.header) for column in found)]) + r" \\",
+        " & ".join(["", *(_head(column.header) for column in shown)]) + r" \\",
     ]
-    main = [column.header for column in found].index(columns(blocks, asked)[1].header)
+    main = [column.header for column in shown].index(columns(blocks, comparison)[1].header)
     for name, rows in blocks.items():
         lines.append(r"\midrule")
         if name:
-            lines.append(rf"\multicolumn{{{1 + len(found)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
-        leading = leaders(rows, asked.lower)
+            lines.append(rf"\multicolumn{{{1 + len(shown)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
+        leading = leaders(rows, comparison.lower)
         for row in rows:
-            cells = [escaped(column.cell(row)) for column in found]
+            cells = [escaped(column.cell(row)) for column in shown]
             cells[main] = rf"\textbf{{{cells[main]}}}" if row in leading else cells[main]
             lines.append(" & ".join([_first(escaped(row["name"])), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -249,17 +246,17 @@ def csv_text(blocks: Blocks) -> str:
 
 
 def _flat(row: Figures) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in row.items():
         if key in ("counted", "tried", "remark"):
             continue
         if key == "setting":
-            found[key] = described(value)
+            flat[key] = setting_text(value)
         elif isinstance(value, dict):
-            found |= {f"{key}_{inner}": number for inner, number in value.items()}
+            flat |= {f"{key}_{inner}": number for inner, number in value.items()}
         else:
-            found[key] = " ".join("nan" if x is None else str(x) for x in value) if isinstance(value, list) else value
-    return found
+            flat[key] = " ".join("nan" if x is None else str(x) for x in value) if isinstance(value, list) else value
+    return flat
 
 
 FORMULAS = tuple("=+-@＝＋－＠")

@@ -1,4 +1,4 @@
-"""Means, deviations and paired differences over seeds: pure functions of numbers."""
+"""Means, standard deviations and paired differences over seeds, with Student's t intervals."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def average(values: Sequence[float]) -> float:
         return math.fsum(values) / len(values)
     except OverflowError:
         return math.fsum(v / len(values) for v in values)
+
+
+def average_by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[int, float]:
+    """Each seed's value; the mean, if a seed occurs several times."""
+    by_seed: dict[int, list[float]] = {}
+    for seed, value in zip(seeds, values, strict=True):
+        by_seed.setdefault(seed, []).append(value)
+    return {seed: average(own) for seed, own in sorted(by_seed.items())}
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -56,13 +64,13 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float], level: fl
         The difference. With no common seed its mean is NaN, with fewer than two its interval.
     """
     common = [seed for seed in values if seed in baseline]
-    found = [values[seed] - baseline[seed] for seed in common]
-    found = [x for x in found if math.isfinite(x)]
-    if len(found) < 2:
-        return Difference(mean(found), math.nan, math.nan, len(found))
-    half = t_quantile((1 + level) / 2, len(found) - 1) * deviation(found) / math.sqrt(len(found))
-    middle = mean(found)
-    return Difference(middle, middle - half, middle + half, len(found))
+    differences = [values[seed] - baseline[seed] for seed in common]
+    differences = [x for x in differences if math.isfinite(x)]
+    pairs, middle = len(differences), mean(differences)
+    if pairs < 2:
+        return Difference(middle, math.nan, math.nan, pairs)
+    half = t_quantile((1 + level) / 2, pairs - 1) * deviation(differences) / math.sqrt(pairs)
+    return Difference(middle, middle - half, middle + half, pairs)
 
 
 def t_quantile(p: float, degrees: int) -> float:

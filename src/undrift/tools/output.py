@@ -1,4 +1,4 @@
-"""What commands print, and where to: streams that may be closed, full, or a pipe that nobody reads any more."""
+"""What commands print: lines, tables, and streams that may be closed, full, or a pipe that nobody reads any more."""
 
 from __future__ import annotations
 
@@ -6,12 +6,60 @@ import io
 import logging
 import os
 import sys
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from undrift.errors import printable
-from undrift.tools.torchrun import speaks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print a line, in which control characters have no effect on the terminal. All commands print with it."""
+    import typer
+
+    if speaks():
+        typer.echo(printable(text), err=err)
+
+
+def new_console() -> Console:
+    """A console for tables, without markup and emoji, since names that users choose are printed literally.
+
+    Control characters in what it is given to print have no effect on the terminal.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.text import Text
+
+    class Literal(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):  # of objects such as Text, which are no strings
+                yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    console = Literal(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # a file has no width, so tables need not be narrow
+    return console
+
+
+# ---- the processes that torchrun starts -----------------------------------------------------------------------------
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def speaks() -> bool:
+    """Whether this process talks to the user. Of those that torchrun has started, only the first does."""
+    return not under_torchrun() or os.environ.get("RANK") == "0"
+
+
+# ---- the standard streams -------------------------------------------------------------------------------------------
 
 
 class Output(io.FileIO):
@@ -78,9 +126,3 @@ def is_of_output(error: BaseException) -> bool:
     """Return whether an error is that the standard output cannot be written."""
     raw = _raw(sys.stdout)
     return isinstance(raw, Output) and raw.error is error
-
-
-def say(text: str, err: bool = False) -> None:
-    """Print a line, in which control characters have no effect on the terminal. All commands print with it."""
-    if speaks():
-        typer.echo(printable(text), err=err)

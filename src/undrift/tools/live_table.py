@@ -1,6 +1,6 @@
-"""Many runs as they go: a live table on a terminal, elsewhere a line every 30 seconds.
+"""The progress of many runs: a live table on a terminal, elsewhere a line every 30 seconds.
 
-How far a run is, its folder says, so it makes no difference which process it runs in.
+It is read from the folders of the runs, so any process may train them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from undrift.files import open_regular, parse_json
-from undrift.tools.display import score
-from undrift.tools.streams import say
+from undrift.tools.output import say
+from undrift.tools.run_folders import main_figure
 
 EVERY = 30.0
 """Seconds between two lines where there is no terminal."""
@@ -28,7 +28,7 @@ TAIL = 2**16
 """The most bytes of a history that are read to find its last row."""
 
 
-class Board:
+class LiveTable:
     """The runs of a sweep or a study: how many are done, which are in progress, and the round of each."""
 
     def __init__(self, console: Console, head: Callable[[], RenderableType] | None = None) -> None:
@@ -40,7 +40,7 @@ class Board:
         self.live = Live(get_renderable=self.render, console=console, refresh_per_second=2, transient=True)
         self.closed = threading.Event()
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> LiveTable:
         if self.console.is_terminal:
             self.live.start()
         else:
@@ -51,15 +51,15 @@ class Board:
         self.closed.set()
         self.live.stop()
 
-    def expect(self, runs: dict[Path, int], done: int) -> None:
-        """More runs: the rounds of those that are waiting, by folder, and how many are done already."""
+    def add_runs(self, runs: dict[Path, int], done: int) -> None:
+        """Add waiting runs, with their rounds by folder, and the number of those that are done already."""
         self.open = {**self.open, **runs}
         self.total += len(runs) + done
         self.ended += done
         self.skipped += done
 
-    def end(self, folder: Path) -> None:
-        """A run has ended, one way or another."""
+    def end_run(self, folder: Path) -> None:
+        """Note that a run has ended, whether it finished or failed."""
         self.open = {other: rounds for other, rounds in self.open.items() if other != folder}
         self.ended += 1
 
@@ -80,8 +80,8 @@ class Board:
             except OSError:
                 pass
 
-    def left(self) -> str:
-        """The time left, as far as the runs that ended tell."""
+    def time_left(self) -> str:
+        """An estimate from the runs that have ended; empty if there are none."""
         own = self.ended - self.skipped
         if not own or self.ended == self.total:
             return ""
@@ -90,13 +90,15 @@ class Board:
 
     def render(self) -> RenderableType:
         bar = Table.grid(padding=(0, 1))
-        bar.add_row("runs", f"{self.ended}/{self.total}", ProgressBar(max(self.total, 1), self.ended, 20), self.left())
+        bar.add_row(
+            "runs", f"{self.ended}/{self.total}", ProgressBar(max(self.total, 1), self.ended, 20), self.time_left()
+        )
         rows = Table.grid(padding=(0, 2))
-        going = list(self.running())
-        for folder, rounds, row in going[:SHOWN]:
-            rows.add_row(f"  {folder.name}", *_state(rounds, row))
-        if len(going) > SHOWN:
-            rows.add_row(f"  and {len(going) - SHOWN} more")
+        running = list(self.running())
+        for folder, rounds, row in running[:SHOWN]:
+            rows.add_row(f"  {folder.name}", *_describe(rounds, row))
+        if len(running) > SHOWN:
+            rows.add_row(f"  and {len(running) - SHOWN} more")
         return Group(*([self.head()] if self.head else []), bar, rows)
 
     def _lines(self) -> None:
@@ -104,21 +106,20 @@ class Board:
             say(self.line(), err=True)
 
     def line(self) -> str:
-        """One line about all of it."""
-        going = [f"{folder.name} ({', '.join(filter(None, _state(n, row)))})" for folder, n, row in self.running()]
-        more = f" and {len(going) - 4} more" if len(going) > 4 else ""
-        said = [
+        running = [f"{folder.name} ({', '.join(filter(None, _describe(n, row)))})" for folder, n, row in self.running()]
+        more = f" and {len(running) - 4} more" if len(running) > 4 else ""
+        parts = [
             f"{self.ended} of {self.total} runs",
-            self.left(),
-            f"running: {', '.join(going[:4])}{more}" if going else "",
+            self.time_left(),
+            f"running: {', '.join(running[:4])}{more}" if running else "",
         ]
-        return "; ".join(filter(None, said))
+        return "; ".join(filter(None, parts))
 
 
-def _state(rounds: int, row: dict[str, Any]) -> tuple[str, str]:
-    found = score(row)
-    figure = f"{found[0].replace('_', ' ')} {found[1]:.4f}" if found else ""
-    return f"round {row.get('round', 0)} of {rounds}", figure
+def _describe(rounds: int, row: dict[str, Any]) -> tuple[str, str]:
+    figure = main_figure(row)
+    text = f"{figure[0].replace('_', ' ')} {figure[1]:.4f}" if figure else ""
+    return f"round {row.get('round', 0)} of {rounds}", text
 
 
 def last_row(file: Path) -> dict[str, Any]:
