@@ -249,8 +249,8 @@ def test_runs_of_a_sweep_that_differ_only_in_numbers_train_in_one_program(tmp_pa
     grid = {"local.lr": [0.1, 0.3], "method": ["FedAvg()", "FedProx(0.1)"], "seed": [0, 1]}
     settings = {**GOOD, "rounds": 2, "data": {**GOOD["data"], "validation_fraction": 0.1}}
     points = sweep.grid_points(settings, grid, "test")
-    assert sorted(len(bundle) for bundle in parallel.bundles(points, 8)) == [4, 4]
-    assert [len(bundle) for bundle in parallel.bundles(points, 1)] == [1] * 8
+    assert sorted(len(bundle) for bundle in parallel.bundle_points(points, 8)) == [4, 4]
+    assert [len(bundle) for bundle in parallel.bundle_points(points, 1)] == [1] * 8
     said = {}
     runs = parallel.run_points(
         points,
@@ -274,7 +274,7 @@ def test_runs_of_a_sweep_are_shared_out(tmp_path, monkeypatch):
         seen.append(([len(bundle) for bundle in tasks], len(places), threads))
         return iter(())
 
-    monkeypatch.setattr(parallel, "_finished", finished)
+    monkeypatch.setattr(parallel, "_train_bundles", finished)
     monkeypatch.setattr(parallel, "usable_cpus", lambda: 16)
     monkeypatch.setattr(parallel, "THREADS", ())  # whatever is set where this test runs
     for how in (

@@ -60,7 +60,7 @@ def given(how: parallel.Parallel, out: Path, monkeypatch) -> tuple[int, int | No
         seen.append((len(places), *{run[3] for (runs,) in tasks.values() for run in runs}))
         return iter(())
 
-    monkeypatch.setattr(parallel, "_finished", finished)
+    monkeypatch.setattr(parallel, "_train_bundles", finished)
     points = sweep.grid_points(GOOD, {"seed": list(range(8))}, "test")
     parallel.run_points(points, out, "test", how, lambda point, message: None)
     return seen[0]

@@ -214,7 +214,7 @@ def test_threads_are_put_back(start, tmp_path):
     if start == "a run":
         experiment.run(config.checked(settings, "e"), tmp_path / "run", on_round=look)
     else:
-        assert parallel._one(None, settings, str(tmp_path / "run"), "e", 2, look) is None
+        assert parallel._train_one(None, settings, str(tmp_path / "run"), "e", 2, look) is None
     assert seen == [3] and torch.get_num_threads() == before
 
 

@@ -23,7 +23,7 @@ from tests.killing import undrift
 from tests.problems import make_clients
 from undrift.data.partition_summary import partition_summary
 from undrift.tools.cli import app
-from undrift.tools.report.curves import downsample, even, rounded
+from undrift.tools.report.curves import downsample, even_positions, round_digits
 from undrift.tools.report.figures import draw
 from undrift.tools.report.gather import gather
 from undrift.tools.report.page import page, write
@@ -350,5 +350,9 @@ def test_downsampling_keeps_what_the_eye_would_see():
     kept = downsample([curve], len(curve), 500)
     assert len(kept) <= 502 and 4321 in kept and kept[0] == 0 and kept[-1] == 9999
     assert np.array_equal(downsample([curve], 300, 500), np.arange(300))
-    assert even(7, 100).tolist() == list(range(7)) and even(1000, 3).tolist() == [0, 500, 999] and not len(even(0, 9))
-    assert rounded([1 / 3, 2.0, math.nan, math.inf, None, 1234567]) == [0.33333, 2, None, None, None, 1234600]
+    assert (
+        even_positions(7, 100).tolist() == list(range(7))
+        and even_positions(1000, 3).tolist() == [0, 500, 999]
+        and not len(even_positions(0, 9))
+    )
+    assert round_digits([1 / 3, 2.0, math.nan, math.inf, None, 1234567]) == [0.33333, 2, None, None, None, 1234600]

@@ -427,7 +427,7 @@ def by_file(tmp_path_factory):
 
 def resume(folder: Path) -> ud.Result:
     """What `undrift resume` does."""
-    settings, _ = experiment.resumable(folder)
+    settings, _ = experiment.settings_to_resume(folder)
     return experiment.run(config.checked(settings, "here"), folder, resume=True)
 
 

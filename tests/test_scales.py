@@ -203,6 +203,6 @@ def test_a_worker_of_a_sweep_gives_no_warnings_about_data(monkeypatch, caplog):
         caplog.clear()
         warn_once.warned.clear()
         monkeypatch.setattr(parallel, "parent_process", lambda parent=parent: parent)
-        assert parallel._one(None, text, f"runs/{parent}", "a test", 1, lambda: None) is None
+        assert parallel._train_one(None, text, f"runs/{parent}", "a test", 1, lambda: None) is None
         warned = any("very different scales" in record.getMessage() for record in caplog.records)
         assert warned == (parent is None)

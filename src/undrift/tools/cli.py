@@ -139,20 +139,20 @@ def resume(
     The result is the same, bit for bit, as that of a run that was never interrupted.
     """
     from undrift.tools import config
-    from undrift.tools.experiment import changed_for_resume, resumable, same_length, without_effect
+    from undrift.tools.experiment import override_for_resume, same_length, settings_to_resume, without_effect
     from undrift.training.record import repeats
     from undrift.training.result import RUN, finished, intact, recorded
 
     if not any((folder / name).exists() for name in ("config.toml", RUN)):
         raise UndriftError(f"{folder} is not the folder of a run: it has no config.toml.")
-    settings, text = resumable(folder, allow_version_change)
+    settings, text = settings_to_resume(folder, allow_version_change)
     if not repeats(text):
         raise UndriftError(
             f"{folder} was started from Python; resume it there: ud.train(…, out={str(folder)!r}, resume=True)."
         )
     options = {"on_nonfinite": on_nonfinite, "rounds": rounds}
     given = [*(set or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
-    changed = changed_for_resume(settings, given, allow_version_change)
+    changed = override_for_resume(settings, given, allow_version_change)
     known = recorded(folder) if finished(folder) else None
     if known and same_length(changed, text) and intact(folder, known):
         rest = without_effect(changed, text)
@@ -637,7 +637,7 @@ def main() -> None:
 
     The exit status is 2 for bad input, 130 for Ctrl-C, and 1 for any other error (a full disk, no memory).
     """
-    output.prepare()
+    output.prepare_streams()
     try:
         try:
             app()
@@ -651,7 +651,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         status, message = _describe(error)
-        if output.is_of_output(error):
+        if output.is_output_error(error):
             if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
                 sys.exit(1)
             message = f"The standard output cannot be written ({getattr(error, 'strerror', error)})."

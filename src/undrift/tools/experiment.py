@@ -83,15 +83,15 @@ def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
         as_rule(experiment.stop_when)
     with about("track"):
         find(experiment.track)
-    local = filled(Local, "local", experiment.local, parse_local)
-    return method, local, filled(Faults, "faults", experiment.faults, parse_fault) if experiment.faults else None
+    local = build_section(Local, "local", experiment.local, parse_local)
+    return method, local, build_section(Faults, "faults", experiment.faults, parse_fault) if experiment.faults else None
 
 
 def parse_fault(key: str, value: Any) -> Any:
     return parse_number(value) if isinstance(value, str) else value
 
 
-def filled(kind: Callable[..., T], name: str, section: Section, parsed: Callable[[str, Any], Any]) -> T:
+def build_section(kind: Callable[..., T], name: str, section: Section, parsed: Callable[[str, Any], Any]) -> T:
     """The object that a section describes; `parsed` turns a key's value into an argument."""
     values: dict[str, Any] = {}
     for key, value in section.model_dump().items():
@@ -140,7 +140,7 @@ DIGITS = {key for key, role in KEYS.items() if role.resume == "digits"}
 """What may change a run's last digits, and nothing more."""
 
 
-def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Document, str]:
+def settings_to_resume(folder: Path, allow_version_change: bool = False) -> tuple[Document, str]:
     """The settings to resume a run with, and its `config.toml`, of which `run.json` has a copy.
 
     Raises `UndriftError` if a setting that decides the result has been changed in the file.
@@ -158,7 +158,7 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
         log.warning("%s The copy in %s is used instead.", error, RUN)
         return tomllib.loads(copy), copy
     now = flat(given)
-    for key in _fixed(before, now, allow_version_change):
+    for key in _changed_fixed_keys(before, now, allow_version_change):
         raise UndriftError(
             f"{file}: {key} was {quoted(before.get(key))} when the run started, and is {quoted(now.get(key))} now. "
             "Change it back, or start another run."
@@ -166,17 +166,17 @@ def resumable(folder: Path, allow_version_change: bool = False) -> tuple[Documen
     return given, copy
 
 
-def _fixed(before: Document, now: Document, allow_version_change: bool) -> list[str]:
+def _changed_fixed_keys(before: Document, now: Document, allow_version_change: bool) -> list[str]:
     """The keys that differ although a resumed run must not change them."""
     free = FREE | (DIGITS if allow_version_change else set())
     return [key for key in before | now if before.get(key) != now.get(key) and key not in free]
 
 
-def changed_for_resume(settings: Document, assignments: list[str], allow_version_change: bool) -> Document:
+def override_for_resume(settings: Document, assignments: list[str], allow_version_change: bool) -> Document:
     """The settings of a run, with each `key=value` put in. Raises `UndriftError` for what a resumed run must keep."""
     changed = override(settings, assignments)
     checked(changed, "--set")
-    for key in _fixed(flat(settings), flat(changed), allow_version_change):
+    for key in _changed_fixed_keys(flat(settings), flat(changed), allow_version_change):
         if key in DIGITS:
             why = "may change the last digits of the result; to change it anyway, add --allow-version-change."
         else:

@@ -81,7 +81,7 @@ class Output(io.FileIO):
             raise
 
 
-def prepare() -> None:
+def prepare_streams() -> None:
     """Open streams that are closed, and let neither file names nor log messages control or stop the terminal."""
     for number in range(3):  # in order, as a file gets the lowest number that is free
         try:
@@ -91,14 +91,14 @@ def prepare() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
         if before is None or (isinstance(_raw(before), io.FileIO) and before.fileno() == number):
-            setattr(sys, name, _opened(number, before))
+            setattr(sys, name, _open_stream(number, before))
         elif isinstance(before, io.TextIOWrapper):
             before.reconfigure(errors="backslashreplace")
     if logging.lastResort:
-        logging.lastResort.addFilter(_literal)
+        logging.lastResort.addFilter(_escape_record)
 
 
-def _opened(number: int, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
+def _open_stream(number: int, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
     raw = Output(number, "w", closefd=False)
     raw.silent = number == 2  # there is no place left to say so
     unbuffered = isinstance(getattr(before, "buffer", None), io.FileIO)  # python -u
@@ -117,12 +117,12 @@ def _raw(stream: Any) -> Any:
     return getattr(buffer, "raw", buffer)
 
 
-def _literal(record: logging.LogRecord) -> bool:
+def _escape_record(record: logging.LogRecord) -> bool:
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 
 
-def is_of_output(error: BaseException) -> bool:
+def is_output_error(error: BaseException) -> bool:
     """Return whether an error is that the standard output cannot be written."""
     raw = _raw(sys.stdout)
     return isinstance(raw, Output) and raw.error is error

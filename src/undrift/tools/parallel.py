@@ -166,23 +166,23 @@ def run_points(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UndriftError(f"The folder {quoted(str(out), 200)} cannot be created ({error.strerror}).") from error
-    _refuse_others(out)
+    _refuse_other_files(out)
     for point in points:
-        _claim(point, out, kind)
+        _claim_folder(point, out, kind)
     waiting = [point for point in points if not finished(out / point.name)]
     some: Sequence[str | None] = how.devices or [None] * (how.workers or _count_workers(points[0], where))
     share = min(beside.MOST, -(-len(points) // len(some)))  # so that every process has some
     size = how.together or (share if any(_on_gpu(points[0], where, place) for place in some) else 1)
     # Bundles with a run that is not finished are those of the first time: the others' bits depend on the finished ones.
     left = set(waiting)
-    together = [bundle for bundle in bundles(points, max(1, size)) if left.intersection(bundle)]
+    together = [bundle for bundle in bundle_points(points, max(1, size)) if left.intersection(bundle)]
     places = some[: len(together)]
     chosen = any(name in os.environ for name in THREADS)  # which torch has read, in every process
     threads = None if chosen else max(1, usable_cpus() // max(len(places), 1))
     tasks = {
         bundle: ([(point.settings, str(out / point.name), where, threads) for point in bundle],) for bundle in together
     }
-    for point, message in _finished(tasks, places):
+    for point, message in _train_bundles(tasks, places):
         if point in left or message:
             done(point, message)
     runs = []
@@ -196,7 +196,7 @@ def run_points(
     return runs
 
 
-def _refuse_others(out: Path) -> None:
+def _refuse_other_files(out: Path) -> None:
     """Raise if the folder has a `sweep.json`, which would be replaced, that no sweep wrote."""
     file = out / "sweep.json"
     if not os.path.lexists(file):
@@ -209,7 +209,7 @@ def _refuse_others(out: Path) -> None:
         raise UndriftError(f"{file} was not written by a sweep; choose another --out, or move that file away.")
 
 
-def _claim(point: Point, out: Path, kind: str) -> None:
+def _claim_folder(point: Point, out: Path, kind: str) -> None:
     """Record the settings of a run's folder; raise if it has other settings, so that a sweep only continues itself."""
     file = out / f"{point.name}.json"
     mine = json.dumps(point.settings, sort_keys=True)
@@ -228,7 +228,7 @@ def _on_gpu(point: Point, where: str, place: str | None) -> bool:
     return asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
 
 
-def bundles(points: list[Point], size: int) -> list[tuple[Point, ...]]:
+def bundle_points(points: list[Point], size: int) -> list[tuple[Point, ...]]:
     """The points, up to `size` at a time, such that those of a bundle seem to differ only in numbers.
 
     Training finds out whether they do; those that do not take turns.
@@ -239,24 +239,26 @@ def bundles(points: list[Point], size: int) -> list[tuple[Point, ...]]:
     return [tuple(own[i : i + size]) for own in alike.values() for i in range(0, len(own), size)]
 
 
-def _finished(tasks: dict[tuple[Point, ...], Any], places: Sequence[str | None]) -> Iterator[tuple[Point, str | None]]:
+def _train_bundles(
+    tasks: dict[tuple[Point, ...], Any], places: Sequence[str | None]
+) -> Iterator[tuple[Point, str | None]]:
     """Points as they finish, with an error message or None. Raises KeyboardInterrupt after a stop."""
     with stopping() as stop:
         if len(places) > 1:
-            answers = each(_several, tasks, places, stop)
+            answers = run_in_workers(_train_together, tasks, places, stop)
         else:
-            answers = ((bundle, _several(places[0], runs, stop.check)) for bundle, (runs,) in tasks.items())
+            answers = ((bundle, _train_together(places[0], runs, stop.check)) for bundle, (runs,) in tasks.items())
         for bundle, answer in answers:
             messages = [answer] * len(bundle) if isinstance(answer, str) else answer  # about a process that died
             yield from zip(bundle, messages, strict=True)
 
 
-def _several(
+def _train_together(
     device: str | None, runs: list[tuple[Document, str, str, int | None]], check: Callable[[], None]
 ) -> list[str | None]:
     """Train runs in this process, as one program where they can. Returns for each why it did not finish, or None."""
     check()
-    tasks = [partial(_one, device, *given, check=check) for given in runs]
+    tasks = [partial(_train_one, device, *given, check=check) for given in runs]
     if len(tasks) == 1:
         return [tasks[0]()]
     messages: list[str | None] = []
@@ -267,7 +269,7 @@ def _several(
     return messages
 
 
-def _one(
+def _train_one(
     device: str | None, settings: Document, folder: str, where: str, threads: int | None, check: Callable[[], None]
 ) -> str | None:
     """Train a run in this process. Returns why it did not finish, or None; no exception must end the sweep.
@@ -321,7 +323,7 @@ class Worker:
         self.pipe, there = CONTEXT.Pipe()
         self.place = place
         self.process = CONTEXT.Process(target=_work, args=(partial(function, place), there, plugins.places()))
-        with _shielded():
+        with _without_interrupts():
             self.process.start()
         there.close()
         self.key: Any = None
@@ -345,7 +347,7 @@ class Worker:
         return f"its process {how}{', perhaps for lack of memory' if code == -signal.SIGKILL else ''}"
 
 
-def each(
+def run_in_workers(
     function: Callable[..., Any], tasks: Mapping[Any, tuple[Any, ...]], places: Sequence[Any], stop: Stop
 ) -> Iterator[tuple[Any, Any]]:
     """Call `function(place, *task, check)` in a process per place; yields each task's key and result as they arrive.
@@ -398,7 +400,7 @@ def _end(crew: list[Worker], seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _shielded() -> Iterator[None]:
+def _without_interrupts() -> Iterator[None]:
     """A process started in this context never receives Ctrl-C, and imports nothing from the working directory as it
     starts.
     """

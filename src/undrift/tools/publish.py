@@ -97,7 +97,7 @@ def model_arguments(run: RunFolder, config: str) -> dict[str, Any] | None:
         return None
     from safetensors.torch import load_model
 
-    experiment = checked(nested(run.settings), str(run.folder))
+    experiment = checked(nest(run.settings), str(run.folder))
     import_plugins(experiment.imports)
     data = loaded(experiment)
     name, options = parse_model(experiment.model)
@@ -110,7 +110,7 @@ def model_arguments(run: RunFolder, config: str) -> dict[str, Any] | None:
     return {"name": name, "classes": data.outputs, "shape": shape, **tokens, **options}
 
 
-def nested(settings: dict[str, Any]) -> dict[str, Any]:
+def nest(settings: dict[str, Any]) -> dict[str, Any]:
     """`{"local.lr": 0.1}` as `{"local": {"lr": 0.1}}`."""
     document: dict[str, Any] = {}
     for key, value in settings.items():

@@ -191,33 +191,33 @@ def latex(blocks: Blocks, comparison: Comparison) -> str:
         *(f"% {one_line(note)}" for note in notes(blocks)),
         rf"\begin{{tabular}}{{@{{}}l{'r' * len(shown)}@{{}}}}",
         r"\toprule",
-        " & ".join(["", *(_head(column.header) for column in shown)]) + r" \\",
+        " & ".join(["", *(_two_line_header(column.header) for column in shown)]) + r" \\",
     ]
     main = [column.header for column in shown].index(columns(blocks, comparison)[1].header)
     for name, rows in blocks.items():
         lines.append(r"\midrule")
         if name:
-            lines.append(rf"\multicolumn{{{1 + len(shown)}}}{{@{{}}l}}{{\emph{{{escaped(name)}}}}} \\")
+            lines.append(rf"\multicolumn{{{1 + len(shown)}}}{{@{{}}l}}{{\emph{{{escape_latex(name)}}}}} \\")
         leading = leaders(rows, comparison.lower)
         for row in rows:
-            cells = [escaped(column.cell(row)) for column in shown]
+            cells = [escape_latex(column.cell(row)) for column in shown]
             cells[main] = rf"\textbf{{{cells[main]}}}" if row in leading else cells[main]
-            lines.append(" & ".join([_first(escaped(row["name"])), *cells]) + r" \\")
+            lines.append(" & ".join([_first_cell(escape_latex(row["name"])), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-def _first(cell: str) -> str:
+def _first_cell(cell: str) -> str:
     r"""The first cell of a row. After \\ and \midrule, a star or a bracket would be taken for an argument of these."""
     return f"{{}}{cell}" if cell.lstrip().startswith(("[", "*")) else cell
 
 
-def _head(header: str) -> str:
+def _two_line_header(header: str) -> str:
     """A header over two lines, where it is long: as wide as its figures."""
     words = header.split()
     if len(header) < 16:
-        return escaped(header)
+        return escape_latex(header)
     cut = min(range(1, len(words)), key=lambda i: abs(len(" ".join(words[:i])) - len(" ".join(words[i:]))))
-    above, below = (escaped(" ".join(part)) for part in (words[:cut], words[cut:]))
+    above, below = (escape_latex(" ".join(part)) for part in (words[:cut], words[cut:]))
     return rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{above}\\{{}}{below}\end{{tabular}}"
 
 
@@ -228,7 +228,7 @@ SPECIAL = {
 }  # fmt: skip
 
 
-def escaped(text: str) -> str:
+def escape_latex(text: str) -> str:
     """Text for LaTeX; a minus or plus before a number becomes mathematics."""
     plain = "".join(SPECIAL.get(letter, letter) for letter in one_line(text))
     return re.sub(r"(?<![\w.])([+-])(?=\d)", r"$\1$", plain)
@@ -236,16 +236,16 @@ def escaped(text: str) -> str:
 
 def csv_text(blocks: Blocks) -> str:
     """Every number, one line per group. Lists, such as the figures by seed, are separated by spaces."""
-    rows = [({"partition": name} if name else {}) | _flat(row) for name, own in blocks.items() for row in own]
+    rows = [({"partition": name} if name else {}) | _flatten(row) for name, own in blocks.items() for row in own]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, keys, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({key: _inert(value) for key, value in row.items()} for row in rows)
+    writer.writerows({key: _defuse_formula(value) for key, value in row.items()} for row in rows)
     return text.getvalue()
 
 
-def _flat(row: Figures) -> dict[str, Any]:
+def _flatten(row: Figures) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if key in ("counted", "tried", "remark"):
@@ -263,15 +263,15 @@ FORMULAS = tuple("=+-@＝＋－＠")
 """What formulas begin with in spreadsheets, also in those for scripts with wide letters."""
 
 
-def _inert(value: Any) -> Any:
+def _defuse_formula(value: Any) -> Any:
     """A cell of text that spreadsheets show. One that begins like a formula would be computed, and may do harm."""
-    if not isinstance(value, str) or _numbers(value):
+    if not isinstance(value, str) or _is_numbers(value):
         return value
     text = printable(value)
     return f"'{text}" if text.lstrip().startswith(FORMULAS) else text
 
 
-def _numbers(text: str) -> bool:
+def _is_numbers(text: str) -> bool:
     """Whether these are numbers, separated by spaces."""
     try:
         return [float(word) for word in text.split()] != []

@@ -56,8 +56,8 @@ def curves(runs: list[RunFolder], metrics: list[str]) -> dict[str, Any]:
     fine = at[downsample(leading, len(at), POINTS)]
     coarse = downsample([_mean(v) for v in others.values()], length, SHORT)
     content: dict[str, Any] = {
-        "evaluated": {name: rounded(values[fine]) for name, values in axes.items()},
-        "every": {name: rounded(values[coarse]) for name, values in axes.items()},
+        "evaluated": {name: round_digits(values[fine]) for name, values in axes.items()},
+        "every": {name: round_digits(values[coarse]) for name, values in axes.items()},
         "curves": {key: _curve(values[:, fine]) for key, values in evaluated.items()},
         "schedules": {key: _curve(values[:, coarse]) for key, values in others.items()},
     }
@@ -67,7 +67,7 @@ def curves(runs: list[RunFolder], metrics: list[str]) -> dict[str, Any]:
             "mean": _mean(span["mean"]),
             "most": _mean(span["most"], np.fmax),
         }
-        steps = {k: rounded(values[coarse]) for k, values in ends.items()}
+        steps = {k: round_digits(values[coarse]) for k, values in ends.items()}
         low_high = {"low": steps["fewest"], "high": steps["most"]} if steps["fewest"] != steps["most"] else {}
         content["schedules"]["local_steps"] = {"mean": steps["mean"], **low_high}
     return content
@@ -106,13 +106,13 @@ def _mean(values: Numbers, of: np.ufunc | None = None) -> Numbers:
 def _curve(values: Numbers) -> dict[str, Any]:
     """The mean over runs and, if there are several and they differ, their standard deviation."""
     known = np.isfinite(values).sum(0)
-    curve = {"mean": rounded(_mean(values))}
+    curve = {"mean": round_digits(_mean(values))}
     if (known > 1).any():
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             deviation = np.where(known > 1, np.nanstd(_finite(values), 0, ddof=1), 0.0)
         if (deviation > 0).any():
-            curve["std"] = rounded(deviation)
+            curve["std"] = round_digits(deviation)
     return curve
 
 
@@ -132,12 +132,14 @@ def records(run: RunFolder, metrics: list[str]) -> dict[str, dict[str, Any]]:
             better = _improvements([row.get(form.format(name)) for row in run.rows], lower)
             if better:
                 rows = [run.rows[i] for i in better]
-                spent = {axis: rounded(row[key] for row in rows) for axis, key in AXES.items() if axis != "seconds"}
-                values = rounded(row[form.format(name)] for row in rows)
+                spent = {
+                    axis: round_digits(row[key] for row in rows) for axis, key in AXES.items() if axis != "seconds"
+                }
+                values = round_digits(row[form.format(name)] for row in rows)
                 by_metric[f"{source}.{name}"] = {
                     "value": values,
                     **spent,
-                    "seconds": rounded(seconds[better]),
+                    "seconds": round_digits(seconds[better]),
                     "lower": lower,
                 }
     return by_metric
@@ -167,8 +169,8 @@ def longest_updates(run: RunFolder, names: dict[str, str]) -> dict[str, Any] | N
     return {
         "of": len(norms),
         "who": [names.get(client, client) for client in chosen],
-        "mean": rounded([np.mean(norms[client]) for client in chosen]),
-        "most": rounded([max(norms[client]) for client in chosen]),
+        "mean": round_digits([np.mean(norms[client]) for client in chosen]),
+        "most": round_digits([max(norms[client]) for client in chosen]),
         "rounds": [len(norms[client]) for client in chosen],
     }
 
@@ -176,7 +178,7 @@ def longest_updates(run: RunFolder, names: dict[str, str]) -> dict[str, Any] | N
 # ---- fewer and shorter numbers, without a visible difference --------------------------------------------------------
 
 
-def rounded(values: Iterable[Any], digits: int = 5) -> list[float | int | None]:
+def round_digits(values: Iterable[Any], digits: int = 5) -> list[float | int | None]:
     """Numbers rounded to `digits` significant digits, whole ones as integers; None for what is not finite."""
     short: list[float | int | None] = []
     for value in values:
@@ -188,7 +190,7 @@ def rounded(values: Iterable[Any], digits: int = 5) -> list[float | int | None]:
     return short
 
 
-def even(count: int, most: int) -> np.ndarray:
+def even_positions(count: int, most: int) -> np.ndarray:
     """At most `most` evenly spaced positions, including the first and the last."""
     return (
         np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)) if count else np.empty(0, int)

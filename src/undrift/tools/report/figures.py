@@ -93,7 +93,7 @@ def _figure(panels: Mapping[str, Callable[[Any], None]], width: float, name: str
     handles: dict[str, Any] = {}
     for i, (axes, (title, paint)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         paint(axes)
-        axes.set_title(escaped(title))
+        axes.set_title(escape_math(title))
         if shared and i % across:
             axes.set_ylabel("")
         own, labels = axes.get_legend_handles_labels()
@@ -119,12 +119,12 @@ def figures(payload: Payload) -> dict[str, Callable[[Any], None]]:
         ]
         if not source.endswith("_std") and (max(counts) > 1 or source == "test"):  # one evaluation makes no curve
             name = metric if source == "test" else f"{source}_{metric}"
-            label = escaped(name.replace("_", " "))
+            label = escape_math(name.replace("_", " "))
             drawings[name] = partial(curves, payload=payload, where="curves", grid="evaluated", key=key, label=label)
             if source == "test" and metric != "loss" and max(counts) > 1:
                 drawings[f"{name}_over_bytes"] = partial(drawings[name], axis="bytes")
     for key in {key: None for group in payload["groups"] for key in group["schedules"]}:
-        label = LABELS.get(key) or payload["labels"].get(key) or escaped(key.replace("_", " "))
+        label = LABELS.get(key) or payload["labels"].get(key) or escape_math(key.replace("_", " "))
         drawings[key] = partial(curves, payload=payload, where="schedules", grid="every", key=key, label=label)
     if any("classes" in run for run in payload["runs"]):
         drawings["class_accuracy"] = lambda axes: by_class(axes, payload)
@@ -149,7 +149,7 @@ def curves(axes: Any, payload: Payload, where: str, grid: str, key: str, label: 
         curve = {name: np.array(values, float) for name, values in group[where][key].items()}
         known = np.isfinite(curve["mean"])
         x, y = np.array(group[grid][axis], float)[known] / unit, curve["mean"][known]
-        style, name = looks(group["look"]), escaped(group["name"])
+        style, name = looks(group["look"]), escape_math(group["name"])
         if earlier := same[:i].count(same[i]):
             axes.plot([], [], **style, label=name)  # the legend shows the line without gaps
             style["linestyle"], name = (4 * earlier, (4, 4 * same.count(same[i]) - 4)), "_"
@@ -178,7 +178,7 @@ def by_class(axes: Any, payload: Payload) -> None:
             style = {**looks(group["look"]), "linestyle": "none", "marker": "osD^v<>P"[group["look"] % 8]}
             beside = np.linspace(-0.25, 0.25, len(payload["groups"]) + 2)[1 + i]  # so that none hides another
             x, y = np.flatnonzero(seen) + beside, values[:, seen].mean(0)
-            axes.plot(x, y, markersize=4, **style, label=escaped(group["name"]))
+            axes.plot(x, y, markersize=4, **style, label=escape_math(group["name"]))
     axes.set(xlabel="class", ylabel="accuracy", ylim=(-0.03, 1.03))
     if count <= 20:
         axes.set_xticks(range(count))
@@ -196,8 +196,8 @@ def by_client(axes: Any, payload: Payload) -> None:
         if ranked := [values for values in ranked if len(values)]:
             metric = own[0]["metric"]
             axes.plot(100 * share, np.mean([np.quantile(v, share) for v in ranked], 0), **looks(group["look"]),
-                      label=escaped(group["name"]))  # fmt: skip
-    axes.set(xlabel="share of clients (%), worst first", ylabel=escaped(metric.replace("_", " ")))
+                      label=escape_math(group["name"]))  # fmt: skip
+    axes.set(xlabel="share of clients (%), worst first", ylabel=escape_math(metric.replace("_", " ")))
 
 
 def partition(axes: Any, content: dict[str, Any]) -> None:
@@ -210,12 +210,12 @@ def partition(axes: Any, content: dict[str, Any]) -> None:
     )
     names = content["classes"]
     if len(names) <= 20:
-        axes.set_yticks(range(len(names)), [escaped(name) for name in names])
+        axes.set_yticks(range(len(names)), [escape_math(name) for name in names])
     _whole(axes)
     axes.spines[:].set_visible(True)
 
 
-def escaped(text: str) -> str:
+def escape_math(text: str) -> str:
     """Text without matplotlib's mathematical notation, and without characters that no font has."""
     return printable(text).replace("$", r"\$")
 

@@ -19,7 +19,17 @@ from undrift.errors import UndriftError
 from undrift.files import parse_json, read_text
 from undrift.tools.compare import group_runs
 from undrift.tools.report import summary
-from undrift.tools.report.curves import AXES, POINTS, SHORT, SOURCES, curves, even, longest_updates, records, rounded
+from undrift.tools.report.curves import (
+    AXES,
+    POINTS,
+    SHORT,
+    SOURCES,
+    curves,
+    even_positions,
+    longest_updates,
+    records,
+    round_digits,
+)
 from undrift.tools.run_folders import RunFolder, read_runs, reporting_damage
 from undrift.training.result import finished
 from undrift.training.rows import number
@@ -57,7 +67,7 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
     if not runs:
         raise UndriftError(problems[0])
     grouped = summary.name_groups(group_runs(runs)) if labels is None else group_by_label(runs, labels)
-    metrics = sorted({name for run in runs for name in measured(run)}, key=lambda name: (name == "loss", name))
+    metrics = sorted({name for run in runs for name in metric_names(run)}, key=lambda name: (name == "loss", name))
     payload: dict[str, Any] = {
         "version": __version__,
         "made": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
@@ -68,7 +78,7 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
         "drift": any(run.settings.get("drift") for run in runs),
         "groups": [],
         "runs": [],
-        "shared": summary.shared(runs),
+        "shared": summary.shared_settings(runs),
         "partitions": partitions,
         "left_out": problems,
     }
@@ -76,7 +86,10 @@ def gather(paths: Sequence[Path], labels: Mapping[Path, str] | None = None) -> d
         members = range(len(payload["runs"]), len(payload["runs"]) + len(own))
         payload["groups"].append(
             {"name": name, "runs": list(members), "cells": summary.cells(own, metrics), **curves(own, metrics)}
-            | {"figures": summary.figures(own, metrics), "settings": summary.differing(own[0], payload["shared"])}
+            | {
+                "figures": summary.figures(own, metrics),
+                "settings": summary.differing_settings(own[0], payload["shared"]),
+            }
         )
         payload["runs"] += [shown[run.folder] | {"records": records(run, metrics)} for run in own]
     payload["downsampled"] = max(len(run.rows) for run in runs) > POINTS
@@ -90,7 +103,7 @@ def group_by_label(runs: Sequence[RunFolder], labels: Mapping[Path, str]) -> dic
     return by_label
 
 
-def measured(run: RunFolder) -> set[str]:
+def metric_names(run: RunFolder) -> set[str]:
     """The names of all metrics evaluated, without the prefix of the data that they were evaluated on."""
     keys = {key for row in run.rows for key, value in row.items() if number(value)}
     named = {"loss", *run.metrics}
@@ -118,10 +131,10 @@ def details(run: RunFolder, partitions: list[Any]) -> dict[str, Any]:
     content["layers"], content["axes"] = layers(run)
     by_class = [row for row in run.rows if "class_accuracy" in row]
     if by_class:
-        shown = [by_class[i] for i in even(len(by_class), PLACES)]
+        shown = [by_class[i] for i in even_positions(len(by_class), PLACES)]
         content["classes"] = {
             "axes": axes(run, shown),
-            "accuracy": [rounded(row["class_accuracy"], 3) for row in shown],
+            "accuracy": [round_digits(row["class_accuracy"], 3) for row in shown],
         }
     clients = next((row["by_client"] for row in reversed(run.rows) if "by_client" in row), None)
     if clients:
@@ -129,7 +142,7 @@ def details(run: RunFolder, partitions: list[Any]) -> dict[str, Any]:
     file = run.folder / "partition.json"
     if file.exists():
         partition = parse_json(read_text(file), parse_constant=_no_number)
-        if not isinstance(partition, dict) or missing(partition):
+        if not isinstance(partition, dict) or is_incomplete(partition):
             raise ValueError("partition.json does not describe a partition")
         if partition not in partitions:
             partitions.append(partition)
@@ -152,7 +165,7 @@ def _no_number(name: str) -> None:
     raise ValueError(f"partition.json has {name}")
 
 
-def missing(partition: dict[str, Any]) -> bool:
+def is_incomplete(partition: dict[str, Any]) -> bool:
     """Whether a partition lacks something that is shown."""
     counts = ("clients", "empty", "samples", "smallest", "median", "largest")
     lists = ("listed", "sizes", *(("classes", "counts") if "counts" in partition else ()))
@@ -171,8 +184,8 @@ def by_client(row: dict[str, list[Any]]) -> dict[str, Any]:
     values = np.array(row[name], float)
     chosen = np.arange(len(values))
     if len(values) > CLIENTS:
-        chosen = np.argsort(values, kind="stable")[even(len(values), CLIENTS)]
-    shown: dict[str, Any] = {"metric": name, "of": len(values), "values": rounded(values[chosen], 4)}
+        chosen = np.argsort(values, kind="stable")[even_positions(len(values), CLIENTS)]
+    shown: dict[str, Any] = {"metric": name, "of": len(values), "values": round_digits(values[chosen], 4)}
     who = row.get("name") or [str(c) for c in row["client"]]
     return shown | {"who": [who[i] for i in chosen]}
 
@@ -187,19 +200,19 @@ def layers(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
                 continue
             if all(map(number, by_name.values())):
                 named.setdefault(key, [str(name) for name in by_name])
-    shown = [run.rows[i] for i in even(len(run.rows), SHORT)] if named else []
+    shown = [run.rows[i] for i in even_positions(len(run.rows), SHORT)] if named else []
     by_key = {}
     for key, lines in named.items():
         none = [None] * len(lines)
         by_round = [row.get(key, none) for row in shown]
         values = [list(value.values()) if isinstance(value, dict) else value for value in by_round]
         values = [value if len(value) == len(lines) else none for value in values]
-        by_key[key] = {"lines": lines, "values": [rounded(line) for line in zip(*values, strict=True)]}
+        by_key[key] = {"lines": lines, "values": [round_digits(line) for line in zip(*values, strict=True)]}
     return by_key, axes(run, shown)
 
 
 def axes(run: RunFolder, shown: list[Row]) -> dict[str, Any]:
     """The x axes for the curves of one run, at these rows."""
     seconds = dict(zip((row["round"] for row in run.rows), np.cumsum([r["seconds"] for r in run.rows]), strict=True))
-    by_axis = {name: rounded([row[key] for row in shown]) for name, key in AXES.items() if name != "seconds"}
-    return by_axis | {"seconds": rounded([seconds[row["round"]] for row in shown])}
+    by_axis = {name: round_digits([row[key] for row in shown]) for name, key in AXES.items() if name != "seconds"}
+    return by_axis | {"seconds": round_digits([seconds[row["round"]] for row in shown])}

@@ -35,20 +35,21 @@ def name_groups(grouped: dict[str, list[RunFolder]]) -> dict[str, list[RunFolder
     the study's labels.
     """
     own = list(grouped.values())
-    labels = _labelled(own)
+    labels = _study_names(own)
     texts = [
-        label or _described(runs[0], _differing([g[0] for g in own])) for label, runs in zip(labels, own, strict=True)
+        label or _settings_name(runs[0], _differing_keys([g[0] for g in own]))
+        for label, runs in zip(labels, own, strict=True)
     ]
     counts = Counter(texts)
     names = [
-        text if counts[text] == 1 and (label or len(text) <= LONGEST) else _by_folder(runs)
+        text if counts[text] == 1 and (label or len(text) <= LONGEST) else _folder_name(runs)
         for text, label, runs in zip(texts, labels, own, strict=True)
     ]
     unique = len(set(names)) == len(names)
     return dict(zip(names if unique else grouped, own, strict=True))
 
 
-def _labelled(groups: list[list[RunFolder]]) -> list[str | None]:
+def _study_names(groups: list[list[RunFolder]]) -> list[str | None]:
     """The label of each group whose runs have one, from a study: the method's, and the partition's if these differ.
 
     Groups with the same label, such as the settings that a method tried, also have what they differ in.
@@ -63,19 +64,19 @@ def _labelled(groups: list[list[RunFolder]]) -> list[str | None]:
         parts = [label.method, label.partition if several else ""] if label else []
         alike = [other[0] for other, own in zip(groups, labels, strict=True) if own == label]
         if label and len(alike) > 1:
-            parts.append(_described(runs[0], _differing(alike)))
+            parts.append(_settings_name(runs[0], _differing_keys(alike)))
         names.append(", ".join(filter(None, parts)) or None)
     return names
 
 
-def _differing(runs: list[RunFolder]) -> list[str]:
+def _differing_keys(runs: list[RunFolder]) -> list[str]:
     """The keys in which these runs differ, with those in `SPEAKING` first."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in IGNORED_KEYS)
     differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
     return sorted(differing, key=lambda key: (SPEAKING.index(key) if key in SPEAKING else len(SPEAKING), key))
 
 
-def _described(run: RunFolder, keys: list[str]) -> str:
+def _settings_name(run: RunFolder, keys: list[str]) -> str:
     return ", ".join(_part(key, run.settings[key]) for key in keys if run.settings.get(key) is not None) or _method(run)
 
 
@@ -89,7 +90,7 @@ def _method(run: RunFolder) -> str:
     return brief_method(str(run.settings.get("method", run.folder.name)))
 
 
-def _by_folder(runs: list[RunFolder]) -> str:
+def _folder_name(runs: list[RunFolder]) -> str:
     """The method, and the name of the run's folder; of several, what the names begin with."""
     folders = [run.folder.name or run.folder.resolve().name for run in runs]
     same = "".join(letters[0] for letters in takewhile(lambda one: len(set(one)) == 1, zip(*folders, strict=False)))
@@ -155,14 +156,14 @@ def state(runs: list[RunFolder]) -> str:
     return ", ".join([progress, *remarks])
 
 
-def shared(runs: list[RunFolder]) -> dict[str, str]:
+def shared_settings(runs: list[RunFolder]) -> dict[str, str]:
     """Settings that all runs have in common."""
     keys = [key for key in runs[0].settings if all(key in run.settings for run in runs)]
     same = [k for k in keys if all(run.settings[k] == runs[0].settings[k] for run in runs)]
     return {key: _text(runs[0].settings[key]) for key in same}
 
 
-def differing(run: RunFolder, same: dict[str, str]) -> dict[str, str]:
+def differing_settings(run: RunFolder, same: dict[str, str]) -> dict[str, str]:
     return {key: _text(value) for key, value in run.settings.items() if key not in same and key not in IGNORED_KEYS}
 
 
@@ -183,7 +184,7 @@ def title(runs: list[RunFolder], grouped: dict[str, list[RunFolder]]) -> str:
 
 def subtitle(runs: list[RunFolder]) -> str:
     """The settings that all runs share, in one line."""
-    same = shared(runs)
+    same = shared_settings(runs)
     words = [same.get("model", ""), same.get("data.partition", "")]
     words += [f"{same[key]} {word}" for key, word in (("data.clients", "clients"), ("rounds", "rounds")) if key in same]
     cohorts = {len(row["clients"]) for run in runs for row in run.rows[:1]}

@@ -52,7 +52,7 @@ class Outcome:
 
 Runner = Callable[[Sequence[Point], Path, Callable[[Point], None]], dict[str, RunFolder]]
 """Runs points in a folder, and calls a function with each that is done. Returns the runs that finished or stopped, by
-the points' names."""
+the points' names. `TableRunner` is one."""
 
 
 # ---- before the first run -------------------------------------------------------------------------------------------
@@ -294,9 +294,9 @@ def _label(cells: list[Cell]) -> Label:
 
 def progress_table(outcomes: list[Outcome]) -> Table:
     """Methods by partitions, with how far each is."""
-    partitions = list(dict.fromkeys(outcome.cell.partition for outcome in outcomes))
     from rich.table import Table
 
+    partitions = list(dict.fromkeys(outcome.cell.partition for outcome in outcomes))
     cells = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("", *partitions):
         cells.add_column(name)
