@@ -204,7 +204,7 @@ def test_two_sweeps_or_studies_do_not_share_a_folder(here):
 
 
 def test_a_folder_is_free_again_when_its_process_was_killed(here):
-    code = "import sys, time; from pathlib import Path; from undrift.tools.launch import alone_in; "
+    code = "import sys, time; from pathlib import Path; from undrift.tools.parallel import alone_in; "
     code += "lock = alone_in(Path('s')); lock.__enter__(); print('locked', flush=True); time.sleep(600)"
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

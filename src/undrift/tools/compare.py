@@ -31,7 +31,7 @@ IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
 
 @dataclass
 class Given:
-    """The arguments of `undrift compare`, understood."""
+    """The runs and files that the arguments of `undrift compare` name."""
 
     folders: dict[Path, str | None] = field(default_factory=dict)
     """Runs, with the label of each, if it has one."""

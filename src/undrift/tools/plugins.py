@@ -247,7 +247,8 @@ def places() -> Places:
 
 def adopt(places: Places) -> None:
     """Look for modules where another process does, and import no others than it may."""
-    added, recorded, excluded, _gates[-1] = places
+    added, recorded, excluded, gate = places
+    _gates[-1] = gate
     _recorded.update(recorded)
     _excluded.extend(excluded)
     search_in(*added)

@@ -91,7 +91,7 @@ def grid_points(settings: Document, grid: Grid, where: str) -> list[Point]:
         points.append(Point(name, changed))
     points = unique_names(points)
     choices = [values for key, values in grid.items() if key != "seed"]
-    if not any(len(values) > 1 for values in choices):
+    if not any(len(values) > 1 for values in choices):  # there is nothing to choose
         return points
     experiments = [checked(point.settings, where) for point in points]
     if not all(experiment.data.validation_fraction for experiment in experiments):
@@ -105,12 +105,11 @@ def grid_points(settings: Document, grid: Grid, where: str) -> list[Point]:
 
 
 def summary(runs: list[RunFolder], out: Path, failed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Write `sweep.json`, and return what is in it.
+    """Write `sweep.json`, and return its content.
 
-    That is each setting's validation and test metrics, as mean and standard deviation over seeds, and the best setting.
-
-    It is chosen by validation data; `tied` has those with the same mean to the digits shown. A setting with a
-    run that diverged or stopped has no mean and is never best.
+    It has each setting's validation and test metrics, as mean and standard deviation over seeds, and the best setting,
+    which is chosen on validation data. `tied` has those with the same mean to the digits shown. A setting with a run
+    that diverged or stopped has no mean and is never best.
     """
     metric = leading_metric(runs) if any(main_figure(row) for run in runs for row in run.rows) else None
     validated = metric and validation_name(metric)
@@ -119,13 +118,13 @@ def summary(runs: list[RunFolder], out: Path, failed: Mapping[str, str] | None =
     for name, own in group_runs(runs).items():
         row: dict[str, Any] = {
             "name": name,
-            "runs": [str(run.folder.name) for run in own],
+            "runs": [run.folder.name for run in own],
             "counted": describe_count(own),
+            "stopped": [run.folder.name for run in own if run.stopped],
+            "diverged": [run.folder.name for run in own if run.mark == DIVERGED],
+            "at_chance": [run.folder.name for run in own if run.mark == CHANCE],
+            "remark": remark(own),
         }
-        row["stopped"] = [run.folder.name for run in own if run.stopped]
-        row["diverged"] = [run.folder.name for run in own if run.mark == DIVERGED]
-        row["at_chance"] = [run.folder.name for run in own if run.mark == CHANCE]
-        row["remark"] = remark(own)
         for key in dict.fromkeys(key for key in (chosen_by, metric) if key):
             row[key] = _figures([run.final(key) for run in own])
         rows.append(row)
