@@ -19,6 +19,7 @@ LAYERS = {
         "schedule",
         "loss_modules",
         "columns",
+        "registry",
         "losses",
         "metrics",
         "expressions",

@@ -21,9 +21,7 @@ from benchmarks import costs, troubles
 from scripts.columns import pages as pages_of_columns
 from tests.field import Median
 from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, commands, console, python, run
-from undrift import models
 from undrift.columns import COLUMNS, FEDERATION
-from undrift.data import sources
 from undrift.tools.config import read
 from undrift.tools.study.file import read_study
 from undrift.tools.study.search import Grid
@@ -60,8 +58,6 @@ def new_process(tmp_path, monkeypatch, one_core):
     """A folder to run a page in; what the page registers and imports is forgotten again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     for name, module in list(sys.modules.items()):

@@ -24,7 +24,6 @@ from tests import hub
 from tests.experiments import undrift
 from tests.problems import same_bits
 from undrift import files
-from undrift.data import sources
 from undrift.errors import UndriftError
 from undrift.reproduce import archive, arrays, catalogue, problems, queue, work
 from undrift.reproduce.__main__ import duration, experiment_file, main
@@ -603,7 +602,6 @@ def test_prepared_data_are_the_same_data(tmp_path, monkeypatch):
     hub.pictures(tmp_path / "hub", "uoft-cs/cifar10", {"train": 40, "test": 20}, (32, 32, 3), 10, image="img")
     monkeypatch.setenv("UNDRIFT_DATA", str(tmp_path / "hub"))
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     original = ud.load("cifar10", ud.Dirichlet(0.5), 3, normalize=True)
     files = arrays.prepare(["cifar10"], tmp_path / "prepared", piece=2**14)
     assert len(files) > 3 and all(file.stat().st_size < 2**14 + 2**12 for file in files[1:])
