@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
+from papers.results import parse
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, parse_json, read_text, remove_partial, replacing, write_text
-from undrift.reproduce.results import parse
 from undrift.training.checkpoint import CHECKPOINT, files_of, rounds_in
 
 OFTEN = 60.0

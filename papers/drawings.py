@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from papers.catalogue import Table
+from papers.readings import chosen_variant
+from papers.results import Result, Results, series
 from undrift.errors import unknown
 from undrift.files import write_text
-from undrift.reproduce.catalogue import Table
-from undrift.reproduce.readings import chosen_variant
-from undrift.reproduce.results import Result, Results, series
 
 KINDS = ("curves", "layers", "path")
 WIDTH = 8.0

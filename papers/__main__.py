@@ -1,4 +1,4 @@
-"""The command `undrift reproduce`; `python -m undrift.reproduce` needs only torch, numpy and safetensors."""
+"""The command `undrift reproduce`; `python -m papers` needs only torch, numpy and safetensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
+from papers import catalogue
+from papers.catalogue import Cell, Table
+from papers.results import DEFAULT, Results
 from undrift.errors import DEBUG, UndriftError, printable
-from undrift.reproduce import catalogue
-from undrift.reproduce.catalogue import Cell, Table
-from undrift.reproduce.results import DEFAULT, Results
 
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
@@ -87,13 +87,13 @@ def command(asked: argparse.Namespace) -> int:
         print(experiment_file(catalogue.cell(asked.show, asked.quick)), end="")
         return 0
     if asked.unpack:
-        from undrift.reproduce.archive import unpack
+        from papers.archive import unpack
 
         taken = unpack(asked.unpack, out, parts)
         print(f"{len(taken)} results added from {asked.unpack}")
         return 0
     if asked.page:
-        from undrift.reproduce import page
+        from papers import page
 
         page.write(out, asked.page, asked.quick)
         print(f"written: {asked.page}")
@@ -107,7 +107,7 @@ def command(asked: argparse.Namespace) -> int:
         print(listing(tables, results, parts, asked.cells, asked.device))
         return 0
     if asked.data:
-        from undrift.reproduce.arrays import use
+        from papers.arrays import use
 
         use(asked.data)
     return run(asked, tables, results, parts, began)
@@ -116,9 +116,9 @@ def command(asked: argparse.Namespace) -> int:
 def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts: Path, began: float) -> int:
     import torch
 
-    from undrift.reproduce import comparison
-    from undrift.reproduce.archive import Archive
-    from undrift.reproduce.runner import PAUSED, Runner
+    from papers import comparison
+    from papers.archive import Archive
+    from papers.runner import PAUSED, Runner
     from undrift.tools.stopping import stopping
     from undrift.training.arithmetic import threads
 
@@ -167,8 +167,8 @@ def _say(line: str) -> None:
 
 
 def prepare(tables: list[Table], folder: Path) -> int:
+    from papers.arrays import prepare as write
     from undrift.data import sources
-    from undrift.reproduce.arrays import prepare as write
 
     asked = {
         cell.settings["data"]["name"] for cell in catalogue.cells(tables) if "name" in cell.settings.get("data", {})
@@ -183,8 +183,8 @@ def prepare(tables: list[Table], folder: Path) -> int:
 
 def listing(tables: list[Table], results: Results, parts: Path, cells: bool, device: str) -> str:
     """Per table, what is done, what remains and how long that takes; then the next cells."""
-    from undrift.reproduce import work
-    from undrift.reproduce.queue import Costs, ordered
+    from papers import work
+    from papers.queue import Costs, ordered
 
     costs = Costs(results, work.hardware(device))
     wide = max(len(f"{table.paper}/{table.name}") for table in tables)
@@ -209,7 +209,7 @@ def listing(tables: list[Table], results: Results, parts: Path, cells: bool, dev
 def _state(cell: Cell, results: Results, parts: Path) -> str:
     if results.get(cell) is not None:
         return "done"
-    from undrift.reproduce import work
+    from papers import work
 
     share = work.share_done(parts / cell.digest, cell)
     return f"{100 * share:.0f} %" if share else "-"

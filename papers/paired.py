@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from undrift.reproduce.catalogue import Figure
-from undrift.reproduce.results import Result, series
+from papers.catalogue import Figure
+from papers.results import Result, series
 
 FIFTH = 0.8
 """The share of the rounds after which the last fifth begins."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from papers.catalogue import Cell, Figure, Table
+from papers.results import Result, Results, figure, over_seeds, series
 from undrift.errors import unknown
-from undrift.reproduce.catalogue import Cell, Figure, Table
-from undrift.reproduce.results import Result, Results, figure, over_seeds, series
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from papers import parts, problems
+from papers.catalogue import Cell, Settings
+from papers.results import Result
 from undrift.data.dataset import FederatedDataset
 from undrift.data.load import load
 from undrift.errors import LanesError, UndriftError, first_sentence
@@ -22,9 +25,6 @@ from undrift.method.calls import HookFailureError
 from undrift.method.local import Local
 from undrift.method.parse import as_method, parse_method
 from undrift.method.part import Method
-from undrift.reproduce import parts, problems
-from undrift.reproduce.catalogue import Cell, Settings
-from undrift.reproduce.results import Result
 from undrift.tools.info import source
 from undrift.training import identity
 from undrift.training.checkpoint import CHECKPOINT, rounds_in

@@ -31,10 +31,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from undrift.errors import unknown
-from undrift.reproduce.catalogue import Figure, Table, value_of
-from undrift.reproduce.paired import Estimate, by_seed, over_columns, over_seeds
-from undrift.reproduce.readings import (
+from papers.catalogue import Figure, Table, value_of
+from papers.paired import Estimate, by_seed, over_columns, over_seeds
+from papers.readings import (
     Measured,
     chosen_variant,
     expected,
@@ -45,8 +44,9 @@ from undrift.reproduce.readings import (
     reading,
     shortfall,
 )
-from undrift.reproduce.results import Result, Results
-from undrift.reproduce.results import over_seeds as mean_over_seeds
+from papers.results import Result, Results
+from papers.results import over_seeds as mean_over_seeds
+from undrift.errors import unknown
 
 Claim = dict[str, Any]
 HOLDS, PARTLY, FAILS, NOT_JUDGED = "holds", "partly", "fails", ""

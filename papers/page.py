@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from papers import catalogue, drawings, paired, readings, verdict
+from papers.catalogue import Cell, Figure, Paper, Table
+from papers.comparison import NOT_RUN, QUICK, lines_of, ours_of, seeds_of, shown_variant
+from papers.paired import over_seeds
+from papers.readings import chosen_variant, find
+from papers.results import DEFAULT, Result, Results
+from papers.verdict import Verdict, judge
 from undrift.errors import UndriftError, unknown
 from undrift.files import read_text, write_text
-from undrift.reproduce import catalogue, drawings, paired, readings, verdict
-from undrift.reproduce.catalogue import Cell, Figure, Paper, Table
-from undrift.reproduce.comparison import NOT_RUN, QUICK, lines_of, ours_of, seeds_of, shown_variant
-from undrift.reproduce.paired import over_seeds
-from undrift.reproduce.readings import chosen_variant, find
-from undrift.reproduce.results import DEFAULT, Result, Results
-from undrift.reproduce.verdict import Verdict, judge
 
 FINDINGS = catalogue.FOLDER / "findings.md"
 NOT_JUDGED = "not judged yet"
@@ -113,7 +113,7 @@ def _opening(papers: list[Paper], results: Results, quick: bool, place: Place) -
         f"`undrift reproduce all{flag}` runs every experiment and writes one JSON file per run; "
         f"`undrift reproduce{flag} --page docs/papers.md` writes this page and those of the papers from these files, "
         "and no number in their tables is typed by hand. The experiments and the published numbers are in "
-        "`src/undrift/reproduce/papers/*.toml`, which lists every run before it starts. A run that "
+        "`papers/experiments/*.toml`, which lists every run before it starts. A run that "
         "has not finished is shown as such."
     )
     if FINDINGS.exists() and not quick:

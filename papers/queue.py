@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from undrift.reproduce.catalogue import FOLDER, Cell, Table, cells, papers
-from undrift.reproduce.readings import chosen_variant, undecided
-from undrift.reproduce.results import Results
+from papers.catalogue import FOLDER, Cell, Table, cells, papers
+from papers.readings import chosen_variant, undecided
+from papers.results import Results
 
 REFERENCE = "H200"
 """The GPU to which the files' estimates apply."""

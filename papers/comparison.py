@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from undrift.reproduce.catalogue import Cell, Figure, Table, value_of
-from undrift.reproduce.readings import (
+from papers.catalogue import Cell, Figure, Table, value_of
+from papers.readings import (
     Measured,
     calculated,
     chosen_variant,
@@ -16,8 +16,8 @@ from undrift.reproduce.readings import (
     quick,
     shortfall,
 )
-from undrift.reproduce.results import Result, Results
-from undrift.reproduce.verdict import signed
+from papers.results import Result, Results
+from papers.verdict import signed
 
 QUICK = "QUICK: scaled down, not the paper's experiment"
 NOT_RUN = "not run"

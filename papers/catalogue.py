@@ -20,7 +20,7 @@ from typing import Any
 
 from undrift.errors import UndriftError, unknown
 
-FOLDER = Path(__file__).parent / "papers"
+FOLDER = Path(__file__).parent / "experiments"
 Settings = dict[str, Any]
 
 

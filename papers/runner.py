@@ -10,6 +10,7 @@ longer than expected.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -21,18 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from papers import problems, work
+from papers.archive import Archive
+from papers.catalogue import Cell, Settings, Table
+from papers.queue import Costs, first_needed, ordered, slower, with_samples
+from papers.results import Result, Results
 from undrift.errors import UndriftError, first_line, machine_trouble
 from undrift.method.parse import parse_method
 from undrift.method.work import with_local_work
-from undrift.reproduce import problems, work
-from undrift.reproduce.archive import Archive
-from undrift.reproduce.catalogue import Cell, Settings, Table
-from undrift.reproduce.queue import Costs, first_needed, ordered, slower, with_samples
-from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
 from undrift.training.beside import MOST, side_by_side, structure
 from undrift.training.identity import deeply
 
+CLONE = Path(__file__).parent.parent
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""
 MARGIN = 6.0
@@ -256,7 +258,7 @@ class Runner:
         return f"running {seconds:7.0f} s  {cells[0].key}{more}: {done} of {rounds} rounds, {engines}"
 
     def start(self, cells: list[Cell]) -> Process:
-        command = [sys.executable, "-m", "undrift.reproduce", "--out", str(self.results.folder)]
+        command = [sys.executable, "-m", "papers", "--out", str(self.results.folder)]
         command += [word for cell in cells for word in ("--cell", cell.key)]
         command += ["--parts", str(self.parts), "--device", self.device]
         command += ["--budget", f"{max(0.0, self.left - MARGIN):.0f}s"] if self.budget is not None else []
@@ -265,7 +267,15 @@ class Runner:
         command += ["--child"]
         self.folder(cells[0])
         log = self.log(cells[0]).open("a", encoding="utf-8")
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True)
+        path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
         return Process(cells, child, log, time.monotonic())
 
     def log(self, cell: Cell) -> Path:

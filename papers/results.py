@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from papers.catalogue import Cell, Figure
 from undrift.errors import UndriftError, first_line
 from undrift.files import parse_json, read_text, write_text
-from undrift.reproduce.catalogue import Cell, Figure
 
 DEFAULT = Path("papers", "results")
 Result = dict[str, Any]
