@@ -109,7 +109,7 @@ def test_a_notebooks_code_runs_in_order(notebook, tmp_path, monkeypatch):
 
 
 def test_the_pictures_script_draws(tmp_path):
-    script = runpy.run_path(str(DOCS / "picture.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "picture.py"))
     runs = script["curves"]("FedAvg()", 0.5, rounds=2)
     assert runs.shape == (3, 2) and 0 < runs.min() < runs.max() < 100
     script["draw"]({"FedAvg": runs}, tmp_path / "images" / "picture.svg")
@@ -117,7 +117,7 @@ def test_the_pictures_script_draws(tmp_path):
 
 
 def test_the_picture_of_drift_draws(tmp_path):
-    script = runpy.run_path(str(DOCS / "drift_picture.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "drift_picture.py"))
     found = script["curves"](ud.FedAvg(), rounds=2)
     assert {name: runs.shape for name, runs in found.items()} == {"agreement": (3, 2), "accuracy": (3, 2)}
     script["draw"]({"FedAvg": found}, tmp_path / "drift.svg")

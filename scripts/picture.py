@@ -1,6 +1,6 @@
 """The README's picture: test accuracy of four methods on label-skewed digits, 20 clients.
 
-    python docs/picture.py [--out docs/images/undrift.svg]
+    python scripts/picture.py [--out docs/images/undrift.svg]
 
 Every method has the settings chosen for it on validation data (benchmarks/results/troubles.json, "skewed labels").
 """

@@ -1,4 +1,4 @@
-"""Pictures of the report and a recording of a run's live display, from real runs:  python docs/screenshots.py [FOLDER]
+"""Pictures of the report and a recording of a run in a terminal, from real runs: python scripts/screenshots.py [FOLDER]
 
 Needs Chromium and Playwright's Python package. Eight runs of 30 rounds on digits take a few minutes; those that FOLDER
 has already are not run again.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from undrift.training.result import finished
 
-HERE = Path(__file__).parent
-IMAGES = HERE / "images"
+DOCS = Path(__file__).parent.parent / "docs"
+IMAGES = DOCS / "images"
 METHODS = {
     "fedavg": "FedAvg()",
     "fedprox": "FedProx(mu=0.1)",

@@ -12,7 +12,7 @@ import textwrap
 from typing import Any
 
 import undrift as ud
-from benchmarks.references import NAMES, by_class, read
+from scripts.references import NAMES, by_class, read
 from undrift.method.parse import as_method
 from undrift.method.part import Part
 from undrift.methods import curvature, decay

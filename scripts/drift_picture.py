@@ -1,6 +1,6 @@
 """The picture of docs/drift.md: agreement of the clients' updates and test accuracy, with FedAvg and SCAFFOLD.
 
-python docs/drift_picture.py [--out docs/images/drift.svg]
+python scripts/drift_picture.py [--out docs/images/drift.svg]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 import undrift as ud
 
-OUT = Path(__file__).parent / "images" / "drift.svg"
+OUT = Path(__file__).parent.parent / "docs" / "images" / "drift.svg"
 METHODS = {"FedAvg": (ud.FedAvg(), "#8a8f98"), "SCAFFOLD": (ud.Scaffold(), "#e0701a")}
 COLUMNS = {"agreement": "agreement of the clients' updates", "accuracy": "test accuracy"}
 INK = "#7d838c"

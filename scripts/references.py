@@ -1,6 +1,6 @@
 """The papers behind undrift: reads docs/references.bib and writes the page of references from it.
 
-    python -m benchmarks.references --write docs/references.md
+    python -m scripts.references --write docs/references.md
 
 The file is ordinary BibTeX with three fields of our own: `undrift`, the classes that implement the paper, `paper`, its
 name in `undrift reproduce`, and `about`, a remark. A comment such as `% ---- Methods ---` starts a section of the page.
@@ -113,7 +113,7 @@ The papers behind undrift: its methods, local optimizers and partitions, the met
 examples, and what undrift is built on. Each entry names the class that implements it. `BalancedLoss` is the only part
 without a paper. The file [references.bib](references.bib) has all entries as BibTeX.
 
-*Generated from that file by `python -m benchmarks.references --write docs/references.md`.*
+*Generated from that file by `python -m scripts.references --write docs/references.md`.*
 
 ## How to cite undrift
 
