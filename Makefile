@@ -33,30 +33,30 @@ docs-serve: docs
 
 # Longer trials: twenty kills of five methods, damage at 200 places of run folders, memory, ten thousand made-up files, and the tests that take long.
 soak: .venv/ready
-	$(BIN)/pytest soak -s
+	$(BIN)/pytest tests/soak -s
 	$(BIN)/pytest -m long
 	$(MAKE) mutants
 
 # A random sample of mutants, and the share that the tests notice; it goes on where it stopped. AGAIN=1 tries survivors again.
 mutants: .venv/ready
 	$(BIN)/pip install --disable-pip-version-check -q -e '.[mutation]'
-	nice $(BIN)/python -m soak.mutation --count $(or $(COUNT),200) --seed $(or $(SEED),0) $(if $(AGAIN),--again)
+	nice $(BIN)/python -m tests.soak.mutation --count $(or $(COUNT),200) --seed $(or $(SEED),0) $(if $(AGAIN),--again)
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu
 
-# Models of other libraries, trained by every engine and compared with plain PyTorch: compat/results.json and the table in
+# Models of other libraries, trained by every engine and compared with plain PyTorch: tests/compat/results.json and the table in
 # docs/how-to/compatibility.md. ONLY=resnet runs some of them, which changes neither; LOG=file gets the tracebacks.
 compat: .venv/compat/ready
-	.venv/compat/bin/python -m compat $(if $(ONLY),--only '$(ONLY)') $(if $(LOG),--log $(LOG))
+	.venv/compat/bin/python -m tests.compat $(if $(ONLY),--only '$(ONLY)') $(if $(LOG),--log $(LOG))
 
 # What must hold on a GPU, eight minutes of it, and eight minutes more. Both run where nothing can be installed, so they
 # need no .venv. ONLY=b runs one group; LOG=file gets the tracebacks of failures.
 gpu:
-	PYTHONPATH=src $(PYTHON) -m gpu $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
+	PYTHONPATH=src $(PYTHON) -m tests.gpu $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
 
 gpu-full:
-	PYTHONPATH=src $(PYTHON) -m gpu --full $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
+	PYTHONPATH=src $(PYTHON) -m tests.gpu --full $(if $(ONLY),--only $(ONLY)) $(if $(LOG),--log $(LOG))
 
 # What undrift is tested with, as a software bill of materials (CycloneDX): dist/sbom.json.
 sbom: .venv/ready .venv/tools/ready
@@ -94,11 +94,11 @@ wheel-check:
 
 # The libraries that make compat takes models from, apart from .venv but on top of it. They come without dependencies:
 # several ask for torch, and would replace its build.
-.venv/compat/ready: .venv/ready compat/requirements.txt
+.venv/compat/ready: .venv/ready tests/compat/requirements.txt
 	$(BIN)/python -m venv --without-pip .venv/compat
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$(.venv/compat/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/above.pth
-	$(BIN)/pip --python .venv/compat/bin/python install --disable-pip-version-check -q --no-deps -r compat/requirements.txt
+	$(BIN)/pip --python .venv/compat/bin/python install --disable-pip-version-check -q --no-deps -r tests/compat/requirements.txt
 	touch $@
 
 # Flower, apart from .venv but on top of it: it asks for older versions of some packages.

@@ -22,8 +22,8 @@ import torch
 import undrift as ud
 from benchmarks import record
 from benchmarks.agree import Problem
-from benchmarks.catalogue import HOOKS as HOOKS
-from benchmarks.catalogue import METHODS, page
+from scripts.catalogue import HOOKS as HOOKS
+from scripts.catalogue import METHODS, page
 from undrift.training.build import prepare
 from undrift.training.settings import Settings
 from undrift.tree import tree_bytes

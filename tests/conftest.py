@@ -50,7 +50,7 @@ def warnings_again() -> None:
 @pytest.fixture(autouse=True)
 def registries_as_before():
     """What a test registers, as the examples of docstrings do, is gone after it."""
-    registries = [losses.LOSSES, metrics.METRICS, models.MODELS, sources.FUNCTIONS, partition.REGISTERED]
+    registries = [losses.LOSSES, metrics.METRICS, models.MODELS, sources.FUNCTIONS, partition.PARTITIONS]
     before = [dict(registry) for registry in registries]
     yield
     for registry, known in zip(registries, before, strict=True):
@@ -65,10 +65,8 @@ def one_core(monkeypatch) -> None:
 
 
 @pytest.fixture
-def flower_problem(monkeypatch) -> None:
+def flower_problem() -> None:
     """The model and the data of the tests of federations, by name."""
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     register()
 
 

@@ -19,6 +19,7 @@ LAYERS = {
         "schedule",
         "loss_modules",
         "columns",
+        "registry",
         "losses",
         "metrics",
         "expressions",
@@ -32,7 +33,7 @@ LAYERS = {
     "methods": ["methods"],
     "engine": ["engine"],
     "training": ["training"],
-    "tools": ["tools", "reproduce", "flower", "__main__"],
+    "tools": ["tools", "flower", "__main__"],
 }
 """From the bottom up, each with its modules and packages."""
 ORDER = list(LAYERS)
@@ -45,7 +46,7 @@ ABOUT = {
     "methods": "one file per family of methods",
     "engine": "a cohort's local training: plain, lanes, threads",
     "training": "a run: settings, state, rounds, evaluation, checkpoints, folder, trackers",
-    "tools": "command line, experiment files, sweeps, comparison, report · reproduce/ · flower/",
+    "tools": "command line, experiment files, sweeps, comparison, report · flower/",
 }
 
 

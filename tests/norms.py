@@ -1,4 +1,4 @@
-"""Small models with norms, which tests and `gpu/` share."""
+"""Small models with norms, which tests and `tests/gpu/` share."""
 
 from __future__ import annotations
 

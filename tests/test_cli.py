@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.experiments import GOOD, changed, toml, undrift
-from undrift import models
-from undrift.data import sources
 from undrift.errors import UndriftError
 from undrift.tools import parallel, sweep
 from undrift.tools.compare import brief_method, group_runs
@@ -84,9 +82,7 @@ def test_a_new_folder_every_time(here):
     assert all("digits-FedAvg" in folder.name for folder in Path("runs").iterdir())
 
 
-def test_a_users_own_method_model_and_data(here, monkeypatch):
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))  # what is registered here is forgotten again
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
+def test_a_users_own_method_model_and_data(here):
     Path("mine.py").write_text(
         textwrap.dedent(
             """

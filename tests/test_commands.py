@@ -203,8 +203,8 @@ def nan_model(classes, shape):
     return model
 
 
-def test_force_removes_nothing_if_the_new_experiment_is_wrong(here, monkeypatch):
-    monkeypatch.setattr(models, "MODELS", {**models.MODELS, "nanm": nan_model})
+def test_force_removes_nothing_if_the_new_experiment_is_wrong(here):
+    models.register_model("nanm", nan_model)
     before = files(Path("r"))
     for wrong in (
         "local.lr=fast(1)", "participation=50", "lanes=-1", "model=nanm", "track=nosuch",

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import undrift as ud
-from compat import hand, pool, results, trial
-from compat.case import GROUPS, Case, Made
-from compat.cases import collect
-from compat.samples import vectors
 from tests import reference
+from tests.compat import hand, pool, results, trial
+from tests.compat.case import GROUPS, Case, Made
+from tests.compat.cases import collect
+from tests.compat.samples import vectors
 
 CASES = {case.name: case for case in collect()}
 QUICK = [case for case in CASES.values() if case.quick]
@@ -250,7 +250,9 @@ def test_the_table_in_the_documentation_is_that_of_the_results(tmp_path):
     copy = tmp_path / "page.md"
     copy.write_text(results.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     results.write_table(copy, stored())
-    assert copy.read_text(encoding="utf-8") == results.PAGE.read_text(encoding="utf-8"), "run python -m compat --table"
+    assert copy.read_text(encoding="utf-8") == results.PAGE.read_text(encoding="utf-8"), (
+        "python -m tests.compat --table"
+    )
 
 
 def test_a_changed_figure_changes_the_table():
@@ -265,8 +267,8 @@ def test_a_changed_figure_changes_the_table():
 
 def test_the_results_have_no_paths_of_the_machine_that_made_them():
     packages = "/home/me/.venv/lib/python3.11/site-packages"
-    text = f"failed ({packages}/timm/layers.py:3) in {results.ROOT}/compat/cases/odd.py, {json.__file__}"
-    assert results.portable(text) == "failed (timm/layers.py:3) in compat/cases/odd.py, json/__init__.py"
+    text = f"failed ({packages}/timm/layers.py:3) in {results.ROOT}/tests/compat/cases/odd.py, {json.__file__}"
+    assert results.portable(text) == "failed (timm/layers.py:3) in tests/compat/cases/odd.py, json/__init__.py"
     held = results.FILE.read_text(encoding="utf-8") + results.PAGE.read_text(encoding="utf-8")
     assert "site-packages" not in held and str(results.ROOT) not in held
 

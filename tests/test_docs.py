@@ -21,9 +21,7 @@ from benchmarks import costs, troubles
 from scripts.columns import pages as pages_of_columns
 from tests.field import Median
 from tests.pages import DOCS, LANGUAGES, ROOT, RUN, blocks, commands, console, python, run
-from undrift import models
 from undrift.columns import COLUMNS, FEDERATION
-from undrift.data import sources
 from undrift.tools.config import read
 from undrift.tools.study.file import read_study
 from undrift.tools.study.search import Grid
@@ -60,8 +58,6 @@ def new_process(tmp_path, monkeypatch, one_core):
     """A folder to run a page in; what the page registers and imports is forgotten again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     for name, module in list(sys.modules.items()):
@@ -113,7 +109,7 @@ def test_a_notebooks_code_runs_in_order(notebook, tmp_path, monkeypatch):
 
 
 def test_the_pictures_script_draws(tmp_path):
-    script = runpy.run_path(str(DOCS / "picture.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "picture.py"))
     runs = script["curves"]("FedAvg()", 0.5, rounds=2)
     assert runs.shape == (3, 2) and 0 < runs.min() < runs.max() < 100
     script["draw"]({"FedAvg": runs}, tmp_path / "images" / "picture.svg")
@@ -121,7 +117,7 @@ def test_the_pictures_script_draws(tmp_path):
 
 
 def test_the_picture_of_drift_draws(tmp_path):
-    script = runpy.run_path(str(DOCS / "drift_picture.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "drift_picture.py"))
     found = script["curves"](ud.FedAvg(), rounds=2)
     assert {name: runs.shape for name, runs in found.items()} == {"agreement": (3, 2), "accuracy": (3, 2)}
     script["draw"]({"FedAvg": found}, tmp_path / "drift.svg")

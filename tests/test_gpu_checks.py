@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import undrift as ud
-from gpu import bits, draws, engines, gradients, runner
-from gpu.catalogue import GROUPS, collect
-from gpu.checks import Absent, Check, Finding, update_distance, within
-from gpu.cohorts import COHORTS, GIANT
-from gpu.real import RUNS, judged
 from tests import cuda_graphs, field_reference
+from tests.gpu import bits, draws, engines, gradients, runner
+from tests.gpu.catalogue import GROUPS, collect
+from tests.gpu.checks import Absent, Check, Finding, update_distance, within
+from tests.gpu.cohorts import COHORTS, GIANT
+from tests.gpu.real import RUNS, judged
 from undrift.engine.graph import StepGraph
 
 CHECKS = {check.key: check for check in collect()}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -55,7 +56,9 @@ def only(packages: str, *words: str, **options) -> subprocess.CompletedProcess:
 
 
 def test_reproduce_needs_torch_numpy_and_safetensors_only(tmp_path):
-    done = only("torch,numpy,safetensors", "undrift.reproduce", "--help", cwd=tmp_path)
+    done = only(
+        "torch,numpy,safetensors", "papers", "--help", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0 and "--budget" in done.stdout, done.stderr
     done = only("torch,numpy,safetensors", "undrift", "--help", cwd=tmp_path)
     assert "No module named 'typer'" in done.stderr, "packages that are not allowed must not be found"

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from undrift.reproduce.catalogue import Figure
-from undrift.reproduce.paired import Estimate, block_error, by_seed, over_columns, over_seeds
+from papers.catalogue import Figure
+from papers.paired import Estimate, block_error, by_seed, over_columns, over_seeds
 
 ACCURACY = Figure("accuracy", "accuracy", "last", percent=True)
 

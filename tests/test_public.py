@@ -15,7 +15,6 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net
-from undrift.data import sources
 from undrift.method.parse import parse_method
 
 WITH_ATTRIBUTES = {"FederatedDataset", "Result", "Number", "UndriftError"}
@@ -48,9 +47,7 @@ def test_help_has_every_argument(name):
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, *OTHERS])
-def test_the_example_in_help_runs(name, monkeypatch):
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
-    monkeypatch.setattr(ud.models, "MODELS", dict(ud.models.MODELS))
+def test_the_example_in_help_runs(name):
     found = operator.attrgetter(name)(ud)
     examples = [test for test in doctest.DocTestFinder().find(found, name) if test.examples]
     assert examples and all(doctest.DocTestRunner(verbose=False).run(test).failed == 0 for test in examples)

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import undrift as ud
-from benchmarks import catalogue, references
+from scripts import catalogue, references
 from tests.pages import DOCS
 from undrift.method.parse import as_method
 from undrift.methods.server import ServerOptimizer
@@ -47,7 +47,7 @@ def test_what_the_reader_of_bibtex_cannot_read_is_an_error(line, tmp_path):
 
 def test_the_page_of_references_is_up_to_date():
     assert (DOCS / "references.md").read_text(encoding="utf-8") == references.page(ENTRIES), (
-        "run python -m benchmarks.references --write docs/references.md"
+        "run python -m scripts.references --write docs/references.md"
     )
 
 

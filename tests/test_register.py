@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import undrift as ud
-from undrift import losses, metrics
-from undrift.data import partition
+from undrift import metrics
 from undrift.method.parse import parse_method
 from undrift.tools import compare, run_folders
 from undrift.tools.cli import app
@@ -111,10 +110,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_names.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "experiment.toml").write_text(FILE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(losses, "LOSSES", dict(losses.LOSSES))
-    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
-    monkeypatch.setattr("undrift.training.record.METRICS", metrics.METRICS)
-    monkeypatch.setattr(partition, "REGISTERED", {})
     yield tmp_path
     sys.modules.pop("own_names", None)
 

@@ -25,7 +25,6 @@ refused = ud.UndriftError
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
 
 
 def frame(rows=60):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,18 +21,17 @@ import pytest
 import torch
 
 import undrift as ud
+from papers import archive, arrays, catalogue, problems, queue, work
+from papers.__main__ import duration, experiment_file, main
+from papers.archive import Archive, pack, unpack
+from papers.catalogue import Table
+from papers.results import Results
+from papers.runner import CLONE, Process, Runner, how, siblings
 from tests import hub
 from tests.experiments import undrift
 from tests.problems import same_bits
 from undrift import files
-from undrift.data import sources
 from undrift.errors import UndriftError
-from undrift.reproduce import archive, arrays, catalogue, problems, queue, work
-from undrift.reproduce.__main__ import duration, experiment_file, main
-from undrift.reproduce.archive import Archive, pack, unpack
-from undrift.reproduce.catalogue import Table
-from undrift.reproduce.results import Results
-from undrift.reproduce.runner import Process, Runner, how, siblings
 from undrift.tools import config, experiment
 from undrift.training.beside import signature
 from undrift.training.build import prepare
@@ -548,7 +548,7 @@ def test_side_by_side_in_processes(tmp_path, capsys):
 def test_ctrl_c_leaves_a_checkpoint_and_ends_the_processes(tmp_path):
     """A real one, with a process per cell: the parent gets it, the cell stops after its round and can go on."""
     cell = catalogue.cell("k-decay/quadratic/k=10/0")
-    command = [sys.executable, "-m", "undrift.reproduce", "k-decay", "--table", "quadratic", "--processes", "1"]
+    command = [sys.executable, "-m", "papers", "k-decay", "--table", "quadratic", "--processes", "1"]
     command += ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     begun = tmp_path / "parts" / catalogue.cell("k-decay/quadratic/k=1/0").digest / "run" / "metrics.jsonl"
@@ -564,7 +564,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_ends_the_processes(tmp_path):
 
 
 def test_processes_end_with_their_parent(tmp_path):
-    command = [sys.executable, "-m", "undrift.reproduce", "k-decay", "--table", "quadratic", "--processes", "1"]
+    command = [sys.executable, "-m", "papers", "k-decay", "--table", "quadratic", "--processes", "1"]
     command += ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     begun = tmp_path / "parts" / catalogue.cell("k-decay/quadratic/k=1/0").digest / "run" / "metrics.jsonl"
@@ -603,7 +603,6 @@ def test_prepared_data_are_the_same_data(tmp_path, monkeypatch):
     hub.pictures(tmp_path / "hub", "uoft-cs/cifar10", {"train": 40, "test": 20}, (32, 32, 3), 10, image="img")
     monkeypatch.setenv("UNDRIFT_DATA", str(tmp_path / "hub"))
     monkeypatch.setenv("UNDRIFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sources, "FUNCTIONS", dict(sources.FUNCTIONS))
     original = ud.load("cifar10", ud.Dirichlet(0.5), 3, normalize=True)
     files = arrays.prepare(["cifar10"], tmp_path / "prepared", piece=2**14)
     assert len(files) > 3 and all(file.stat().st_size < 2**14 + 2**12 for file in files[1:])
@@ -635,8 +634,8 @@ BLOCKED = (
 BARE = """
 import runpy, sys
 sys.modules.update(dict.fromkeys({blocked!r}))  # importing one of them raises ModuleNotFoundError
-sys.argv = ["undrift.reproduce", *{arguments!r}]
-runpy.run_module("undrift.reproduce", run_name="__main__")
+sys.argv = ["papers", *{arguments!r}]
+runpy.run_module("papers", run_name="__main__")
 """
 
 
@@ -644,7 +643,10 @@ def test_torch_numpy_and_safetensors_are_enough(tmp_path):
     where = ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
     arguments = ["temporal-targets", "--table", "mnist", "--quick", "--archive", str(tmp_path / "a.tar.gz"), *where]
     code = BARE.format(blocked=BLOCKED, arguments=arguments)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    path = {**os.environ, "PYTHONPATH": str(CLONE)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path, env=path
+    )
     assert done.returncode == 0, done.stderr
     assert "5 cells finished" in done.stdout
     taken = unpack(tmp_path / "a.tar.gz", tmp_path / "home", tmp_path / "home-parts")
@@ -759,8 +761,8 @@ def call(tmp_path: Path, *arguments: str, before: str = "") -> subprocess.Popen:
     """`undrift reproduce` in a process of its own, in which `before` is run first."""
     where = ["--out", str(tmp_path / "results"), "--parts", str(tmp_path / "parts")]
     command = [*arguments, *where, "--archive", str(tmp_path / "a.tar.gz")]
-    code = f"import runpy, sys\n{before}\nsys.argv = ['undrift.reproduce', *{command!r}]\n"
-    code += "runpy.run_module('undrift.reproduce', run_name='__main__')"
+    code = f"import runpy, sys\n{before}\nsys.argv = ['papers', *{command!r}]\n"
+    code += "runpy.run_module('papers', run_name='__main__')"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
 
 
@@ -792,7 +794,7 @@ def test_a_killed_call_leaves_the_results_that_it_had(tmp_path, processes):
     assert len(Results(tmp_path / "results").by_digest) - len(names) <= 1, "all but one that was just being archived"
 
 
-OFTEN = "from undrift.reproduce import archive, work; work.SAVED = archive.OFTEN = 0.0"
+OFTEN = "from papers import archive, work; work.SAVED = archive.OFTEN = 0.0"
 
 
 def test_a_killed_call_leaves_the_cell_that_it_was_training(tmp_path):
@@ -819,7 +821,7 @@ def test_a_killed_call_leaves_the_cell_that_it_was_training(tmp_path):
 TRAIN = """
 import dataclasses, sys
 from pathlib import Path
-from undrift.reproduce import catalogue, work
+from papers import catalogue, work
 work.SAVED = 0.0
 cell = catalogue.cell({key!r}, quick=True)
 cell = dataclasses.replace(cell, settings=dict(cell.settings, rounds=400))

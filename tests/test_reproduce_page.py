@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from papers import catalogue, comparison, page, readings, verdict
+from papers.catalogue import Paper, Table
+from papers.queue import ordered
+from papers.readings import chosen_variant
+from papers.results import DEFAULT, Results
+from papers.verdict import judge
 from undrift.errors import UndriftError
-from undrift.reproduce import catalogue, comparison, page, readings, verdict
-from undrift.reproduce.catalogue import Paper, Table
-from undrift.reproduce.queue import ordered
-from undrift.reproduce.readings import chosen_variant
-from undrift.reproduce.results import DEFAULT, Results
-from undrift.reproduce.verdict import judge
 
 ROOT = Path(__file__).parent.parent
 
@@ -652,7 +652,7 @@ def test_a_curve_without_the_column_has_no_value(results: Results, known: Paper)
 def test_page_and_verdict_need_no_libraries() -> None:
     """The page is also written where nothing is installed."""
     heavy = "{'torch', 'numpy', 'matplotlib', 'pandas', 'rich'}"
-    code = f"import sys, undrift.reproduce.page; print(*{heavy} & {{*sys.modules}})"
+    code = f"import sys, papers.page; print(*{heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == ""
 
@@ -673,7 +673,7 @@ def test_page_and_verdict_need_no_libraries() -> None:
 def test_every_kind_is_drawn(
     results: Results, known: Paper, tmp_path: Path, drawing: str, curve: dict[str, Any]
 ) -> None:
-    from undrift.reproduce import drawings
+    from papers import drawings
 
     text = TOML.replace('{kind = "layers", column = "bars", label = "bar"}', drawing)
     (tmp_path / "tests.toml").write_text(text, encoding="utf-8")
@@ -686,7 +686,7 @@ def test_every_kind_is_drawn(
 
 
 def test_an_unknown_kind_is_refused(results: Results, known: Paper, tmp_path: Path) -> None:
-    from undrift.reproduce import drawings
+    from papers import drawings
 
     (tmp_path / "tests.toml").write_text(TOML.replace('kind = "layers"', 'kind = "layer"'), encoding="utf-8")
     table = catalogue.read(tmp_path / "tests.toml").tables["single"]

@@ -287,7 +287,7 @@ def test_bytes_are_those_of_what_travels():
     assert [row["bytes_up"] for row in scaffold] == [2 * (2 * weights + 8)] * 3
 
 
-@pytest.mark.long  # soak/test_kill.py has a hundred
+@pytest.mark.long  # tests/soak/test_kill.py has a hundred
 def test_a_kill(tmp_path):
     """One here; `make soak` has ten for each of five methods."""
     kill_and_resume(tmp_path, "Scaffold()", rounds=30, kills=1, seed=0)

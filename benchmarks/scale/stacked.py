@@ -220,7 +220,7 @@ def main() -> None:
     if asked.processes > 1 and (asked.compile or asked.data):
         parser.error("--processes is for digits on a CPU")
     if asked.data:
-        from undrift.reproduce.arrays import use
+        from papers.arrays import use
 
         use(asked.data)
     problem = replace(PROBLEMS[asked.problem](), compile=asked.compile)

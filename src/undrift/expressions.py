@@ -1,7 +1,7 @@
 """Expressions in strings, such as `"FedProx(mu=0.1) + ServerSGD(momentum=0.9)"`: parsed, never evaluated.
 
 The caller decides which names are known: `parse_method` (method/parse.py), `parse_partition`
-(data/partition_names.py), ….
+(data/partition.py), ….
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.errors import UndriftError, unknown
+from undrift.errors import UndriftError
 from undrift.loss_modules import WholeBatch, module_of, per_sample, reduces
+from undrift.registry import Registry
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -135,10 +136,10 @@ def model_loss(output: Any, target: Tensor) -> Tensor:
 
 CLASSES = (cross_entropy, cross_entropy_of_labelled, squared_hinge)
 """The losses whose targets are classes."""
-LOSSES: dict[str, Loss] = {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)}
-LOSSES["model"] = model_loss
-OURS = frozenset(LOSSES)
-"""The names that users cannot register."""
+LOSSES: Registry[Loss] = Registry(
+    "loss",
+    {f.__name__: f for f in (cross_entropy, mse, binary_cross_entropy, squared_hinge)} | {"model": model_loss},
+)
 
 
 def register_loss(name: str, loss: Loss) -> None:
@@ -159,18 +160,14 @@ def register_loss(name: str, loss: Loss) -> None:
     Raises:
         UndriftError: If undrift has a loss of this name, or if the loss is not a function.
     """
-    if name in OURS:
-        raise UndriftError(f"A loss of your own cannot be called {name!r}, which is one of undrift's; rename it.")
-    LOSSES[name] = get_loss(loss)
+    LOSSES.register(name, get_loss(loss))
 
 
 def get_loss(loss: str | Loss | None) -> Loss:
     if loss is None:
         return cross_entropy
     if isinstance(loss, str):
-        if loss not in LOSSES:
-            raise unknown("loss", loss, LOSSES)
-        return LOSSES[loss]
+        return LOSSES.find(loss)
     if not callable(loss):
         raise UndriftError(f"loss must be a name or a function of (output, target), not {loss!r}.")
     found: Any = module_of(loss)

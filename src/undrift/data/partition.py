@@ -16,10 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-import undrift
 from undrift.data.array_ops import Array, stable_argsort, unique_inverse
 from undrift.errors import UndriftError, quoted, whole
 from undrift.expressions import parse
+from undrift.registry import Registry
 
 MAX_CLIENTS = 100_000_000
 """The largest number of clients or shards. A larger one is taken for a mistake."""
@@ -541,8 +541,11 @@ def draw_in_blocks(
     return owner
 
 
-REGISTERED: dict[str, Callable[..., Partition]] = {}
-"""The partitions that users have registered."""
+PARTITIONS: Registry[Callable[..., Partition]] = Registry(
+    "partition",
+    {p.__name__: p for p in (IID, Dirichlet, DirichletPrior, Shards, ClassesPerClient, SortedShards)}
+    | {p.__name__: p for p in (LabelSplit, QuantitySkew, ByKey)},
+)
 
 
 def register_partition(name: str, function: Callable[..., Partition]) -> None:
@@ -569,15 +572,14 @@ def register_partition(name: str, function: Callable[..., Partition]) -> None:
     Raises:
         UndriftError: If undrift has a partition of this name, or if the name cannot be called.
     """
-    if name in undrift.PARTITIONS or not name.isidentifier():
-        raise UndriftError(f"A partition of your own cannot be called {name!r}; choose another name.")
-    REGISTERED[name] = function
+    if not name.isidentifier():
+        raise UndriftError(f"A partition cannot be called {name!r}, which is no name in Python; rename it.")
+    PARTITIONS.register(name, function)
 
 
 def parse_partition(text: str) -> Partition:
     """Return the partition that a string such as `"Dirichlet(0.1)"` describes."""
-    known = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | REGISTERED
-    partition: Partition = parse(text, "partition", known, "Dirichlet(0.1)")
+    partition: Partition = parse(text, "partition", PARTITIONS, "Dirichlet(0.1)")
     return partition
 
 

@@ -21,6 +21,7 @@ from undrift.data.splits import stratified_mask
 from undrift.data.tables import Place, hub_place
 from undrift.data.text import Characters, Sentences, Tags
 from undrift.random import host_generator
+from undrift.registry import Registry
 
 
 class Recipe(Protocol):
@@ -69,7 +70,7 @@ def digits() -> Source:
     return Source(train, train["y"].numpy(), test=Rows.whole(test))
 
 
-FUNCTIONS: dict[str, Callable[[], Any]] = {"digits": digits}
+FUNCTIONS: Registry[Callable[[], Any]] = Registry("data set", {"digits": digits}, replaceable=True)
 """Data sets that a function returns; `ud.register_data` adds a user's own."""
 
 
@@ -135,4 +136,4 @@ def register_data(name: str, function: Callable[[], Any]) -> None:
             `DataFrame`, a pair `(x, y)` of arrays or a torch `Dataset`, where `test` may be None; or a
             `FederatedDataset`, which is used as it is, with its own clients.
     """
-    FUNCTIONS[name] = function
+    FUNCTIONS.register(name, function)

@@ -6,30 +6,30 @@ from collections.abc import Callable
 from typing import Any
 
 from undrift.columns import reserved
-from undrift.errors import UndriftError, unknown
+from undrift.errors import UndriftError
 from undrift.losses import CLASSES, Loss, accuracy, recall_at_5
 from undrift.metrics.base import Metric, Ratio, fresh, streams
 from undrift.metrics.classes import BalancedAccuracy, ConfusionMatrix, MacroF1, WeightedF1
 from undrift.metrics.numbers import MAE, R2, Perplexity
 from undrift.metrics.ranking import AUROC, AveragePrecision
+from undrift.registry import Registry
 
-METRICS: dict[str, Any] = {
-    "accuracy": accuracy,
-    "auroc": AUROC(),
-    "average_precision": AveragePrecision(),
-    "balanced_accuracy": BalancedAccuracy(),
-    "confusion_matrix": ConfusionMatrix(),
-    "f1": MacroF1(),
-    "f1_weighted": WeightedF1(),
-    "mae": MAE(),
-    "perplexity": Perplexity(),
-    "r2": R2(),
-    "recall_at_5": recall_at_5,
-}
-
-
-OURS = frozenset(METRICS)
-"""The names that users cannot register."""
+METRICS: Registry[Any] = Registry(
+    "metric",
+    {
+        "accuracy": accuracy,
+        "auroc": AUROC(),
+        "average_precision": AveragePrecision(),
+        "balanced_accuracy": BalancedAccuracy(),
+        "confusion_matrix": ConfusionMatrix(),
+        "f1": MacroF1(),
+        "f1_weighted": WeightedF1(),
+        "mae": MAE(),
+        "perplexity": Perplexity(),
+        "r2": R2(),
+        "recall_at_5": recall_at_5,
+    },
+)
 
 
 def register_metric(name: str, metric: Any) -> None:
@@ -52,9 +52,7 @@ def register_metric(name: str, metric: Any) -> None:
     Raises:
         UndriftError: If undrift has a metric or a column of this name, or if the metric is neither.
     """
-    if name in OURS:
-        raise UndriftError(f"A metric of your own cannot be called {name!r}, which is one of undrift's; rename it.")
-    METRICS[name] = _found(name, metric)
+    METRICS.register(name, _found(name, metric))
 
 
 def get_metrics(metrics: Any, loss: Loss) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def _found(name: Any, metric: Any) -> Any:
         return fresh(metric)  # the caller's is theirs to use
     if callable(metric) or isinstance(metric, Metric):
         return metric
-    raise unknown("metric", str(metric), METRICS)
+    raise METRICS.unknown(str(metric))
 
 
 def measure(metric: Any, prepared: Callable[[Any], Any] = lambda function: function) -> Any:

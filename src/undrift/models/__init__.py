@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from undrift.errors import UndriftError, nearest, quoted, unknown, whole
+from undrift.errors import UndriftError, nearest, quoted, whole
 from undrift.expressions import parse
 from undrift.models import timm
 from undrift.models.cnn import cnn, cnn_fedavg, cnn_femnist, cnn_temporal
@@ -22,21 +22,26 @@ from undrift.models.resnet import resnet20
 from undrift.models.seeded import Seeded
 from undrift.models.vgg import vgg9
 from undrift.random import torch_seed
+from undrift.registry import Registry
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "mlp": mlp,
-    "logistic": logistic,
-    "svm": svm,
-    "cnn": cnn,
-    "lenet5": lenet5,
-    "cnn_fedavg": cnn_fedavg,
-    "cnn_femnist": cnn_femnist,
-    "cnn_temporal": cnn_temporal,
-    "vgg9": vgg9,
-    "resnet20": resnet20,
-    "gru": gru_reader,
-    "lstm": lstm_reader,
-}
+MODELS: Registry[Callable[..., nn.Module]] = Registry(
+    "model",
+    {
+        "mlp": mlp,
+        "logistic": logistic,
+        "svm": svm,
+        "cnn": cnn,
+        "lenet5": lenet5,
+        "cnn_fedavg": cnn_fedavg,
+        "cnn_femnist": cnn_femnist,
+        "cnn_temporal": cnn_temporal,
+        "vgg9": vgg9,
+        "resnet20": resnet20,
+        "gru": gru_reader,
+        "lstm": lstm_reader,
+    },
+    replaceable=True,
+)
 """Functions of `(classes, shape, …)` by name. Those that read tokens also take `vocabulary`; the rest are options."""
 
 FROM_DATA = ("classes", "shape", "vocabulary", "seed")
@@ -84,9 +89,7 @@ def known(name: str) -> Callable[..., nn.Module]:
     """Return the function that creates the model of this name."""
     if timm.is_timm(name):
         return timm.builder(name)
-    if name not in MODELS:
-        raise unknown("model", name, MODELS)
-    return MODELS[name]
+    return MODELS.find(name)
 
 
 def is_ours(model: Any) -> bool:
@@ -163,7 +166,7 @@ def register_model(name: str, function: Callable[..., Any]) -> None:
         function: A function of `(classes, shape, **options)` that returns an `nn.Module`. If it has a parameter
             `vocabulary`, it also gets the number of different tokens.
     """
-    MODELS[name] = function
+    MODELS.register(name, function)
 
 
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:

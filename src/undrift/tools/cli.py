@@ -535,7 +535,14 @@ class Kind(StrEnum):
 )  # fmt: skip
 def reproduce(context: typer.Context) -> None:
     """Rerun the experiments of the papers and compare the results with the published numbers."""
-    from undrift.reproduce.__main__ import main  # uses argparse, so that it also runs where typer is not installed
+    clone = Path(__file__).resolve().parents[3]
+    if not (clone / "papers" / "__main__.py").is_file():
+        raise UndriftError(
+            "The papers' experiments and results are not in the installed package, but in the folder papers/ of the "
+            "repository; install undrift from a clone of it: pip install -e ."
+        )
+    sys.path.append(str(clone))
+    from papers.__main__ import main  # uses argparse, so that it also runs where typer is not installed
 
     raise typer.Exit(main(context.args))
 

@@ -6,7 +6,6 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
-import undrift
 from undrift import losses as known_losses
 from undrift import metrics as known_metrics
 from undrift import models as known_models
@@ -90,8 +89,7 @@ def optimizers() -> Entries:
 
 
 def partitions() -> Entries:
-    known = {name: getattr(undrift, name) for name in undrift.PARTITIONS} | partition.REGISTERED
-    return {name: _entry(summary(own), parameters(own)) for name, own in known.items()}
+    return {name: _entry(summary(own), parameters(own)) for name, own in partition.PARTITIONS.items()}
 
 
 def models() -> Entries:

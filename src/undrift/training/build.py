@@ -31,7 +31,7 @@ from undrift.functional.copying import Factory, has_hooks, unwrapped, without_fa
 from undrift.functional.in_place import HOOKS
 from undrift.functional.model import Model
 from undrift.loss_modules import of_batches
-from undrift.losses import OURS, Loss, for_labels, get_loss, model_loss, name_of
+from undrift.losses import LOSSES, Loss, for_labels, get_loss, model_loss, name_of
 from undrift.method.calls import call, ours
 from undrift.method.groups import group_factors
 from undrift.method.local import Local
@@ -135,7 +135,7 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         ranks=ranks,
     )
     find_sums(run, program)
-    if given.rehearse and not (models.is_ours(given.model) and name_of(chosen_loss) in OURS):
+    if given.rehearse and not (models.is_ours(given.model) and name_of(chosen_loss) in LOSSES.own):
         padded = choice.engine == "lanes" and may_pad(local, data, method)
         run = replace(run, own_module=OwnModule(unwrapped(module), examined, program, padded))
     if given.rehearse and not all(ours(part) for part in method.parts):

@@ -19,9 +19,20 @@ if TYPE_CHECKING:
 class RoundRecord:
     """A finished round, as callbacks see it.
 
+    Example:
+        >>> import undrift as ud
+        >>> def show(record):
+        ...     print(f"{record.round} of {record.rounds}: {record.row['samples']} samples")
+        >>> data = ud.load("digits", ud.IID(), clients=10)
+        >>> local = ud.Local(steps=2, batch_size=16, lr=0.1)
+        >>> result = ud.train("mlp", data, rounds=2, local=local, callbacks=[show])
+        1 of 2: 320 samples
+        2 of 2: 320 samples
+
     Args:
-        row: The round's row of the history. Do not change it.
+        row: A copy of the round's row of the history.
         rounds: The number of rounds that the run was given.
+        state: What training has reached; `params` has the weights in it. None for a late callback.
     """
 
     row: dict[str, Any]

@@ -1,1 +1,0 @@
-"""What must hold on a GPU: `python -m gpu`, or `make gpu`."""

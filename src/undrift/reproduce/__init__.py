@@ -1,7 +1,0 @@
-"""The papers' experiments, run again: `undrift reproduce`, or `python -m undrift.reproduce` without installation.
-
-The parts that run on a GPU machine only need torch, numpy and safetensors. `papers/*.toml` define the experiments and
-list the published numbers; `catalogue` reads them into cells (setting × method × seed); `work` runs one cell; `runner`
-runs many within a time budget; `results` stores their results; `verdict` judges the papers' claims and `page` writes
-`docs/papers.md`.
-"""

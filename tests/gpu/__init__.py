@@ -1,0 +1,1 @@
+"""What must hold on a GPU: `python -m tests.gpu`, or `make gpu`."""

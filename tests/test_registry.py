@@ -1,0 +1,32 @@
+"""Things by name: one mechanism for data sets, losses, metrics, models and partitions."""
+
+from __future__ import annotations
+
+import pytest
+
+import undrift as ud
+from undrift.data import partition
+from undrift.registry import Registry
+
+
+def test_a_name_of_undrifts_is_taken_unless_it_may_be_replaced():
+    things = Registry("thing", {"own": 1})
+    with pytest.raises(ud.UndriftError, match="A thing of your own cannot be called 'own', which is one of undrift's"):
+        things.register("own", 2)
+    things.register("other", 2)
+    things.register("other", 3)
+    assert things == {"own": 1, "other": 3} and things.find("other") == 3
+    replaceable = Registry("thing", {"own": 1}, replaceable=True)
+    replaceable.register("own", 2)
+    assert replaceable.find("own") == 2
+
+
+def test_an_unknown_name_suggests_a_similar_one():
+    with pytest.raises(ud.UndriftError, match=r"There is no thing called 'onw'. Did you mean 'own'\?"):
+        Registry("thing", {"own": 1, "far away": 2}).find("onw")
+
+
+def test_every_public_partition_has_a_name():
+    assert set(partition.PARTITIONS.own) == set(ud.PARTITIONS)
+    with pytest.raises(ud.UndriftError, match="no name in Python"):
+        ud.register_partition("by parity", ud.IID)
