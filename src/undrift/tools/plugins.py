@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -119,6 +118,8 @@ def _remember(module: str) -> None:
 @cache
 def _load_entry_points() -> None:
     """Once per process; a package that fails causes a warning, not an error."""
+    from importlib.metadata import entry_points
+
     for point in entry_points(group="undrift"):
         try:
             point.load()
