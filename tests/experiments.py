@@ -26,12 +26,12 @@ GOOD = {
 
 
 def toml(settings: dict) -> str:
-    from undrift.training.record import literal
+    from undrift.training.record import toml_literal
 
-    lines = [f"{name} = {literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
+    lines = [f"{name} = {toml_literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
     for name, section in settings.items():
         if isinstance(section, dict):
-            lines += [f"[{name}]", *(f"{key} = {literal(value)}" for key, value in section.items())]
+            lines += [f"[{name}]", *(f"{key} = {toml_literal(value)}" for key, value in section.items())]
     return "\n".join(lines)
 
 

@@ -53,8 +53,8 @@ def test_evaluation_does_not_wait(behind, monkeypatch):
     import undrift.training.evaluate as module
 
     order = []
-    read, federated = module.read, ud.training.loop.federated_round
-    monkeypatch.setattr(module, "read", lambda *args: order.append("read") or read(*args))
+    read, federated = module.read_columns, ud.training.loop.federated_round
+    monkeypatch.setattr(module, "read_columns", lambda *args: order.append("read") or read(*args))
     monkeypatch.setattr(ud.training.loop, "federated_round", lambda *args: order.append("round") or federated(*args))
     trained(4)
     assert order == ["round"] + ["round", "read", "read"] * 2 + ["round", "read", "read", "read", "read"]

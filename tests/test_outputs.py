@@ -86,8 +86,10 @@ def run_of(model):
 def seen(monkeypatch):
     """Batches of ten, and whether each run ended with a traced pass."""
     monkeypatch.setattr(evaluate, "BATCH", 10)
-    found, values = [], evaluate.values
-    monkeypatch.setattr(evaluate, "values", lambda run, sums: found.append(run.outputs.traced) or values(run, sums))
+    found, values = [], evaluate.metric_values
+    monkeypatch.setattr(
+        evaluate, "metric_values", lambda run, sums: found.append(run.outputs.traced) or values(run, sums)
+    )
     return found
 
 
@@ -245,5 +247,5 @@ def test_processes_share_samples_whatever_fits_into_their_memory():
             outputs=SimpleNamespace(sample_bytes=None, most=most),
             ranks=SimpleNamespace(several=True, rank=rank, size=2),
         )
-        found.append(evaluate.own_share(run, index))
+        found.append(evaluate.rank_share(run, index))
     assert sorted(torch.cat(found).tolist()) == index.tolist() and min(map(len, found)) > 1000

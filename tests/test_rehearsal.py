@@ -787,7 +787,7 @@ def test_runs_side_by_side_are_rehearsed_one_by_one():
 
 def test_only_methods_with_parts_of_ones_own_are_rehearsed(monkeypatch):
     held = []
-    monkeypatch.setattr(build, "rehearse", lambda *given: held.append(1))
+    monkeypatch.setattr(build, "rehearse_hooks", lambda *given: held.append(1))
     train(ud.FedProx(0.1) + ud.Scaffold())
     assert not held
     train(Contrast(), rehearse=False)

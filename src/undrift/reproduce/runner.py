@@ -30,8 +30,8 @@ from undrift.reproduce.catalogue import Cell, Settings, Table
 from undrift.reproduce.queue import Costs, first_needed, ordered, slower, with_samples
 from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
-from undrift.training.beside import MOST, side_by_side, structure
-from undrift.training.identity import deeply
+from undrift.training.beside import MAX_RUNS, side_by_side, structure
+from undrift.training.identity import describe_deeply
 
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""
@@ -113,7 +113,7 @@ class Runner:
         """Return the cell, and those of its siblings that are not done, as far as time and memory allow."""
         done = self.saved(cell)  # cells without a round in common would not stop after the same one
         alike = [other for other in self.waiting(tables, busy) if siblings(cell, other)]
-        chosen = [o for o in alike if self.saved(o) & done or not (self.saved(o) or done)][:MOST]
+        chosen = [o for o in alike if self.saved(o) & done or not (self.saved(o) or done)][:MAX_RUNS]
 
         def expected() -> float:
             longest = max(costs.seconds(other) or 0.0 for other in chosen) * (1 - self.rounds_done(cell))
@@ -324,7 +324,7 @@ def shape_of(cell: Cell) -> str:
     try:
         local = problems.local_work(given["local"])
         method = with_local_work(parse_method(given.get("method", "FedAvg()")), local, {}, (), frozenset())
-        return deeply([structure(method), callable(local.weight_decay) or bool(local.weight_decay)])
+        return describe_deeply([structure(method), callable(local.weight_decay) or bool(local.weight_decay)])
     except UndriftError:  # which the cell will raise when it runs
         return ""
 

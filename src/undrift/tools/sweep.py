@@ -35,7 +35,7 @@ from undrift.training import arithmetic, beside
 from undrift.training.checks import find_device
 from undrift.training.divergence import CHANCE, DIVERGED
 from undrift.training.nonfinite import mute
-from undrift.training.record import flat
+from undrift.training.record import flatten
 from undrift.training.result import finished, stopped
 
 Grid = dict[str, list[Any]]
@@ -51,7 +51,7 @@ class Point:
 
 def file_grid(section: Any) -> Grid:
     """The file's `[sweep]`: keys, dotted or in subsections, with lists of values."""
-    grid = flat(section) if isinstance(section, dict) else {}
+    grid = flatten(section) if isinstance(section, dict) else {}
     if not isinstance(section, dict) or not all(isinstance(values, list) and values for values in grid.values()):
         raise UndriftError("[sweep] must have keys with lists of values, such as local.lr = [0.01, 0.1].")
     return grid
@@ -179,7 +179,7 @@ def sweep(
         _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
     some: Sequence[str | None] = how.devices or [None] * (how.workers or _workers(found[0], where))
-    share = min(beside.MOST, -(-len(found) // len(some)))  # so that every process has some
+    share = min(beside.MAX_RUNS, -(-len(found) // len(some)))  # so that every process has some
     size = how.together or (share if any(_on_gpu(found[0], where, place) for place in some) else 1)
     # Bundles with a run that is not finished are those of the first time: the others' bits depend on the finished ones.
     left = set(waiting)
@@ -289,7 +289,7 @@ def _one(
     settings = settings if device is None else {**settings, "device": device}
     try:
         resume = (Path(folder) / "config.toml").exists()
-        with arithmetic.threads(threads):
+        with arithmetic.use_threads(threads):
             result = run(checked(settings, where), folder, resume, on_round=lambda row: check())
     except UndriftError as error:
         return str(error)

@@ -90,7 +90,7 @@ def write_operations(values: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Switches:
+class Flags:
     """The switches. `lenient`: only warn about operations that are not deterministic."""
 
     rounding: Rounding
@@ -99,7 +99,7 @@ class Switches:
     cublas: str | None
 
     @classmethod
-    def current(cls) -> Switches:
+    def current(cls) -> Flags:
         return cls(
             Rounding.current(),
             torch.are_deterministic_algorithms_enabled(),
@@ -108,7 +108,7 @@ class Switches:
         )
 
     def set(self) -> None:
-        now = Switches.current()
+        now = Flags.current()
         if now.rounding != self.rounding:
             self.rounding.set()
         if (now.deterministic, now.lenient) != (self.deterministic, self.lenient):  # torch imports its compiler for it
@@ -120,23 +120,23 @@ class Switches:
 
 
 LOCK = threading.RLock()
-_before: list[Switches] = []
+_before: list[Flags] = []
 """The switches as they were before the first active run."""
-_holders: list[tuple[int, Switches]] = []
+_holders: list[tuple[int, Flags]] = []
 """The active runs' threads and switches, in the order in which they started."""
 
 
 @contextlib.contextmanager
-def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
+def use_flags(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
     """A context with a run's switches, and without autocast and gradients; the last active run restores them.
 
     Raises `UndriftError` if a run in another thread needs different switches.
     """
     me = threading.get_ident()
     with LOCK:
-        before = _before[0] if _before else Switches.current()
+        before = _before[0] if _before else Flags.current()
         tf32, strict = precision == "tf32", deterministic or before.deterministic
-        wanted = Switches(
+        wanted = Flags(
             Rounding.of(tf32), strict, before.lenient and not deterministic,
             before.cublas or (":4096:8" if deterministic else None),
         )  # fmt: skip
@@ -167,7 +167,7 @@ def full_precision() -> Iterator[None]:
     meanwhile wait. If one is active, its switches remain.
     """
     with LOCK:
-        before = Switches.current()
+        before = Flags.current()
         alone = all(thread == threading.get_ident() for thread, _ in _holders)
         if alone:
             replace(before, rounding=Rounding.of(tf32=False)).set()
@@ -221,7 +221,7 @@ FORKS = Forks()
 
 
 @contextlib.contextmanager
-def threads(number: int | None) -> Iterator[None]:
+def use_threads(number: int | None) -> Iterator[None]:
     """A context with this number of torch's CPU threads; None changes nothing."""
     with LOCK:
         before = present_threads()

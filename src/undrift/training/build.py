@@ -42,17 +42,17 @@ from undrift.metrics import get_metrics
 from undrift.models import parse_model
 from undrift.random import derive, torch_seed
 from undrift.training import drift
-from undrift.training.arithmetic import full_precision, threads
+from undrift.training.arithmetic import full_precision, use_threads
 from undrift.training.checks import check_types, cohort_size_of, find_device, warn_of_one_client
 from undrift.training.input_trials import warn_of_labels, warn_of_pixels, warn_of_rounding, warn_of_trained_test
-from undrift.training.labelled import with_labels
-from undrift.training.last_batches import check_singles, warn_of_short
+from undrift.training.labelled import with_label_inputs
+from undrift.training.last_batches import check_single_samples, warn_of_short_batches
 from undrift.training.model_rehearsal import OwnModule
-from undrift.training.obstacles import reason
-from undrift.training.rehearsal import find_sums, rehearse
+from undrift.training.obstacles import why_plain
+from undrift.training.rehearsal import find_sums, rehearse_hooks
 from undrift.training.run import Run
 from undrift.training.settings import Settings
-from undrift.training.storage import with_files
+from undrift.training.storage import choose_client_storage
 from undrift.training.survivors import Conditions
 from undrift.training.threads import thread_count
 from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
@@ -83,11 +83,11 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
     drift.check(given.drift, chosen_metrics)
     own_loss = chosen_loss is model_loss
-    data = with_labels(data) if own_loss else data
+    data = with_label_inputs(data) if own_loss else data
     module = with_shapes(module_of(given.model, data, seed), data, seed)
     function = Model(module, where, given.precision, output_of(given, method, own_loss))
     examined, chosen_loss = check_data(function, data, where, chosen_loss, chosen_metrics)
-    refuse_single(method, chosen_loss)
+    refuse_batch_losses(method, chosen_loss)
     if cohort is None and ranks.leads:  # otherwise, the data are not those of all clients
         warn_of_one_client(given.participation, data.population)
         warn_of_labels(data, chosen_loss, given.loss is None and data.task.loss is None)
@@ -99,17 +99,17 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     placement = Placement(where, given.data_on)
     place, why_there = placement.reason(data.store)
     device_data = DeviceData(data, where, examined.accum_dtype, placement.stays)
-    with selected(where), full_precision():
+    with current_device(where), full_precision():
         in_lanes = examined.in_lanes()
-        choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
+        choice = choose_engine(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
-    check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
-    warn_of_short(local, data, rounds, method.batches)
-    program = drift.observed(program_of(function, method, local, data, chosen_loss), given.drift, cohort_size)
+    check_single_samples(function, local, data, rounds, method.batches, given.personalize_every is not None)
+    warn_of_short_batches(local, data, rounds, method.batches)
+    program = drift.observe_program(build_program(function, method, local, data, chosen_loss), given.drift, cohort_size)
     program = conditions.program(program, cohort_size)
     count, why_so_many = thread_count(given.threads, function, choice, where, local.widest(data.size_counts[0]))
-    with threads(count):
-        engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
+    with use_threads(count):
+        engine, choices = build_engine(choice, program, examined, device_data, given, ranks)
     choices |= {"threads": count, "threads_why": why_so_many, "data": place, "data_why": why_there}
     if said := directions(chosen_metrics):  # for whoever reads the run's folder without the metrics themselves
         choices["lower_is_better"] = said
@@ -139,10 +139,10 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         padded = choice.engine == "lanes" and may_pad(local, data, method)
         run = replace(run, own_module=OwnModule(unwrapped(module), examined, program, padded))
     if given.rehearse and not all(ours(part) for part in method.parts):
-        alone = replace(program_of(function, method, local, data, chosen_loss), sums=program.sums)
+        alone = replace(build_program(function, method, local, data, chosen_loss), sums=program.sums)
         lanes = choice.engine == "lanes"
-        run = replace(run, rehearsal=rehearse(run, alone, lanes, lanes and may_pad(local, data, method)))
-    return with_files(run, given.out)
+        run = replace(run, rehearsal=rehearse_hooks(run, alone, lanes, lanes and may_pad(local, data, method)))
+    return choose_client_storage(run, given.out)
 
 
 def may_pad(local: Local, data: FederatedDataset, method: Method) -> bool:
@@ -150,7 +150,7 @@ def may_pad(local: Local, data: FederatedDataset, method: Method) -> bool:
     return local.may_be_short(data.size_counts[0]) or any(part.measures for part in method.parts)
 
 
-def engine_of(
+def build_engine(
     choice: Choice, program: Program, model: Model, data: DeviceData, given: Settings, ranks: Ranks
 ) -> tuple[Engine, dict[str, Any]]:
     """Return the engine that was chosen, and `Run.choices`. `model` is for the plain engine, in case lanes fail."""
@@ -179,20 +179,22 @@ def engine_of(
         return joined(PlainEngine(replace(program, model=model), data))
 
     spare = plain if given.engine == "auto" else None
-    return Fallback(lanes, choice.lanes, spare, partial(narrowed, choices), partial(switched, choices)), choices
+    return Fallback(
+        lanes, choice.lanes, spare, partial(note_narrowing, choices), partial(note_switch, choices)
+    ), choices
 
 
-def narrowed(choices: dict[str, Any], t: int, lanes: int) -> None:
+def note_narrowing(choices: dict[str, Any], t: int, lanes: int) -> None:
     """Record in a run's choices that it trains with fewer lanes from round `t` on, counted from 0."""
     choices |= {"lanes": lanes, "why": "memory ran out with more lanes", "narrowed": t + 1}
 
 
-def switched(choices: dict[str, Any], t: int, why: str) -> None:
+def note_switch(choices: dict[str, Any], t: int, why: str) -> None:
     """Record in a run's choices that it trains on the plain engine from round `t` on, counted from 0."""
     choices |= {"engine": "plain", "lanes": 1, "compile": False, "why": why, "switched": t + 1}
 
 
-def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
+def build_program(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
     """Return what one client does, with the method and local training as one chain of parts."""
     personal = method.personal([*model.start, *model.tracked])
     rates, decays = group_factors(local.groups, list(model.start)) if local.groups else ({}, {})
@@ -219,7 +221,7 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
     return output
 
 
-def refuse_single(method: Method, loss: Loss) -> None:
+def refuse_batch_losses(method: Method, loss: Loss) -> None:
     """Reject parts that need the losses of single samples if the loss has none."""
     names = [type(part).__name__ for part in method.parts if part.needs_losses] if of_batches(loss) else []
     require(
@@ -279,12 +281,12 @@ def check_data(
     return checked, loss
 
 
-def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
+def choose_engine(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
     """Return the engine that was asked for, or that suits the model, the data and the device."""
     local, sizes = given.local, data.data.size_counts[0]
     width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
     padded = may_pad(local, data.data, method)
-    obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
+    obstacle = None if given.engine == "plain" or model.obstacle else why_plain(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * steps.mean
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
@@ -292,6 +294,6 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method:
     return choice
 
 
-def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which `device` is the current GPU, which CUDA graphs and Triton's kernels always use."""
     return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()

@@ -38,7 +38,7 @@ from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.early import COLUMN
 from undrift.training.meeting import companions
-from undrift.training.processes import collected
+from undrift.training.processes import gather_clients
 from undrift.training.result import as_json, as_record
 from undrift.training.run import Run
 from undrift.training.slot_tables import read_slots, write_slots
@@ -108,7 +108,7 @@ class Checkpoints:
             return
         ranks, series = self.run.ranks, self.series[0]
         ranks.same((now.params, now.tracked, now.parts))
-        whole = replace(now, clients=collected(ranks, now.clients, self._since(series))) if ranks.several else now
+        whole = replace(now, clients=gather_clients(ranks, now.clients, self._since(series))) if ranks.several else now
         ranks.first(lambda: self._write(whole))
         self.saved_round, self.saved_at = now.round, time.monotonic()
 

@@ -55,21 +55,21 @@ class Divergence:
         return f"{self.what[:1].upper()}{self.what[1:]}. {ADVICE[self.kind]}"
 
 
-def of_run(run: Run, history: Sequence[Row]) -> Divergence | None:
+def find_divergence(run: Run, history: Sequence[Row]) -> Divergence | None:
     """Return what is wrong with a run that ends with this history, or None."""
     classes = run.data.classes if run.metrics.get("accuracy") is accuracy else 0
     return divergence(history, run.metrics, directions(run.metrics), classes)
 
 
-def warned_of(run: Run, history: Sequence[Row]) -> Divergence | None:
+def warn_of_divergence(run: Run, history: Sequence[Row]) -> Divergence | None:
     """Return the same, after a warning."""
-    found = of_run(run, history)
+    found = find_divergence(run, history)
     if found and run.ranks.leads:
         log.warning("%s", found)
     return found
 
 
-def warn_of_nan(run: Run, history: Sequence[Row]) -> None:
+def warn_of_nan_metrics(run: Run, history: Sequence[Row]) -> None:
     """Warn of metrics that are NaN in all evaluations."""
     for name in run.metrics if run.ranks.leads else ():
         for column in (name, f"validation_{name}"):
@@ -92,18 +92,18 @@ def divergence(history: Sequence[Row], metrics: Iterable[str], said: Directions,
         classes: The number of classes, if that is known otherwise than from the column `class_accuracy`.
     """
     last = history[-1] if history else {}
-    column = next((name for name in LOSSES if finite(last.get(name))), None)
+    column = next((name for name in LOSSES if is_finite(last.get(name))), None)
     if column is None:
         return None
     prefix = column.removesuffix("loss")
-    by_class = [own for own in last.get("class_accuracy") or () if finite(own)]
-    if finite(last.get(f"{prefix}accuracy")) and (count := len(by_class) or classes) > 1:
-        return of_classes(history, column, count, by_class)
-    held = [name for name in metrics if worse(history, f"{prefix}{name}", said) is False]
-    return None if held else of_losses(history, column)
+    by_class = [own for own in last.get("class_accuracy") or () if is_finite(own)]
+    if is_finite(last.get(f"{prefix}accuracy")) and (count := len(by_class) or classes) > 1:
+        return diagnose_accuracy(history, column, count, by_class)
+    held = [name for name in metrics if ended_worse(history, f"{prefix}{name}", said) is False]
+    return None if held else diagnose_loss(history, column)
 
 
-def of_classes(history: Sequence[Row], column: str, classes: int, by_class: list[float]) -> Divergence | None:
+def diagnose_accuracy(history: Sequence[Row], column: str, classes: int, by_class: list[float]) -> Divergence | None:
     """Return what is wrong with a run that has an accuracy.
 
     The mean accuracy over classes is 1/C for any model that ignores its input, however many samples are of one class.
@@ -112,23 +112,23 @@ def of_classes(history: Sequence[Row], column: str, classes: int, by_class: list
     chance, name = math.log(classes), f"{prefix}accuracy"
     loss, found = last[column], last[name]
     mean = sum(by_class) / len(by_class) if by_class and not prefix else found
-    at_chance = mean <= least(classes)
-    best = max((row for row in history if finite(row.get(name))), key=lambda row: row[name])
+    at_chance = mean <= chance_accuracy(classes)
+    best = max((row for row in history if is_finite(row.get(name))), key=lambda row: row[name])
     if good_for_clients(last, classes) or not (at_chance or found < best[name] / 2):
         return None
     about = f"with an accuracy of {found:.4g}"
     if found < best[name] / 2:
         about += f" after {best[name]:.4g} in round {best['round']}"
-    if loss > far(history) * chance:
+    if loss > far_above(history) * chance:
         what = f"the {LOSSES[column]} ended at {loss:.4g}, far above the {chance:.4g} of chance, {about}"
         return Divergence(DIVERGED, what)
-    if not at_chance or not enough(history, column) or loss < NEAR * chance:
+    if not at_chance or not trained_long_enough(history, column) or loss < NEAR * chance:
         return None
     what = f"after {len(history)} rounds, the model is no better than chance on {classes} classes, {about}"
     return Divergence(DIVERGED if loss > 2 * chance else CHANCE, f"{what} and a {LOSSES[column]} of {loss:.4g}")
 
 
-def least(classes: int) -> float:
+def chance_accuracy(classes: int) -> float:
     """Return the accuracy that a model has to exceed to be better than chance."""
     return 1 / classes + min(1 / classes, 0.1)
 
@@ -136,41 +136,41 @@ def least(classes: int) -> float:
 def good_for_clients(last: Row, classes: int) -> bool:
     """Return whether clients' own models are good, or the shared one after training on the client's own data."""
     own, tuned, loss = (last.get(name) for name in ("client_accuracy", "tuned_accuracy", "client_loss"))
-    if finite(own) and finite(loss) and own > least(classes) and loss < NEAR * math.log(classes):
+    if is_finite(own) and is_finite(loss) and own > chance_accuracy(classes) and loss < NEAR * math.log(classes):
         return True
-    return any(finite(found) and found >= GOOD for found in (own, tuned))
+    return any(is_finite(found) and found >= GOOD for found in (own, tuned))
 
 
-def of_losses(history: Sequence[Row], column: str) -> Divergence | None:
+def diagnose_loss(history: Sequence[Row], column: str) -> Divergence | None:
     """Return what is wrong with a run of which only the loss tells."""
-    last, evaluated = history[-1], [row for row in history if finite(row.get(column))]
+    last, evaluated = history[-1], [row for row in history if is_finite(row.get(column))]
     first = evaluated[0]
     scale = max(abs(first[column]), abs(min(row[column] for row in evaluated)))  # a loss may be negative
-    if last[column] <= far(history) * scale:
+    if last[column] <= far_above(history) * scale:
         return None
     for name in ("client_loss", "tuned_loss"):
-        if finite(last.get(name)) and last[name] <= far(history) * scale:
+        if is_finite(last.get(name)) and last[name] <= far_above(history) * scale:
             return None
     what = f"the {LOSSES[column]} ended at {last[column]:.4g}, and was {first[column]:.4g} in round {first['round']}"
     return Divergence(DIVERGED, what)
 
 
-def worse(history: Sequence[Row], name: str, said: Directions) -> bool | None:
+def ended_worse(history: Sequence[Row], name: str, said: Directions) -> bool | None:
     """Return whether a metric ended worse than at the first evaluation; None if it has no such figures."""
-    values = [row[name] for row in history if finite(row.get(name))]
-    if not values or not finite(history[-1].get(name)):
+    values = [row[name] for row in history if is_finite(row.get(name))]
+    if not values or not is_finite(history[-1].get(name)):
         return None
     return values[-1] > values[0] if lower_is_better(name, said) else values[-1] < values[0] - MARGIN
 
 
-def finite(value: Any) -> TypeGuard[float]:
+def is_finite(value: Any) -> TypeGuard[float]:
     return number(value) and math.isfinite(value)
 
 
-def far(history: Sequence[Row]) -> int:
+def far_above(history: Sequence[Row]) -> int:
     return FAR if len(history) > EARLY else VERY_FAR
 
 
-def enough(history: Sequence[Row], column: str) -> bool:
+def trained_long_enough(history: Sequence[Row], column: str) -> bool:
     """Return whether a run has gone on for long enough to have learned something."""
-    return len(history) >= ROUNDS and sum(finite(row.get(column)) for row in history) >= EVALUATIONS
+    return len(history) >= ROUNDS and sum(is_finite(row.get(column)) for row in history) >= EVALUATIONS

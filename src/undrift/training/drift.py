@@ -82,7 +82,7 @@ class Drifting(Program):
         if not self.cohort:
             return super().step(state, given, batches, k, differentiate)
         losses: list[Tensor] = []
-        after = super().step(state, given, batches, k, noting(differentiate, losses))
+        after = super().step(state, given, batches, k, recording_losses(differentiate, losses))
         loss = losses[0].to(given["weight"].dtype)  # the first one is the step's own
         return after | {"loss_first": torch.where(k == 0, loss, state["loss_first"]), "loss": loss}
 
@@ -116,12 +116,12 @@ def flat(tree: dict[str, Tensor]) -> Tensor:
     return torch.cat([t.flatten().to(torch.promote_types(t.dtype, torch.float32)) for t in tree.values()])
 
 
-def observed(program: Program, drift: bool | str, cohort: int) -> Program:
+def observe_program(program: Program, drift: bool | str, cohort: int) -> Program:
     """The program of clients that send figures of their drift, if that is asked for."""
     return Drifting.of(program, cohort=cohort, layers=drift == LAYERS) if drift else program
 
 
-def noting(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
+def recording_losses(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
     """`differentiate`, which also appends the value of each function to `losses`."""
 
     def noted(loss: Any, params: Params) -> tuple[Params, Params]:
@@ -145,7 +145,7 @@ def with_places(inputs: RoundInputs) -> RoundInputs:
     return replace(inputs, clients=inputs.clients | {"place": to_device(places, like.device)})
 
 
-def taken(outcome: Outcome) -> tuple[Outcome, Tensor]:
+def split_off_drift(outcome: Outcome) -> tuple[Outcome, Tensor]:
     """The outcome without what `Drifting` clients sent about themselves, and that."""
     return replace(outcome, sums=outcome.sums[:-1]), outcome.sums[-1]
 

@@ -103,7 +103,7 @@ def as_rule(stop_when: Any, said: Directions = MappingProxyType({})) -> Rule | N
     return stop_when
 
 
-def reason(rule: Rule, history: History) -> str | None:
+def stop_reason(rule: Rule, history: History) -> str | None:
     """Return why the rule ends the run now, or None if it does not."""
     why = rule(history)
     if not why:
@@ -115,7 +115,7 @@ def check_column(rule: Rule | None, history: History) -> None:
     """Raise if an evaluated round does not have the rule's column, since the rule would never stop the run."""
     row = history[-1]
     if isinstance(rule, EarlyStopping) and rule.column not in row and ("loss" in row or "validation_loss" in row):
-        raise no_column(rule, [name for name, value in row.items() if isinstance(value, float)])
+        raise missing_column(rule, [name for name, value in row.items() if isinstance(value, float)])
 
 
 def check_possible(rule: Rule | None, run: Run) -> None:
@@ -133,7 +133,7 @@ def check_possible(rule: Rule | None, run: Run) -> None:
         endings = [f"{name}{figure}" for name in names for figure in FIGURES]
         known += [f"{prefix}_{name}" for prefix in ("client", "tuned") for name in endings]
     if rule.column not in known and rule.column not in {name for name in COLUMNS if reserved(name)} - {"loss"}:
-        raise no_column(rule, known)
+        raise missing_column(rule, known)
 
 
 def warn_if_late(rule: Rule | None, run: Run, given: Settings) -> None:
@@ -153,7 +153,7 @@ def warn_if_late(rule: Rule | None, run: Run, given: Settings) -> None:
         )  # fmt: skip
 
 
-def no_column(rule: EarlyStopping, known: Sequence[str]) -> UndriftError:
+def missing_column(rule: EarlyStopping, known: Sequence[str]) -> UndriftError:
     hint = " Hold data out for it: ud.load(…, validation_fraction=0.1)." if "validation" in rule.column else ""
     has = f" It has {listed(known)}." if known else ""
     return UndriftError(f"The history has no column {rule.column!r} to stop by.{hint}{has}")

@@ -18,7 +18,7 @@ from undrift.loss_modules import of_batches
 from undrift.losses import Loss, accuracy, model_loss
 from undrift.metrics import summed
 from undrift.metrics.base import Tally
-from undrift.training.meeting import attempt, meet
+from undrift.training.meeting import meet, result_or_error
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import tree_bytes, tree_map, tree_stack
@@ -51,8 +51,8 @@ def evaluate(run: Run, state: State) -> Columns:
     Returns a function that returns the history's columns, for which it waits for the device. A GPU evaluates while the
     host prepares the next round, unless a metric is an object that sees every batch.
     """
-    test = measured(run, state, TEST) if run.test else dict
-    held = measured(run, state, VALIDATION) if run.validation else dict
+    test = evaluate_split(run, state, TEST) if run.test else dict
+    held = evaluate_split(run, state, VALIDATION) if run.validation else dict
 
     def columns() -> dict[str, Any]:
         held_out = {f"validation_{name}": value for name, value in held().items() if name != "class_accuracy"}
@@ -61,23 +61,25 @@ def evaluate(run: Run, state: State) -> Columns:
     return columns
 
 
-def measured(run: Run, state: State, split: str) -> Columns:
+def evaluate_split(run: Run, state: State, split: str) -> Columns:
     """Evaluate the model: the mean loss, each metric, and with accuracy `class_accuracy`, None for absent classes."""
     if summed(run.measures):
-        return partial(read, values(run, run.ranks.sum(run.ranks.together(lambda: totals(run, state, split)))))
+        return partial(
+            read_columns, metric_values(run, run.ranks.sum(run.ranks.together(lambda: split_sums(run, state, split))))
+        )
     tally, by_class = run.ranks.together(lambda: meet(run, Evaluation(run, state, split), evaluate_all))
-    found = tally.figures() | class_accuracy(by_class)
-    return lambda: found
+    columns = tally.figures() | class_accuracy(by_class)
+    return lambda: columns
 
 
-def totals(run: Run, state: State, split: str) -> dict[str, Any]:
+def split_sums(run: Run, state: State, split: str) -> dict[str, Any]:
     """Return what `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
 
     Of several processes, each takes some of the samples. One that has none looks at a sample all the same, for the form
     of the sums.
     """
     whole: Tensor = getattr(run, split).index
-    mine = own_share(run, whole)
+    mine = rank_share(run, whole)
     some = None if mine is whole else mine if len(mine) else whole[:1]
     tally, by_class = meet(run, Evaluation(run, state, split, some), evaluate_all)
     if not len(mine):
@@ -107,11 +109,11 @@ class Evaluation:
         return self.index is None and self.run.outputs.traced
 
 
-Found = tuple[Tally, Tensor]
+Sums = tuple[Tally, Tensor]
 """Sums; with accuracy also correct answers and samples by class."""
 
 
-def evaluate_all(each: list[Evaluation]) -> list[Found | BaseException]:
+def evaluate_all(each: list[Evaluation]) -> list[Sums | BaseException]:
     """Return the sums of each evaluation, or the exception that a metric raised.
 
     On a GPU, evaluations on the same samples are one program: those of runs side by side, whose models have the same
@@ -121,17 +123,17 @@ def evaluate_all(each: list[Evaluation]) -> list[Found | BaseException]:
     for i, one in enumerate(each):
         same = len(each) > 1 and one.shareable
         alike.setdefault(one.run.digests[f"{one.split} data"] if same else i, []).append(i)
-    found: dict[int, Found | BaseException] = {}
+    found: dict[int, Sums | BaseException] = {}
     for members in alike.values():
         together = [each[i] for i in members]
         run, samples = together[0].run, len(together[0].rows)
-        answers = halving(run, samples, partial(evaluate_together, together), len(together))
+        answers = halve_batches(run, samples, partial(evaluate_together, together), len(together))
         found |= dict(zip(members, answers, strict=True))
     return [found[i] for i in range(len(each))]
 
 
 @torch.no_grad()
-def evaluate_together(each: list[Evaluation], size: int) -> list[Found | BaseException]:
+def evaluate_together(each: list[Evaluation], size: int) -> list[Sums | BaseException]:
     """Return the sums of evaluations on the same samples, in batches of this size."""
     run, measures = each[0].run, [Measures(one.run) for one in each]
     states = [(one.state.params, one.state.tracked) for one in each]
@@ -145,7 +147,7 @@ def evaluate_together(each: list[Evaluation], size: int) -> list[Found | BaseExc
             if i in failures:
                 continue
             # A run's metrics must not see what those of another write to the targets.
-            failure = attempt(partial(measures[i].add, output, tree_map(torch.clone, y)))
+            failure = result_or_error(partial(measures[i].add, output, tree_map(torch.clone, y)))
             if out_of_memory(failure):
                 raise failure  # type: ignore[misc]
             if failure is not None:
@@ -171,17 +173,17 @@ class Measures:
                 total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
 
 
-def figures(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+def columns_of_sums(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that sums stand for."""
-    return read(values(run, found))
+    return read_columns(metric_values(run, found))
 
 
-def values(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+def metric_values(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """Return each metric's value on the device, in the place of its sums."""
     return found | {"sums": {name: metric.value(found["sums"][name]) for name, metric in run.measures.items()}}
 
 
-def read(found: dict[str, Any]) -> dict[str, Any]:
+def read_columns(found: dict[str, Any]) -> dict[str, Any]:
     """Return the columns. They are only copied, so that no kernel has to wait for its turn beside later rounds."""
     row = {name: value.tolist() for name, value in found["sums"].items()}
     return row | (class_accuracy(found["by_class"]) if "by_class" in found else {})
@@ -193,7 +195,7 @@ def class_accuracy(by_class: Tensor) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def forms(run: Run, state: State) -> dict[str, Tensor]:
+def empty_sums(run: Run, state: State) -> dict[str, Tensor]:
     """Return sums of 0 in the form in which they are added up, from a client's sample."""
     tally = Tally(run.measures)
     x, y = tree_map(lambda t: t.to(run.device), run.data.take(run.data.store, run.data.index[:1]))
@@ -201,7 +203,7 @@ def forms(run: Run, state: State) -> dict[str, Tensor]:
     return tally.cleared().sums
 
 
-def own_share(run: Run, values: Tensor) -> Tensor:
+def rank_share(run: Run, values: Tensor) -> Tensor:
     """Return what this process evaluates, of one value per sample. Every process must find the same shares."""
     if not run.ranks.several:
         return values
@@ -210,10 +212,10 @@ def own_share(run: Run, values: Tensor) -> Tensor:
 
 def fixed_size(run: Run) -> int:
     """Return the batch size that depends on the size of a sample alone."""
-    return min(BATCH, most_samples(run))
+    return min(BATCH, max_samples(run))
 
 
-def most_samples(run: Run) -> int:
+def max_samples(run: Run) -> int:
     """Return the largest number of samples in a batch, by their size in bytes."""
     return max(1, BATCH_BYTES // max(1, tree_bytes(run.device_data.sample)))
 
@@ -225,20 +227,20 @@ def batch_size(run: Run, samples: int, runs: int = 1) -> int:
     A loss of whole batches has batches of a fixed size, on which it depends.
     """
     size = fixed_size(run)
-    if run.device.type == "cuda" and run.outputs.sample_bytes and not one_number(run.loss):
+    if run.device.type == "cuda" and run.outputs.sample_bytes and not is_batch_loss(run.loss):
         memory = GPU_SHARE * torch.cuda.get_device_properties(run.device).total_memory
-        most = min(most_samples(run), max(1, int(memory / (runs * run.outputs.sample_bytes))))
+        most = min(max_samples(run), max(1, int(memory / (runs * run.outputs.sample_bytes))))
         batches = -(-samples // most) or 1
         size = -(-samples // batches) or 1  # of nearly the same size
     return min(size, run.outputs.most or size)
 
 
-def one_number(loss: Loss) -> bool:
+def is_batch_loss(loss: Loss) -> bool:
     """Return whether a loss gives one value for a batch."""
     return loss is model_loss or of_batches(loss)
 
 
-def halving(run: Run, samples: int, work: Callable[[int], R], runs: int = 1) -> R:
+def halve_batches(run: Run, samples: int, work: Callable[[int], R], runs: int = 1) -> R:
     """Return `work(size)` for the batch size of this many samples, halving it while memory runs out."""
     while True:
         size = min(max(1, samples), batch_size(run, samples, runs))

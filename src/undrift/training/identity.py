@@ -50,7 +50,7 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
 
     `before` is the number of rounds that the run was started with, if it is compared with one that has another.
     """
-    shown = functools.partial(describe, rounds=lengths(run, before))
+    shown = functools.partial(describe, rounds=possible_lengths(run, before))
     trained = {*run.model.start, *run.model.tracked}
     found = {
         "rounds": str(run.rounds),
@@ -74,13 +74,13 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
     return found | {name: shown(getattr(given, name)) for name in decisive if name not in found}
 
 
-def lengths(run: Run, before: int | None) -> frozenset[int]:
+def possible_lengths(run: Run, before: int | None) -> frozenset[int]:
     return frozenset({run.rounds, run.rounds if before is None else before})
 
 
-def relative(run: Run, before: int) -> list[str]:
+def depending_on_rounds(run: Run, before: int) -> list[str]:
     """Return the schedules, parts and functions that depend on the number of rounds, by their values' names."""
-    shown = functools.partial(describe, rounds=lengths(run, before))
+    shown = functools.partial(describe, rounds=possible_lengths(run, before))
     owners: list[Any] = [run.local, *run.method.parts, *([run.conditions.faults] if run.conditions.faults else [])]
     found = []
     for owner in owners:
@@ -105,7 +105,7 @@ def versions(device: torch.device) -> dict[str, str]:
     }
 
 
-def compare(
+def compare_identities(
     before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True, hints: Iterable[str] = ()
 ) -> list[str]:
     """Return the functions and classes whose code is not what it was when the run in the folder `where` was started.
@@ -149,7 +149,7 @@ def _unknown_code(before: str, now: str) -> list[str]:
     return [name for name, _ in CODE.findall(now)] if alike and before.split()[:1] == now.split()[:1] else []
 
 
-def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def version_differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Return versions and hardware that differ from those of another session."""
     return [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
 
@@ -166,12 +166,12 @@ def _difference(a: str, b: str) -> tuple[str, str]:
     )
 
 
-def plainly(x: Any) -> str:
+def repr_without_addresses(x: Any) -> str:
     """Return `repr(x)` without addresses, which change from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
-def deeply(x: Any) -> str:
+def describe_deeply(x: Any) -> str:
     """Return a description of `x` with the attributes of modules and of objects that do not describe themselves.
 
     But for the values of weights: two modules that differ in nothing else have the same.
@@ -224,7 +224,7 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
     silent = deep and getattr(type(x), "__repr__", None) is object.__repr__
     if (callable(x) or streams(x) or silent) and hasattr(x, "__dict__"):
         return f"{inner(type(x))}({inner(vars(x))})"
-    return plainly(x)
+    return repr_without_addresses(x)
 
 
 def _plain(module: nn.Module, numbers: dict[int, int]) -> dict[str, Any]:
@@ -301,5 +301,5 @@ def _module(module: nn.Module, trained: set[str], inner: Any) -> str:
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     rest = {name: _array(t) if name not in trained else (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     own = [inner(kind) for kind in classes if not from_library(kind)]
-    layers = _digest(repr([plainly(module), names, rest]))
+    layers = _digest(repr([repr_without_addresses(module), names, rest]))
     return f"{type(module).__qualname__} {layers}" + (f" of {', '.join(own)}" if own else "")

@@ -25,7 +25,7 @@ from undrift.functional.arguments import floats_to
 from undrift.functional.draws import fixed_key
 from undrift.functional.model import Model
 from undrift.losses import CLASSES, Loss
-from undrift.training.model_rehearsal import apart
+from undrift.training.model_rehearsal import relative_distance
 from undrift.tree import Tree, tree_leaves, tree_map
 
 log = logging.getLogger("undrift")
@@ -51,7 +51,7 @@ COLUMNS, LOOKED_AT = 64, 1 << 28
 """The number of values by which a sample is found again, and the bytes of a tensor beyond which none is searched."""
 
 
-def spread_out(rows: Rows, count: int) -> Samples:
+def spread_samples(rows: Rows, count: int) -> Samples:
     """Return this many samples from all over the data, in host memory."""
     chosen = rows.index[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64)]
     return rows.take(rows.store, chosen)[0]
@@ -66,15 +66,17 @@ def warn_of_rounding(model: Model, rows: Rows, device: torch.device) -> None:
     dtype = model.compute_dtype
     if torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:  # which rounds all but the first two or three digits
         return
-    x = spread_out(rows, FEW)
-    low, other = floats_to(x, dtype), tree_map(lambda t: other_rounding(t, dtype), x)
+    x = spread_samples(rows, FEW)
+    low, other = floats_to(x, dtype), tree_map(lambda t: round_the_other_way(t, dtype), x)
     if all(torch.equal(a, b) for a, b in zip(tree_leaves(low), tree_leaves(other), strict=True)):
         return
     reads = False
     with torch.no_grad(), contextlib.suppress(Exception):  # other checks report what the model does not take
         outputs = [model(model.perturbed(), tree_map(lambda t: t.to(device), each)) for each in (low, other)]
-        reads = apart(*outputs) > READ
-    numbers = [t.flatten(1) for t in tree_leaves(spread_out(rows, SOME)) if t.is_floating_point() and t.dtype != dtype]
+        reads = relative_distance(*outputs) > READ
+    numbers = [
+        t.flatten(1) for t in tree_leaves(spread_samples(rows, SOME)) if t.is_floating_point() and t.dtype != dtype
+    ]
     columns = [t.double().numpy() for t in numbers if t.shape[1]]
     lost = [t[:, own] for t in columns if (own := loses_precision(t)).any()]
     if reads or lost:
@@ -90,15 +92,15 @@ def warn_of_rounding(model: Model, rows: Rows, device: torch.device) -> None:
 
 def warn_of_pixels(model: Model, rows: Rows, device: torch.device) -> None:
     """Warn if samples are pixels from 0 to 255 as floats, unless the model scales them itself or has norms that do."""
-    x = spread_out(rows, SEEN)
+    x = spread_samples(rows, SEEN)
     if not isinstance(x, Tensor) or not looks_like_pixels(x):
         return
     few, key = (
-        tree_map(lambda t: t.to(device), floats_to(spread_out(rows, FEW), model.compute_dtype)),
+        tree_map(lambda t: t.to(device), floats_to(spread_samples(rows, FEW), model.compute_dtype)),
         fixed_key(device),
     )
     with torch.no_grad(), contextlib.suppress(Exception):  # other checks report what the model does not take
-        large, small = (norm(model.train(model.perturbed(), each, key)) for each in (few, few / 255))
+        large, small = (output_norm(model.train(model.perturbed(), each, key)) for each in (few, few / 255))
         if large > LARGER * small:
             log.warning(
                 "The clients' samples look like pixels from 0 to 255, as floats, and the model does not scale them, so "
@@ -117,7 +119,7 @@ def looks_like_pixels(x: Tensor) -> bool:
     return whole and WHITE <= largest <= 255 and bool(x[x > 0].double().mean() >= DARK)
 
 
-def norm(outputs: Tree) -> float:
+def output_norm(outputs: Tree) -> float:
     return sum(float(t.double().norm()) for t in tree_leaves(outputs) if t.is_floating_point())
 
 
@@ -129,7 +131,7 @@ def warn_of_labels(data: FederatedDataset, loss: Loss, default: bool) -> None:
     unknown = data.labels is not None and len(data.labels) == 1 < len(data.index)  # they are on a federation's nodes
     if data.labels is None or unknown or loss not in CLASSES:
         return
-    own = counts_of(data.labels, data.index)
+    own = class_counts(data.labels, data.index)
     used, samples = int((own > 0).sum()), int(own.sum())
     numbered = default and data.names is None and data.task.classes is None
     known = data.classes > MANY and labels_are_sparse(used, data.classes)  # which has a warning of its own
@@ -140,7 +142,7 @@ def warn_of_labels(data: FederatedDataset, loss: Loss, default: bool) -> None:
             "are numbers to predict, give them as floats, and loss='mse'.", used, len(own) - 1, samples / used,
         )  # fmt: skip
     elif data.test_rows:
-        warn_of_unknown_classes(own, counts_of(data.test_rows.store["y"], data.test_rows.index), data.names)
+        warn_of_unknown_classes(own, class_counts(data.test_rows.store["y"], data.test_rows.index), data.names)
 
 
 def warn_of_unknown_classes(own: Tensor, test: Tensor, names: Sequence[str] | None) -> None:
@@ -162,7 +164,7 @@ def warn_of_unknown_classes(own: Tensor, test: Tensor, names: Sequence[str] | No
     )
 
 
-def counts_of(labels: Tensor, index: Tensor) -> Tensor:
+def class_counts(labels: Tensor, index: Tensor) -> Tensor:
     """Return the number of samples per class, without those that have no label."""
     found = torch.zeros(0, dtype=torch.int64)
     for piece in index.split(1 << 22):
@@ -175,16 +177,16 @@ def counts_of(labels: Tensor, index: Tensor) -> Tensor:
 def warn_of_trained_test(data: FederatedDataset) -> None:
     """Warn if the test samples are among those that clients train on. Samples that repeat anyway do not count."""
     test = data.test_rows
-    if test is None or not (in_memory(data.store) and in_memory(test.store)):
+    if test is None or not (searchable(data.store) and searchable(test.store)):
         return
-    names = [name for name in to_store(spread_out(test, 1)) if name in data.store and data.store[name].dim() > 1]
+    names = [name for name in to_store(spread_samples(test, 1)) if name in data.store and data.store[name].dim() > 1]
     if not names or any(data.store[n].shape[1:] != test.store[n].shape[1:] for n in names):
         return
     chosen = test.index[np.linspace(0, len(test) - 1, min(SOME, len(test))).astype(np.int64)]
-    keys = brief(test.store, chosen, names)
+    keys = sample_keys(test.store, chosen, names)
     if len(keys.unique()) < DISTINCT * len(keys):
         return
-    own, order = brief(data.store, data.index, names).sort()
+    own, order = sample_keys(data.store, data.index, names).sort()
     places = torch.searchsorted(own, keys).clamp(max=len(own) - 1)
     found = (own[places] == keys).nonzero().flatten()
     mine = data.index[order[places[found]]]
@@ -196,12 +198,12 @@ def warn_of_trained_test(data: FederatedDataset) -> None:
         )
 
 
-def in_memory(store: Store) -> bool:
+def searchable(store: Store) -> bool:
     """Return whether a store is small enough to look at whole, and is not read from files sample by sample."""
     return all(isinstance(t, Tensor) and t.numel() * t.element_size() <= LOOKED_AT for t in store.values())
 
 
-def brief(store: Store, index: Tensor, names: list[str]) -> Tensor:
+def sample_keys(store: Store, index: Tensor, names: list[str]) -> Tensor:
     """Return one number per sample, from some of its values: the same for the same samples, whatever else is there."""
     total = torch.zeros(len(index), dtype=torch.float64)
     for name in names:
@@ -211,7 +213,7 @@ def brief(store: Store, index: Tensor, names: list[str]) -> Tensor:
     return total
 
 
-def other_rounding(t: Tensor, dtype: torch.dtype) -> Tensor:
+def round_the_other_way(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Return floats rounded to `dtype` in the other direction; unchanged where they are not rounded.
 
     What has been rounded already goes to the next float, if it is so large that not every whole number is one.

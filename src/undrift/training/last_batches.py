@@ -23,7 +23,9 @@ SHORT = 8
 """A batch is short if it has less than this part of `batch_size`."""
 
 
-def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: int, per_step: int, tuned: bool) -> None:
+def check_single_samples(
+    model: Model, local: Local, data: FederatedDataset, rounds: int, per_step: int, tuned: bool
+) -> None:
     """Reject a run in which some client has a batch of one sample, if the model cannot train on it.
 
     Args:
@@ -56,7 +58,7 @@ def check_singles(model: Model, local: Local, data: FederatedDataset, rounds: in
     )
 
 
-def warn_of_short(local: Local, data: FederatedDataset, rounds: int, per_step: int) -> None:
+def warn_of_short_batches(local: Local, data: FederatedDataset, rounds: int, per_step: int) -> None:
     """Warn if epochs of several batches end with a short one, which may move a client as far as all the others."""
     size, sizes = local.batch_size, data.size_counts[0]
     if size is None:
@@ -75,7 +77,7 @@ def warn_of_short(local: Local, data: FederatedDataset, rounds: int, per_step: i
         )  # fmt: skip
 
 
-def check_round(model: Model, counts: np.ndarray) -> None:
+def check_batch_sizes(model: Model, counts: np.ndarray) -> None:
     """Check the same for one round, whose step counts parts may have changed, by the sizes of its batches."""
     if (counts == 1).any() and model.refuses_single:
         raise UndriftError(SINGLE)

@@ -23,7 +23,7 @@ from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
 from undrift.training import arithmetic, divergence, model_file, nonfinite, nothing_trained
 from undrift.training.beside import check_interrupted, join
-from undrift.training.build import prepare, selected
+from undrift.training.build import current_device, prepare
 from undrift.training.callbacks import Callback, RoundRecord, as_callbacks
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.checks import check_listening
@@ -31,19 +31,19 @@ from undrift.training.clock import Clock
 from undrift.training.early import COLUMN, Rule, as_rule, check_possible, warn_if_late
 from undrift.training.evaluate import Columns, evaluate, warn_without_test
 from undrift.training.identity import identity, versions
-from undrift.training.meeting import Interrupted, announce
-from undrift.training.model_rehearsal import few_outputs, rehearsed, warn_of_another_evaluation
+from undrift.training.meeting import Interrupted, announce_checkpoints
+from undrift.training.model_rehearsal import few_outputs, rehearse_model, warn_of_another_evaluation
 from undrift.training.observers import Observers
 from undrift.training.personal import Personal, has_own_models, own_model
-from undrift.training.processes import agree, opened
-from undrift.training.progress import shown
+from undrift.training.processes import check_agreement, enter_folder
+from undrift.training.progress import progress_of
 from undrift.training.provenance import session
-from undrift.training.record import record
+from undrift.training.record import config_toml
 from undrift.training.replace import ReplacedFolder
 from undrift.training.result import Folder, Result
-from undrift.training.resume import resumed_by_all, stops
+from undrift.training.resume import resume_everywhere, stops
 from undrift.training.rounds import Round, federated_round, finish
-from undrift.training.rows import history_row, late_figures
+from undrift.training.rows import history_row, late_columns
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
@@ -201,12 +201,12 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
     """
     with torch.inference_mode(False), launched() as ranks:  # within it, nothing has a gradient
         run, rule = ranks.together(lambda: checked(given, ranks, put))
-        agree(run, given)
+        check_agreement(run, given)
         ranks.use(run.device)
-        with arithmetic.threads(run.choices["threads"]):
+        with arithmetic.use_threads(run.choices["threads"]):
             join(run, given)
-            with selected(run.device), arithmetic.arithmetic(given.precision, given.deterministic, run.device):
-                run = rehearsed(run)
+            with current_device(run.device), arithmetic.use_flags(given.precision, given.deterministic, run.device):
+                run = rehearse_model(run)
             return trained(run, rule, given)
 
 
@@ -214,13 +214,13 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     """The run, and the rule that ends it early."""
     run = put(prepare(given, ranks))
     check_listening(given)
-    nonfinite.check(given.on_nonfinite)
+    nonfinite.check_on_nonfinite(given.on_nonfinite)
     rule = as_rule(given.stop_when, directions(run.metrics))
     check_possible(rule, run)
     warn_if_late(rule, run, given)
     nonfinite.check_start(run.model.start)
     if given.out is not None:
-        model_file.check(run.model.module)
+        model_file.check_savable(run.model.module)
     return run, rule
 
 
@@ -231,30 +231,30 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
     checkpoints = Checkpoints(Path(given.out) if given.out else None, run, given.checkpoint_every)
     trackers = ranks.first(lambda: Trackers(given.track, files.path)) or Trackers(None, None)
     with (
-        opened(files, ranks) as folder,
-        selected(where),
-        arithmetic.arithmetic(given.precision, given.deterministic, where),
+        enter_folder(files, ranks) as folder,
+        current_device(where),
+        arithmetic.use_flags(given.precision, given.deterministic, where),
         trackers,
     ):
         first = run.start()
-        config = record(run, given) if folder.path or trackers else ""
+        config = config_toml(run, given) if folder.path or trackers else ""
         if folder.path:
             checkpoints.record = {
                 "identity": identity(run, given), "versions": versions(where), "config": config, "choices": run.choices
             }  # fmt: skip
-        earlier = resumed_by_all(run, given, folder, checkpoints, rule) if given.resume else None
+        earlier = resume_everywhere(run, given, folder, checkpoints, rule) if given.resume else None
         if isinstance(earlier, Result):
             return earlier
         if folder.path and not given.resume:
             checkpoints.record["started"] = session(checkpoints.record["versions"], run.choices)
-        announce(run, checkpoints.due)
-        watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
+        announce_checkpoints(run, checkpoints.due)
+        guard = nonfinite.FiniteGuard(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         callbacks = as_callbacks(given.callbacks)
         impatient = bool(given.track or given.on_round or any(not callback.late for callback in callbacks))
         state = earlier or first
-        progress = shown(run, state.round) if given.progress and ranks.leads else None
+        progress = progress_of(run, state.round) if given.progress and ranks.leads else None
         observers = Observers(folder, checkpoints, trackers, given.on_round, callbacks, ranks, impatient, progress)
-        loop = Loop(run, watch, observers, given.evaluate_every, given.personalize_every, rule, state)
+        loop = Loop(run, guard, observers, given.evaluate_every, given.personalize_every, rule, state)
         ranks.first(lambda: observers.begin(config, loop.rows, given.resume))
         if given.out and not loop.state.round:
             ranks.first(lambda: folder.partition(partition_summary(run.data)))
@@ -267,7 +267,7 @@ class Loop:
     """A run under way: one round after another, each with its row of the history."""
 
     run: Run
-    watch: nonfinite.Watch
+    guard: nonfinite.FiniteGuard
     observers: Observers
     evaluate_every: int
     personalize_every: int | None
@@ -312,17 +312,17 @@ class Loop:
                 raise
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
             found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
-            self.state, self.stopped = self.watch.undo(found)
+            self.state, self.stopped = self.guard.undo(found)
         outputs = few_outputs(self.run, self.state)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
         warn_of_another_evaluation(self.run, outputs, trained)
         ranks, folder = self.run.ranks, self.observers.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
-        diverged = None if self.stopped else divergence.warned_of(self.run, self.state.history)
+        diverged = None if self.stopped else divergence.warn_of_divergence(self.run, self.state.history)
         if not self.stopped:
-            divergence.warn_of_nan(self.run, self.state.history)
+            divergence.warn_of_nan_metrics(self.run, self.state.history)
             if not self.noticed:
-                nothing_trained.warn_at_the_end(self.run, self.state)
+                nothing_trained.warn_if_nothing_trained(self.run, self.state)
         if self.stopped:
             self.observers.stopped(self.state, self.stopped)
         else:
@@ -349,16 +349,16 @@ class Loop:
         self.clock.start()
         try:
             check_interrupted()
-            self.state, self.done = federated_round(run, before, self.watch.skip)
+            self.state, self.done = federated_round(run, before, self.guard.skip)
         except Interrupted:
             self.settle(wait=True)
             self.observers.save(before)
             raise
         state, method = self.state, self.done.method
         if before.round == 0:
-            self.unchanged = nothing_trained.unchanged(run, before.params, self.state.params)
-        self.watch.add(before, self.done.answers)
-        self.watch.left(state)
+            self.unchanged = nothing_trained.weights_unchanged(run, before.params, self.state.params)
+        self.guard.add(before, self.done.answers)
+        self.guard.left(state)
 
         self.clock.stop()
         self.complete = last and not method.overriding("finish")
@@ -366,7 +366,7 @@ class Loop:
         if run.rehearsal and run.rehearsal.due(last):
             run.ranks.together(run.rehearsal.repeat)
         row = history_row(run, state, self.done)
-        self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, figures))
+        self.clock.add(row, partial(late_columns, self.run, self.guard, row, self.done, state.parts, figures))
         state.history.append(row)
         due = self.observers.due(state)
         self.settle(wait=last or due or self.observers.impatient or self.rule is not None)
@@ -408,12 +408,12 @@ class Loop:
         """Warn if the first round has not changed the weights, and no later one will."""
         same, self.unchanged = self.unchanged, None
         if (
-            nothing_trained.trained(row)
+            nothing_trained.clients_trained(row)
             and same is not None
             and bool(same)
-            and nothing_trained.from_the_first_round(self.run)
+            and nothing_trained.every_round_must_change(self.run)
         ):
-            nothing_trained.warn(self.run, 1)
+            nothing_trained.warn_nothing_trained(self.run, 1)
             self.noticed = True
 
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class Loop:
             final |= {"bytes_down": done.bytes_down, "bytes_up": done.bytes_up, "total_bytes": self.state.total_bytes}
             finite = bool(tree_finite((self.state.params, self.state.tracked)))
             final |= self.figures(done.method, last=True)[0]() if finite else {}
-            self.stopped = nonfinite.at_the_end(final, finite, bool(done.method.overriding("finish")))
+            self.stopped = nonfinite.problem_at_end(final, finite, bool(done.method.overriding("finish")))
         if self.stopped:
             self.state = state
             return longer
@@ -461,7 +461,7 @@ class Loop:
         """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
         try:
             self.settle(wait=True)
-            self.watch.check()
+            self.guard.check()
         except nonfinite.NonFiniteError as found:
             return found
         raise error

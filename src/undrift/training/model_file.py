@@ -27,7 +27,7 @@ NOTE = "undrift"
 """The note in the file about entries that are no tensors of safetensors, as `pack` describes them."""
 
 
-def check(module: nn.Module) -> None:
+def check_savable(module: nn.Module) -> None:
     """Reject a module of which not everything can be written, before it is trained."""
     try:
         state = module.state_dict()
@@ -45,7 +45,7 @@ def check(module: nn.Module) -> None:
         )
 
 
-def write(module: nn.Module, file: Path) -> None:
+def write_model(module: nn.Module, file: Path) -> None:
     packed = _Packed(module.state_dict())
     for name, why in packed.left_out.items():  # which a trained module may have and an untrained one not
         log.warning("%r of the trained module's state_dict is not saved: %s", name, why)
@@ -53,7 +53,7 @@ def write(module: nn.Module, file: Path) -> None:
     save_model(_State(_separate(packed.plain) | packed.tensors), str(file), notes)
 
 
-def read(module: nn.Module, file: Path) -> None:
+def read_model(module: nn.Module, file: Path) -> None:
     """Put what is in the file into the module. Raises a `RuntimeError` unless it has the same entries."""
     with safe_open(file, framework="pt") as opened:
         state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict

@@ -109,7 +109,7 @@ class Verdict(NamedTuple):
 AS_CHOSEN, ON_PLAIN, IN_PLACE, REFUSED, UNKNOWN = "as chosen", "on the plain engine", "in place", "refused", "unknown"
 
 
-def rehearsed(run: Run) -> Run:
+def rehearse_model(run: Run) -> Run:
     """Return the run, on another engine if the one that was chosen does not train the model as PyTorch does.
 
     Raises `UndriftError` if none does. Of several processes, the first compares.
@@ -117,16 +117,16 @@ def rehearsed(run: Run) -> Run:
     own = run.own_module
     if own is None or type(run) is not Run:  # a federation's server has done so, and its nodes do
         return run
-    found = run.ranks.said(partial(compared, run, own))
+    found = run.ranks.said(partial(compare_with_pytorch, run, own))
     if found.how == REFUSED:
         raise MismatchError(found.why)
     if found.how == UNKNOWN:
         log.warning("%s", found.why)
         run.choices["rehearsal"] = found.why
-    return run if found.how in (AS_CHOSEN, UNKNOWN) else on_plain(run, own, found)
+    return run if found.how in (AS_CHOSEN, UNKNOWN) else fall_back_to_plain(run, own, found)
 
 
-def compared(run: Run, own: OwnModule) -> Verdict:
+def compare_with_pytorch(run: Run, own: OwnModule) -> Verdict:
     """Return how to train the model, from a few samples or, if it does not take those, from whole batches."""
     failed: Exception | None = None
     if own.padded or run.choices["engine"] == "plain":  # otherwise lanes have batches of one size
@@ -157,22 +157,22 @@ KEPT = "Trying to backward through the graph a second time"
 """Words of torch's error."""
 
 
-def on_plain(run: Run, own: OwnModule, found: Verdict) -> Run:
+def fall_back_to_plain(run: Run, own: OwnModule, found: Verdict) -> Run:
     """Return the run on the plain engine, with the module as the verdict says."""
     log.warning("the run trains on the plain engine: %s", found.why)
     model, engine = own.model if found.how == ON_PLAIN else own.model.in_place(WHY), run.engine
     if isinstance(engine, Fallback):
         if found.how == IN_PLACE:
-            engine.plain = partial(plain, run, own, model)
+            engine.plain = partial(plain_engine, run, own, model)
         engine.switch(0, found.why)
     else:
-        run = replace(run, engine=plain(run, own, model))
+        run = replace(run, engine=plain_engine(run, own, model))
     run.choices.update(engine="plain", lanes=1, compile=False, why=found.why)
     run.choices.pop("switched", None)  # which says from which round on
     return replace(run, model=model)
 
 
-def plain(run: Run, own: OwnModule, model: Model) -> PlainEngine:
+def plain_engine(run: Run, own: OwnModule, model: Model) -> PlainEngine:
     """Return the plain engine with this model."""
     return PlainEngine(replace(own.program, model=model), run.device_data)
 
@@ -191,13 +191,13 @@ class Comparison:
     def __init__(self, run: Run, own: OwnModule, few: int | None) -> None:
         several = run.ranks.several
         # What clients keep now is not for the run's folder, and other processes are not asked.
-        self.run = run = replace(run, files=None, ranks=ALONE, engine=unranked(run.engine))
+        self.run = run = replace(run, files=None, ranks=ALONE, engine=without_ranks(run.engine))
         self.own, self.few, self.several = own, few, several
         self.start = run.start()
         self.inputs = self._inputs()
         sizes = run.data.sizes_of(self.inputs.filled.clients[: self.inputs.cohort])
         self.place = int(sizes.argmax())
-        self.low = low(run)
+        self.low = is_low_precision(run)
         try:
             self.wanted = self.by_pytorch()
             if (move := self._move()) < SHORT:
@@ -268,7 +268,7 @@ class Comparison:
             yield module
 
     def _plainly(self, model: Model, inputs: RoundInputs) -> Trained:
-        engine = plain(self.run, self.own, model)
+        engine = plain_engine(self.run, self.own, model)
         state = engine.train(inputs, self.place, engine.given(inputs, self.place))
         return Trained(tree_map(torch.clone, state["params"]), tree_map(torch.clone, state.get("statistics", {})))
 
@@ -276,7 +276,7 @@ class Comparison:
         """Return the loss alone, of a batch of the client's, as a function of the weights."""
         loss, key, tracked = repeating(model, self.run.loss), fixed_key(self.run.device), self.inputs.shared["tracked"]
         client, first = int(self.inputs.filled.clients[self.place]), int(self.inputs.batches.first[self.place])
-        batch = plain(self.run, self.own, model).batch_at(self.inputs, client, first)
+        batch = plain_engine(self.run, self.own, model).batch_at(self.inputs, client, first)
 
         def value(weights: Params) -> Tensor:
             x = tree_map(torch.clone, batch.x)  # which a forward pass may write to
@@ -386,8 +386,8 @@ class Comparison:
         """Return how outputs in evaluation mode differ from those of the caller's own module; None if they do not."""
         with torch.no_grad():
             mine = self._outputs(model, *self._after())
-        share = apart(mine, self._outputs_by_pytorch())
-        return Off("the output in evaluation mode", share) if share > bound(self.run) else None
+        share = relative_distance(mine, self._outputs_by_pytorch())
+        return Off("the output in evaluation mode", share) if share > tolerance(self.run) else None
 
     def _evaluated(self, model: Model) -> None:
         """Evaluate the first weights."""
@@ -438,7 +438,7 @@ class Comparison:
     def _trains(self, model: Model) -> bool:
         """Return whether the plain engine trains this model as PyTorch does."""
         try:
-            return not self.off(plain(self.run, self.own, model), model, model)
+            return not self.off(plain_engine(self.run, self.own, model), model, model)
         except Exception as error:
             if machine_trouble(error):
                 raise
@@ -454,8 +454,8 @@ class Comparison:
         parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
         if leads_to(run.loss, parts, everywhere=True):
             return OF_THE_MODEL
-        again = apart(self._outputs_by_pytorch(), self._outputs_by_pytorch())
-        if self._keeps() or again > bound(run):
+        again = relative_distance(self._outputs_by_pytorch(), self._outputs_by_pytorch())
+        if self._keeps() or again > tolerance(run):
             return (
                 "Two trials with PyTorch alone differ as well: the forward pass or the loss keeps something in Python "
                 "from one call to the next (a counter, a cache). Keep it in a buffer, or compute it anew."
@@ -479,7 +479,7 @@ class Comparison:
 FACTORY = "Write it as a method that uses self; or give a function that makes the model, model=lambda: Net(…)."
 
 
-def apart(found: Tree, wanted: Tree) -> float:
+def relative_distance(found: Tree, wanted: Tree) -> float:
     """Return the distance between two outputs, as a share of the second."""
     pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
     shares = [0.0]
@@ -506,11 +506,11 @@ def warn_of_another_evaluation(run: Run, outputs: Tree, trained: nn.Module) -> N
         return
     try:
         with torch.no_grad(), borrowed(trained, run.device, frozen=True):  # observers record in evaluation mode, too
-            share = apart(outputs, run.model.called(trained, few_samples(run)))
+            share = relative_distance(outputs, run.model.called(trained, few_samples(run)))
     except Exception as error:  # whatever a user's module may raise
         log.warning("result.model fails on samples that undrift has evaluated it on: %s", first_sentence(error))
         return
-    if share > bound(run):
+    if share > tolerance(run):
         log.warning(
             "result.model's outputs in evaluation mode differ by %.2g%% from those that the history's last loss is "
             "about; its forward pass may keep something in Python from one call to the next.", 100 * share,
@@ -524,17 +524,17 @@ def few_samples(run: Run, few: int = FEW) -> Tree:
     return tree_map(torch.clone, x)  # which a forward pass may write to
 
 
-def unranked(engine: Engine) -> Engine:
+def without_ranks(engine: Engine) -> Engine:
     """Return the engine of this process alone."""
     inner = engine.engine if isinstance(engine, Fallback) else engine
     return inner.engine if isinstance(inner, RankedEngine) else engine
 
 
-def low(run: Run) -> bool:
+def is_low_precision(run: Run) -> bool:
     """Return whether the run computes in a lower precision than that of its weights."""
     return run.model.low or run.choices["precision"] == "tf32"
 
 
-def bound(run: Run) -> float:
+def tolerance(run: Run) -> float:
     """Return by which share outputs may differ."""
-    return LOW_TOLERANCE if low(run) else 10 * float(torch.finfo(run.model.dtype).eps) ** 0.5
+    return LOW_TOLERANCE if is_low_precision(run) else 10 * float(torch.finfo(run.model.dtype).eps) ** 0.5

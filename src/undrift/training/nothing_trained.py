@@ -24,26 +24,26 @@ Row = Mapping[str, Any]
 log = logging.getLogger("undrift")
 
 
-def unchanged(run: Run, before: Params, after: Params) -> Tensor | None:
+def weights_unchanged(run: Run, before: Params, after: Params) -> Tensor | None:
     """Return whether the weights are the same, on the device; None if clients may train others than these."""
     if has_own_models(run):
         return None
     return torch.stack([(before[name] == w).all() for name, w in after.items()]).all()
 
 
-def from_the_first_round(run: Run) -> bool:
+def every_round_must_change(run: Run) -> bool:
     """Return whether every round must change the weights, if any does."""
     scheduled = len({str((run.composed.numbers(t), value(run.local.lr, t))) for t in sampled_rounds(run.rounds)}) > 1
     return all(map(ours, run.method.parts)) and run.local.step_schedule is None and not scheduled
 
 
-def trained(row: Row) -> bool:
+def clients_trained(row: Row) -> bool:
     """Return whether clients have trained in a round, and count."""
     absent = {client for name in ("skipped", "dropped", "left_out") for client in row.get(name, ())}
     return not row.get("round_skipped") and not absent.issuperset(row["clients"])
 
 
-def warn(run: Run, rounds: int) -> None:
+def warn_nothing_trained(run: Run, rounds: int) -> None:
     if run.ranks.leads:
         log.warning(
             "Nothing has been trained: after %s, the weights are what they were before. Check the learning rates in "
@@ -52,8 +52,8 @@ def warn(run: Run, rounds: int) -> None:
         )
 
 
-def warn_at_the_end(run: Run, state: State) -> None:
+def warn_if_nothing_trained(run: Run, state: State) -> None:
     """Warn if all rounds have left the weights as they were, and clients have trained."""
-    same = unchanged(run, run.model.start, state.params) if any(map(trained, state.history)) else None
+    same = weights_unchanged(run, run.model.start, state.params) if any(map(clients_trained, state.history)) else None
     if same is not None and bool(same):
-        warn(run, state.round)
+        warn_nothing_trained(run, state.round)

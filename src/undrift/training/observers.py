@@ -9,7 +9,7 @@ from typing import Any
 from undrift.engine.ranks import Ranks
 from undrift.training.callbacks import Callback, RoundRecord, name_of
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.meeting import due
+from undrift.training.meeting import checkpoint_due
 from undrift.training.progress import Progress
 from undrift.training.result import Folder, Result
 from undrift.training.state import State
@@ -100,8 +100,8 @@ class Observers:
         """Return whether a checkpoint is due; by the first process's clock, where the time decides."""
         checkpoints = self.checkpoints
         if checkpoints.seconds is None:
-            return due(checkpoints.run, state.round, checkpoints.due)
-        return self.ranks.said(lambda: due(checkpoints.run, state.round, checkpoints.due))
+            return checkpoint_due(checkpoints.run, state.round, checkpoints.due)
+        return self.ranks.said(lambda: checkpoint_due(checkpoints.run, state.round, checkpoints.due))
 
     def save(self, state: State) -> None:
         self.sync()

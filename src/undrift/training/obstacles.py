@@ -18,7 +18,7 @@ from undrift.loss_modules import PerSample, WholeBatch
 from undrift.losses import Loss
 from undrift.tree import tree_leaves, tree_map
 
-SAMPLES = 8
+PROBED = 8
 """The number of samples on which to try a model."""
 
 
@@ -30,7 +30,7 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     starting weights, and near them. They are computed in the model's own precision, and not in tf32 either
     (`full_precision`): a deep network may turn another order of summation into another loss.
     """
-    rows, model = telling(data), model.in_own_precision()
+    rows, model = probe_rows(data), model.in_own_precision()
     if len(rows) < 2:
         return False
     count = len(rows)
@@ -49,21 +49,21 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
                 alone, padded = losses(weights, real, real), losses(weights, count, real)
             except Exception:  # errors of the model or the loss are reported when training runs into them
                 continue
-            if not close(alone, padded, model.compute_dtype):
+            if not losses_agree(alone, padded, model.compute_dtype):
                 return True
     return False
 
 
-def telling(data: DeviceData) -> np.ndarray:
+def probe_rows(data: DeviceData) -> np.ndarray:
     """Return samples to try: of every class one, as far as that goes, and others from all over the data."""
-    everywhere = data.index[np.linspace(0, len(data.index) - 1, SAMPLES).astype(np.int64)]
+    everywhere = data.index[np.linspace(0, len(data.index) - 1, PROBED).astype(np.int64)]
     labels, of_classes = data.data.labels, data.index[:0]
     if labels is not None:
         of_classes = data.index[first_occurrences(labels, data.data.index)]
-    return np.array(list(dict.fromkeys([*of_classes[:SAMPLES], *everywhere]))[:SAMPLES], np.int64)
+    return np.array(list(dict.fromkeys([*of_classes[:PROBED], *everywhere]))[:PROBED], np.int64)
 
 
-def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+def losses_agree(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two losses differ by no more than rounding explains; what is not finite says nothing."""
     size = other.abs().amax()
     allowed = min(1000 * torch.finfo(dtype).eps, 0.05)
@@ -92,7 +92,7 @@ def take_is_foreign(data: DeviceData) -> bool:
     return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(traced, wanted, strict=True))
 
 
-def reason(model: Model, loss: Loss, data: DeviceData, padded: bool) -> str | None:
+def why_plain(model: Model, loss: Loss, data: DeviceData, padded: bool) -> str | None:
     """Return why a run must train on the plain engine, or None. `padded`: whether batches may be padded in lanes."""
     if take_is_foreign(data):
         return "the data's own `take` reads more than the tensors that it is given"

@@ -25,13 +25,13 @@ from undrift.method.part import Method
 from undrift.metrics import summed
 from undrift.metrics.base import Tally, streams, valued_by_client
 from undrift.random import choose, derive
-from undrift.training.evaluate import halving, one_number, own_share
+from undrift.training.evaluate import halve_batches, is_batch_loss, rank_share
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree, tree_unstack
 
-MOST = 1000
+MAX_CLIENTS = 1000
 """The largest number of clients to evaluate. Of more, this many are drawn, the same ones in every round."""
 
 
@@ -44,8 +44,8 @@ class Personal:
             self.clients = np.empty(0, np.int64)
             return
         self.clients = np.flatnonzero((np.diff(own.offsets) > 0) & (np.diff(run.data.offsets) > 0))
-        if len(self.clients) > MOST:
-            self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MOST)]
+        if len(self.clients) > MAX_CLIENTS:
+            self.clients = self.clients[choose(derive(run.seed, "evaluated clients"), len(self.clients), MAX_CLIENTS)]
         self.rows = run.device_data.place(Rows(own.store, own.index[:0], own.take))
         spans = [own.index[own.offsets[c] : own.offsets[c + 1]] for c in self.clients]
         self.indices = [span.to(self.rows.index.device) for span in spans]
@@ -61,11 +61,11 @@ class Personal:
             return {}
         if has_own_models(self.run):
             found = self._owned(state)
-        elif one_number(self.run.loss):  # for a whole batch, so each client needs its own batches
+        elif is_batch_loss(self.run.loss):  # for a whole batch, so each client needs its own batches
             found = self._one_by_one(state)
         else:
             found = self._at_once(state)
-        row: dict[str, Any] = summary("client", found, self.run.measures)
+        row: dict[str, Any] = summarize("client", found, self.run.measures)
         if last:
             each = {name: values.tolist() for name, values in found.items()}
             names = self.run.data.client_names
@@ -81,13 +81,13 @@ class Personal:
             return every.by_client()
 
         def work() -> dict[str, Tensor]:
-            mine, whose = (own_share(self.run, t) for t in (indices, self.whose))
+            mine, whose = (rank_share(self.run, t) for t in (indices, self.whose))
             if len(mine):
                 return self._tally(model, state.params, mine, whose, len(self.clients)).sums
             one = self._tally(model, state.params, indices[:1], self.whose[:1], len(self.clients))  # for its form
             return one.cleared().sums
 
-        return valued(self.run.measures, ranks.sum(ranks.together(work)))
+        return values_by_client(self.run.measures, ranks.sum(ranks.together(work)))
 
     def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
         """Return numerators and denominators by client: of its own model if it has one, else of the global one."""
@@ -155,7 +155,7 @@ class Personal:
             if received is None or method.measuring("cohort"):
                 received = broadcast(run, method, here, state, server)
             run.engine.run(run.inputs(here, state, received, state.clients), visit)
-        return summary("tuned", self._by_place(lambda: found), run.measures)
+        return summarize("tuned", self._by_place(lambda: found), run.measures)
 
     def _tally(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> Tally:
         """Return what the loss and each metric add up to, per client."""
@@ -167,10 +167,10 @@ class Personal:
                 tally.add(model(params, x), y, owners)
             return tally
 
-        return halving(self.run, len(indices), work)
+        return halve_batches(self.run, len(indices), work)
 
 
-def valued(measures: dict[str, Any], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+def values_by_client(measures: dict[str, Any], sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the loss and each metric that is one number, by client, from sums."""
     scalar = {name: measure for name, measure in measures.items() if measure.scalar}
     return {name: valued_by_client(name, measure, sums[name]) for name, measure in scalar.items()}
@@ -186,10 +186,10 @@ def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[in
     method, t = run.bound(state.round - 1), state.round - 1
     server = replace(run.server(t, state), cohort=clients, client_weights=run.weights(clients))
     plan = replace(run.plan(t), clients=clients, steps=np.ones_like(clients))
-    yield from owned(run, run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients))
+    yield from own_models_of(run, run.inputs(plan, state, broadcast(run, method, plan, state, server), state.clients))
 
 
-def owned(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
+def own_models_of(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
     """Yield the same of the clients of these inputs. Of several processes, each has its share of them."""
     program = run.engine.program
     for c, place in enumerate(inputs.places.tolist()):
@@ -214,7 +214,7 @@ def own_model(run: Run, state: State, client: int) -> Params:
     return {name: t.clone() for name, t in found.items()}
 
 
-def summary(
+def summarize(
     prefix: str, found: dict[str, Tensor], measures: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
     """Return mean, standard deviation and mean of the worst 10% over the clients with a value."""

@@ -20,11 +20,11 @@ from undrift.training.settings import Settings
 from undrift.tree import tree_to
 
 
-def agree(run: Run, given: Settings) -> None:
+def check_agreement(run: Run, given: Settings) -> None:
     """Reject a run that is not the same in all processes, each of which has called `ud.train` itself."""
     if not run.ranks.several:
         return
-    mine = told(run, given)
+    mine = fingerprint(run, given)
     first, *others = run.ranks.gathered(mine)
     different = [name for name in first if any(other[name] != first[name] for other in others)]
     if "weights" in different or "data" in different:
@@ -39,7 +39,7 @@ def agree(run: Run, given: Settings) -> None:
         )
 
 
-def told(run: Run, given: Settings) -> dict[str, Any]:
+def fingerprint(run: Run, given: Settings) -> dict[str, Any]:
     """Return a short description of what must be the same in all processes."""
     weights = [int(checksum(w)) for w in (*run.model.start.values(), *run.model.tracked.values())]
     data = run.data.digests
@@ -60,7 +60,7 @@ ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "callbacks",
 
 
 @contextmanager
-def opened(files: Folder, ranks: Ranks) -> Iterator[Folder]:
+def enter_folder(files: Folder, ranks: Ranks) -> Iterator[Folder]:
     """Return the folder, which the first process holds. If it cannot, no process continues."""
     ranks.first(files.__enter__)
     try:
@@ -69,7 +69,7 @@ def opened(files: Folder, ranks: Ranks) -> Iterator[Folder]:
         files.__exit__()
 
 
-def collected(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
+def gather_clients(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
     """Return, in the first process, all states of clients that changed after `since` rounds, for a checkpoint.
 
     The first process determines `since`.

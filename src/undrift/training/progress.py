@@ -132,8 +132,8 @@ class Progress:
     def _left(self, t: int, now: float) -> str:
         trained = t - self.done
         if t >= self.rounds:
-            return f"{duration(now - self.began)} in all"
-        return f"{duration((now - self.began) / trained * (self.rounds - t))} left" if trained > 0 else ""
+            return f"{format_duration(now - self.began)} in all"
+        return f"{format_duration((now - self.began) / trained * (self.rounds - t))} left" if trained > 0 else ""
 
     def log_line(self, t: int, now: float) -> str:
         """Return a line for a file: the round, the leading metric, the loss, and the time left."""
@@ -193,7 +193,7 @@ class RichLine:
         self.live.stop()
 
 
-def shown(run: Run, done: int) -> Progress:
+def progress_of(run: Run, done: int) -> Progress:
     """Return the display of a run's progress."""
     clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
     again = f", resumed after round {done:,}" if done else ""
@@ -214,7 +214,7 @@ def width_of(stream: TextIO) -> int:
     return shutil.get_terminal_size((100, 24)).columns if stream.isatty() else 100
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`1:05`, `2:03:04`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

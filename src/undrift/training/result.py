@@ -400,11 +400,11 @@ class Folder:
         if self.path:
             self.sync()
             with replacing(self.path / "model.safetensors") as partial:
-                model_file.write(model, partial)
+                model_file.write_model(model, partial)
                 sums = {"model.safetensors": digest(partial), "metrics.jsonl": digest(self.path / "metrics.jsonl")}
                 seal(self.path / RUN, {**self.record, "results": sums, "diverged": diverged})
 
     def load(self, model: nn.Module) -> None:
         """Load the finished run's weights into `model`."""
         assert self.path
-        model_file.read(model, self.path / "model.safetensors")
+        model_file.read_model(model, self.path / "model.safetensors")

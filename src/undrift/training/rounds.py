@@ -48,7 +48,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
     server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update, measured))
     update, parts, server = method.transform(update, parts, server)
-    server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
+    server.model.track(keep_if_no_clients(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
     params |= {name: state.params[name] for name in run.engine.program.personal & params.keys()}  # as they began
     parts = tree_to(method.observe(params, parts, server), run.device)
@@ -56,9 +56,9 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     down, up = traffic(run, inputs, answers, measured)
     after = replace(
         state,
-        params=unless_nobody(outcome, params, state.params),
-        parts=[unless_nobody(outcome, new, old) for new, old in zip(parts, state.parts, strict=True)],
-        tracked=unless_nobody(outcome, server.model.tracked, state.tracked),
+        params=keep_if_no_clients(outcome, params, state.params),
+        parts=[keep_if_no_clients(outcome, new, old) for new, old in zip(parts, state.parts, strict=True)],
+        tracked=keep_if_no_clients(outcome, server.model.tracked, state.tracked),
         clients=state.clients.updated(outcome.kept, t + 1),
         round=t + 1,
         total_steps=state.total_steps + int(answers.work.steps.sum()),
@@ -80,7 +80,7 @@ def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
     """The answers without what clients sent about their drift, and that, where a run asks for it."""
     if not run.drift:
         return answers, ()
-    outcome, drifted = drift.taken(answers.outcome)
+    outcome, drifted = drift.split_off_drift(answers.outcome)
     return replace(answers, outcome=outcome), drifted
 
 
@@ -176,7 +176,7 @@ def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
     return replace(state, params=params, tracked=server.model.tracked, total_bytes=total), done
 
 
-def unless_nobody(outcome: Outcome, new: Tree, old: Tree) -> Tree:
+def keep_if_no_clients(outcome: Outcome, new: Tree, old: Tree) -> Tree:
     """`new`, or `old` where no client of the cohort counts; decided on the device."""
     if outcome.finite is None:
         return new

@@ -26,7 +26,7 @@ def write_slots(file: Path, files: SlotFiles, slots: Slots) -> str:
     tensors, layouts = {}, {}
     for part, own in slots.items():
         every = list(own.values())
-        layouts[part] = _described(every[0].layout)
+        layouts[part] = _describe_layout(every[0].layout)
         sums = b"".join(slot.sha256 or b"" for slot in every)
         rows = [[client, places[id(slot.file)], slot.number] for client, slot in own.items()]
         tensors[f"{part} slots"] = torch.tensor(rows, dtype=torch.int64)
@@ -41,7 +41,7 @@ def read_slots(file: Path, files: SlotFiles) -> Slots:
         about = opened.metadata()
         names = json.loads(about["files"])
         for part, described in json.loads(about["layouts"]).items():
-            layout = _layout(described)
+            layout = _layout_of(described)
             rows, sums = (opened.get_tensor(f"{part} {what}") for what in ("slots", "sha256"))
             found[int(part)] = {
                 client: files.known(names[place], number, layout, sha256.tobytes())
@@ -50,7 +50,7 @@ def read_slots(file: Path, files: SlotFiles) -> Slots:
     return found
 
 
-def _described(layout: Layout) -> dict[str, Any]:
+def _describe_layout(layout: Layout) -> dict[str, Any]:
     """Return the layout as JSON."""
     tensors: dict[str, torch.Tensor] = {}
     blank = [torch.empty(shape, dtype=dtype) for dtype, shape in layout.kinds]
@@ -59,7 +59,7 @@ def _described(layout: Layout) -> dict[str, Any]:
     return {"tree": tree, "kinds": kinds}
 
 
-def _layout(described: dict[str, Any]) -> Layout:
+def _layout_of(described: dict[str, Any]) -> Layout:
     kinds = described["kinds"].items()
     blank = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in kinds}
     return Layout.of(unpack(described["tree"], blank))

@@ -21,7 +21,7 @@ LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The file with the memory limit of a container, on Linux."""
 
 
-def with_files(run: Run, out: Any) -> Run:
+def choose_client_storage(run: Run, out: Any) -> Run:
     """Return the run, with files for what clients keep if the clients of all rounds might keep too much for memory.
 
     That is known before the first round: by how much a newcomer's state takes, and how many clients can take part.
