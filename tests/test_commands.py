@@ -29,9 +29,9 @@ from undrift.tools.cli import app
 from undrift.tools.display import score
 from undrift.tools.report import watch
 from undrift.training import provenance
-from undrift.training.early import as_rule
-from undrift.training.result import history
+from undrift.training.early_stopping import as_rule
 from undrift.training.run import Run
+from undrift.training.run_folder import history
 
 SMALL = GOOD | {"rounds": 3, "local": {"steps": 2, "batch_size": 8, "lr": 0.1}}
 

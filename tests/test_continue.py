@@ -23,7 +23,7 @@ from tests.killing import Dead, DiesAtWrite, contents
 from tests.problems import make_clients, net, same_bits, split
 from undrift import files
 from undrift.files import seal, unseal
-from undrift.training import checkpoint, provenance, syntax, track
+from undrift.training import checkpoint, code_digest, provenance, track
 from undrift.training.identity import describe
 
 LOCAL = ud.Local(steps=2, batch_size=4, lr=0.1)
@@ -332,7 +332,7 @@ def test_a_run_killed_while_a_rule_ends_it_ends_there(tmp_path, monkeypatch):
     whole = train(rounds=9, stop_when=early(2))
     with monkeypatch.context() as patch:
         patch.setattr(ud.Result, "__init__", lambda *_: pytest.fail("not here"))
-        patch.setattr("undrift.training.result.Folder.model", lambda *_: (_ for _ in ()).throw(Dead))
+        patch.setattr("undrift.training.run_folder.Folder.model", lambda *_: (_ for _ in ()).throw(Dead))
         with pytest.raises(Dead):
             train(tmp_path / "r", rounds=9, stop_when=early(2))
     assert_same(train(tmp_path / "r", rounds=9, stop_when=early(2), resume=True), whole)
@@ -579,12 +579,12 @@ def test_code_is_what_was_imported_not_what_its_file_has_become(tmp_path, code):
 
 def test_installed_code_is_known_by_its_version(monkeypatch):
     before = describe(pytest.approx)
-    syntax._installed.cache_clear()
+    code_digest._installed.cache_clear()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.1")
     try:
         assert describe(pytest.approx) != before
     finally:
-        syntax._installed.cache_clear()
+        code_digest._installed.cache_clear()
     assert describe(torch.relu) == describe(torch.relu) and describe(dataclass) == "dataclass"
 
 

@@ -14,7 +14,7 @@ from tests.problems import distance, make_clients, net
 from undrift.tools import config
 from undrift.tools.experiment import arguments
 from undrift.training.build import prepare
-from undrift.training.record import config_toml
+from undrift.training.config_writer import config_toml
 from undrift.training.settings import Settings
 
 SIZES = [13, 5, 3, 1, 20]

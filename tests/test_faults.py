@@ -19,8 +19,8 @@ from tests.problems import Point, distance, make_clients, net, quadratics, same_
 from tests.reference import simulate
 from undrift.engine import threads as threaded
 from undrift.random import derive, philox
-from undrift.training.clock import Clock
-from undrift.training.survivors import outliers, tree_norm
+from undrift.training.client_failures import outliers, tree_norm
+from undrift.training.history import Clock
 
 EVERYONE = [0, 1, 3, 4, 5, 6]
 METHODS = {

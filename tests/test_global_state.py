@@ -12,7 +12,7 @@ import torch
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
 from undrift.tools import config, experiment, sweep
-from undrift.training.arithmetic import CUBLAS, Flags, full_precision, use_flags
+from undrift.training.torch_flags import CUBLAS, Flags, full_precision, use_flags
 
 CPU = torch.device("cpu")
 BY_OPERATION = hasattr(torch._C, "_get_fp32_precision_getter")

@@ -7,7 +7,7 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
-from undrift.training.clock import Clock
+from undrift.training.history import Clock
 
 
 @pytest.fixture

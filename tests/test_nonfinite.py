@@ -18,7 +18,7 @@ from tests.parts import Normed
 from tests.problems import Point, distance, make_clients, net, quadratics, same_bits
 from tests.reference import simulate
 from undrift.training import nonfinite
-from undrift.training.clock import Clock
+from undrift.training.history import Clock
 from undrift.tree import tree_finite
 
 LOCAL = ud.Local(epochs=1, batch_size=8, lr=0.05)

@@ -22,8 +22,8 @@ from undrift.method.parse import parse_local, parse_optimizer, parse_step_schedu
 from undrift.tools import config
 from undrift.tools.experiment import arguments
 from undrift.training.build import prepare
+from undrift.training.config_writer import config_toml, repeats, toml_literal
 from undrift.training.identity import identity
-from undrift.training.record import config_toml, repeats, toml_literal
 from undrift.training.settings import Settings
 from undrift.tree import tree_leaves, tree_map, tree_structure
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import undrift as ud
 from tests.problems import net, split
-from undrift.training.personal import summarize
+from undrift.training.evaluation import summarize
 
 LOCAL = ud.Local(epochs=2, batch_size=4, lr=0.1, momentum=0.5)
 

@@ -113,7 +113,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(losses, "LOSSES", dict(losses.LOSSES))
     monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
-    monkeypatch.setattr("undrift.training.record.METRICS", metrics.METRICS)
+    monkeypatch.setattr("undrift.training.config_writer.METRICS", metrics.METRICS)
     monkeypatch.setattr(partition, "REGISTERED", {})
     yield tmp_path
     sys.modules.pop("own_names", None)

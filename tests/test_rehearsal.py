@@ -20,7 +20,7 @@ from tests.parts import METHOD, After, Normed
 from tests.problems import distance, make_clients, net, quadratic, same_bits, split
 from undrift.method import calls
 from undrift.training import build
-from undrift.training.beside import side_by_side
+from undrift.training.side_by_side import side_by_side
 
 LOCAL = ud.Local(epochs=2, batch_size=4, lr=0.1)
 PLAIN, LANES = {"engine": "plain"}, {"engine": "lanes", "lanes": 2}

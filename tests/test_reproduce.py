@@ -33,11 +33,11 @@ from undrift.reproduce.catalogue import Table
 from undrift.reproduce.results import Results
 from undrift.reproduce.runner import Process, Runner, how, siblings
 from undrift.tools import config, experiment
-from undrift.training.beside import signature
 from undrift.training.build import prepare
 from undrift.training.checkpoint import verified
-from undrift.training.result import history
+from undrift.training.run_folder import history
 from undrift.training.settings import Settings
+from undrift.training.side_by_side import signature
 
 EVERY = list(catalogue.cells(catalogue.select()))
 FEDERATED = [cell for cell in EVERY if cell.options.get("kind", "train") in ("train", "coordinates", "path")]

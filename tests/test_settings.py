@@ -19,8 +19,8 @@ from undrift.method.parse import as_method
 from undrift.tools import config
 from undrift.training import loop
 from undrift.training.build import prepare
+from undrift.training.config_writer import LINES, config_toml
 from undrift.training.identity import ELSEWHERE, identity
-from undrift.training.record import LINES, config_toml
 from undrift.training.settings import FIELDS, KEYS, ROLES, Form, Settings
 
 ARGUMENTS = [name for name, role in ROLES.items() if role.argument]

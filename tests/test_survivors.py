@@ -36,7 +36,8 @@ from undrift.methods import curvature
 from undrift.random import MASK, Key, bits, derive, philox, uniform
 from undrift.schedule import CHECKED, sampled_rounds
 from undrift.training import nonfinite
-from undrift.training.arithmetic import use_flags, use_threads
+from undrift.training.threads import use_threads
+from undrift.training.torch_flags import use_flags
 
 KEY = Key(torch.tensor([1, 2]), torch.tensor(0))
 

@@ -10,8 +10,17 @@ import torch
 from undrift.engine.base import RoundInputs
 from undrift.flower.check import check_form
 from undrift.flower.messages import RefusedError
-from undrift.training.evaluate import TEST, VALIDATION, columns_of_sums, split_sums
-from undrift.training.personal import Personal, has_own_models, own_models_of, summarize, values_by_client
+from undrift.training.evaluation import (
+    TEST,
+    VALIDATION,
+    Personal,
+    columns_of_sums,
+    has_own_models,
+    own_models_of,
+    split_sums,
+    summarize,
+    values_by_client,
+)
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree, tree_add, tree_map

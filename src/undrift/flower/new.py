@@ -15,7 +15,7 @@ from undrift.tools.experiment import understood
 from undrift.tools.launch import read_settings
 from undrift.tools.trust import gated, run_folder
 from undrift.training import provenance
-from undrift.training.record import toml_literal
+from undrift.training.config_writer import toml_literal
 
 FLOWER = ">=1.41,<1.42"
 """The versions of Flower that undrift is tested with."""

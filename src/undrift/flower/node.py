@@ -24,12 +24,13 @@ from undrift.method.context import Plan
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import about, arguments
 from undrift.tools.plugins import import_plugins
-from undrift.training.arithmetic import use_flags, use_threads
 from undrift.training.build import current_device, prepare
 from undrift.training.model_rehearsal import rehearse_model
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
+from undrift.training.threads import use_threads
+from undrift.training.torch_flags import use_flags
 from undrift.tree import Tree, tree_finite, tree_to
 
 PLANNED = ("lr", "momentum", "weight_decay")

@@ -22,16 +22,16 @@ from undrift.metrics.base import Metric
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import arguments, loaded
 from undrift.tools.plugins import import_plugins
-from undrift.training.arithmetic import use_threads
-from undrift.training.evaluate import empty_sums
+from undrift.training.evaluation import empty_sums, has_own_models
 from undrift.training.loop import train_with
 from undrift.training.model_rehearsal import rehearse_model
-from undrift.training.personal import has_own_models
-from undrift.training.result import RUN, Result
+from undrift.training.result import Result
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
+from undrift.training.run_folder import RUN
 from undrift.training.settings import Settings
 from undrift.training.state import State
+from undrift.training.threads import use_threads
 
 log = logging.getLogger("undrift.flower")
 

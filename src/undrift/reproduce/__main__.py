@@ -120,7 +120,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     from undrift.reproduce.archive import Archive
     from undrift.reproduce.runner import PAUSED, Runner
     from undrift.tools.stopping import stopping
-    from undrift.training.arithmetic import use_threads
+    from undrift.training.threads import use_threads
 
     device = "cpu" if asked.quick and asked.device == "auto" else asked.device
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -217,7 +217,7 @@ def _state(cell: Cell, results: Results, parts: Path) -> str:
 
 def experiment_file(cell: Cell) -> str:
     """Return the cell as a file for `undrift run`; options that only the runner has are comments."""
-    from undrift.training.record import toml_line
+    from undrift.training.config_writer import toml_line
 
     lines = [f"# {cell.key}"]
     lines += [f"# beyond an experiment file: {name} = {value!r}" for name, value in cell.options.items()]

@@ -30,8 +30,8 @@ from undrift.reproduce.catalogue import Cell, Settings, Table
 from undrift.reproduce.queue import Costs, first_needed, ordered, slower, with_samples
 from undrift.reproduce.results import Result, Results
 from undrift.tools.stopping import Stop
-from undrift.training.beside import MAX_RUNS, side_by_side, structure
 from undrift.training.identity import describe_deeply
+from undrift.training.side_by_side import MAX_RUNS, side_by_side, structure
 
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""

@@ -23,9 +23,9 @@ from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
 from undrift.tools.experiment import FREE
 from undrift.tools.study.statistics import average, deviation
-from undrift.training.divergence import CHANCE, DIVERGED, Divergence, divergence
-from undrift.training.record import flatten, repeats
-from undrift.training.result import RUN, as_record, finished, parse_history, stopped
+from undrift.training.config_writer import flatten, repeats
+from undrift.training.learning_checks import CHANCE, DIVERGED, Divergence, divergence
+from undrift.training.run_folder import RUN, as_record, finished, parse_history, stopped
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}

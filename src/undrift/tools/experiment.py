@@ -33,10 +33,11 @@ from undrift.tools.config import Document, Experiment, Section, checked, overrid
 from undrift.tools.plugins import import_plugins
 from undrift.training import nonfinite
 from undrift.training.checkpoint import parse_interval
-from undrift.training.early import as_rule
+from undrift.training.config_writer import flatten
+from undrift.training.early_stopping import as_rule
 from undrift.training.loop import train_with
-from undrift.training.record import flatten
-from undrift.training.result import RUN, Result, recorded
+from undrift.training.result import Result
+from undrift.training.run_folder import RUN, recorded
 from undrift.training.settings import KEYS, ROLES, Settings
 from undrift.training.track import find
 

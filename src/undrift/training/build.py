@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +28,7 @@ from undrift.engine.placement import Placement
 from undrift.engine.plain import PlainEngine
 from undrift.engine.ranked import RankedEngine
 from undrift.engine.ranks import ALONE, Ranks
+from undrift.engine.slots import SlotFiles
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
 from undrift.functional.copying import Factory, has_hooks, unwrapped, without_factory
@@ -42,21 +46,28 @@ from undrift.metrics import get_metrics
 from undrift.models import parse_model
 from undrift.random import derive, torch_seed
 from undrift.training import drift
-from undrift.training.arithmetic import full_precision, use_threads
-from undrift.training.checks import check_types, cohort_size_of, find_device, warn_of_one_client
-from undrift.training.input_trials import warn_of_labels, warn_of_pixels, warn_of_rounding, warn_of_trained_test
-from undrift.training.labelled import with_label_inputs
-from undrift.training.last_batches import check_single_samples, warn_of_short_batches
+from undrift.training.argument_checks import check_types, cohort_size_of, find_device, warn_of_one_client
+from undrift.training.batch_checks import check_single_samples, warn_of_short_batches, why_plain
+from undrift.training.client_failures import Conditions
+from undrift.training.hook_rehearsal import find_sums, rehearse_hooks
+from undrift.training.model_checks import (
+    check_augment,
+    check_gradient,
+    check_split,
+    warn_of_labels,
+    warn_of_pixels,
+    warn_of_rounding,
+    warn_of_trained_test,
+    with_shapes,
+)
+from undrift.training.model_loss_data import with_label_inputs
 from undrift.training.model_rehearsal import OwnModule
-from undrift.training.obstacles import why_plain
-from undrift.training.rehearsal import find_sums, rehearse_hooks
 from undrift.training.run import Run
 from undrift.training.settings import Settings
-from undrift.training.storage import choose_client_storage
-from undrift.training.survivors import Conditions
-from undrift.training.threads import thread_count
-from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
-from undrift.tree import tree_map
+from undrift.training.state import State
+from undrift.training.threads import thread_count, use_threads
+from undrift.training.torch_flags import full_precision
+from undrift.tree import tree_bytes, tree_map
 
 log = logging.getLogger("undrift")
 
@@ -297,3 +308,41 @@ def choose_engine(given: Settings, model: Model, data: DeviceData, cohort: int, 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which `device` is the current GPU, which CUDA graphs and Triton's kernels always use."""
     return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()
+
+
+# ---- where what clients keep is stored -----------------------------------------------------------------------------
+
+HOST_SHARE = 0.25
+"""The share of host memory that clients' states may take. If they might take more, they go to files."""
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The file with the memory limit of a container, on Linux."""
+
+
+def choose_client_storage(run: Run, out: Any) -> Run:
+    """Return the run, with files for what clients keep if the clients of all rounds might keep too much for memory.
+
+    That is known before the first round: by how much a newcomer's state takes, and how many clients can take part.
+    """
+    parts = run.composed.overriding("keep")
+    if not parts or not hasattr(os, "pwrite") or run.ranks.several:  # each process has only its own clients' states
+        return run
+    one = run.data.holders(np.zeros(1, np.int64))
+    plan = replace(run.plan(0), clients=one, steps=np.ones(1, np.int64))
+    with torch.no_grad():
+        state = State(run.model.start, [], run.model.tracked, run.no_states())
+        fresh = run.inputs(plan, state, None, state.clients).kept([0])
+    most = tree_bytes(fresh) * min(run.population, run.cohort_size * run.rounds)
+    if most <= HOST_SHARE * host_memory():
+        return run
+    folder = Path(out) / "checkpoint" if out else None
+    run.choices["kept"] = f"in {'the run folder' if out else 'temporary files'}: up to {most / 1e9:.3g} GB of states"
+    return replace(run, files=SlotFiles(folder))
+
+
+def host_memory() -> int:
+    """Return the memory of the machine, or the part of it that this process may use, in bytes."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(LIMIT.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # there is no limit, or it is not known
+        return whole

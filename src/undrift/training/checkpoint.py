@@ -5,7 +5,7 @@ valid, and the files that it names with their checksums:
 
 - `round-N.safetensors`: parameters, running statistics, the server's state;
 - `clients-M.safetensors`: what clients keep between rounds, each with the states that changed since the one before;
-- `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory (`storage.py`);
+- `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory;
 - `rows-M.jsonl`: the history so far, likewise in pieces.
 
 The two checkpoints share no file: each belongs to its own series, so that a damaged file affects one checkpoint only.
@@ -21,43 +21,36 @@ import contextlib
 import json
 import logging
 import os
-import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from undrift.engine.client_states import ClientStates
-from undrift.engine.ranks import LostError
-from undrift.engine.slots import Slot, SlotFiles, damaged
+from undrift.engine.ranks import LostError, Ranks
+from undrift.engine.slots import Layout, Slot, SlotFiles, damaged
+from undrift.engine.table import Table
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
-from undrift.training.early import COLUMN
-from undrift.training.meeting import companions
-from undrift.training.processes import gather_clients
-from undrift.training.result import as_json, as_record
+from undrift.training.barrier import companions
+from undrift.training.early_stopping import COLUMN
 from undrift.training.run import Run
-from undrift.training.slot_tables import read_slots, write_slots
+from undrift.training.run_folder import CHECKPOINT, CHECKPOINT_FILES, as_json, as_record
+from undrift.training.safetensors_io import own_memory, pack, unpack, write_tensors
 from undrift.training.state import State
-from undrift.training.trees import own_memory, pack, unpack, write_tensors
-from undrift.tree import Tree, tree_to
+from undrift.tree import Tree, tree_to, tree_unflatten
 
 log = logging.getLogger("undrift")
-
-CHECKPOINT = "checkpoint"
-"""The folder of checkpoints in a run's folder."""
 LAST = 2
 """The number of checkpoints to keep, each in its own series."""
 PIECES = 16
 """The number of files of clients' states, or of the history, from which they are merged into one."""
-OURS = re.compile(
-    r"round-(0|[1-9]\d*)\.(json|safetensors)|(clients|slots)-\d+\.safetensors|rows-\d+\.jsonl|kept-\d+\.bin"
-)
-"""The names of our files in `checkpoint/`. All others are left alone."""
 
 
 @dataclass
@@ -220,11 +213,11 @@ class Checkpoints:
         for number in last:
             with contextlib.suppress(DamagedError):
                 needed |= set(files_of(self.folder, number))
-        ours = [file for file in self.folder.iterdir() if OURS.fullmatch(file.name) and regular(file)]
+        ours = [file for file in self.folder.iterdir() if CHECKPOINT_FILES.fullmatch(file.name) and regular(file)]
         for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # files that name others are removed first
             if file.name not in needed:
                 file.unlink()
-        remove_partial(self.folder, OURS)
+        remove_partial(self.folder, CHECKPOINT_FILES)
         self.held = {number: slots for number, slots in self.held.items() if number in last}
 
     def recorded(self) -> dict[str, Any] | None:
@@ -330,7 +323,7 @@ class Checkpoints:
         if "slots" not in whole:
             return {}
         name = whole["slots"]
-        if not OURS.fullmatch(name):
+        if not CHECKPOINT_FILES.fullmatch(name):
             raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
         verify(self.folder / name, whole["files"][name])
         return read_slots(self.folder / name, files)
@@ -340,7 +333,7 @@ def verified(folder: Path, number: int) -> dict[str, Any]:
     """Return what `round-N.json` says. Raises `DamagedError` if a file that it names is not what was written."""
     whole: dict[str, Any] = unseal(folder / f"round-{number}.json")
     for name, sha256 in whole["files"].items():
-        if not OURS.fullmatch(name):
+        if not CHECKPOINT_FILES.fullmatch(name):
             raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
         verify(folder / name, sha256)
     return whole
@@ -370,7 +363,7 @@ def rounds_in(folder: Path) -> list[int]:
     """Return the rounds that have a checkpoint in a folder, newest first."""
     if not folder.is_dir():
         return []
-    found = [(OURS.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
+    found = [(CHECKPOINT_FILES.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
     return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
 
 
@@ -402,3 +395,79 @@ def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
     raise UndriftError(
         f'checkpoint_every must be a number of rounds such as 10, or of seconds such as "30s", not {every!r}.'
     )
+
+
+# ---- states in files -----------------------------------------------------------------------------------------------
+
+Slots = dict[int, dict[int, Slot]]
+"""By part and client."""
+
+
+def write_slots(file: Path, files: SlotFiles, slots: Slots) -> str:
+    """Write these slots' states to the disk, and then the table; returns its checksum."""
+    files.seal(slot for own in slots.values() for slot in own.values())
+    names = list(files.files)
+    places = {id(files.files[name]): i for i, name in enumerate(names)}
+    tensors, layouts = {}, {}
+    for part, own in slots.items():
+        every = list(own.values())
+        layouts[part] = _describe_layout(every[0].layout)
+        sums = b"".join(slot.sha256 or b"" for slot in every)
+        rows = [[client, places[id(slot.file)], slot.number] for client, slot in own.items()]
+        tensors[f"{part} slots"] = torch.tensor(rows, dtype=torch.int64)
+        tensors[f"{part} sha256"] = torch.from_numpy(np.frombuffer(sums, np.uint8).copy()).reshape(len(every), 32)
+    return write_tensors(file, tensors, {"files": json.dumps(names), "layouts": json.dumps(layouts)})
+
+
+def read_slots(file: Path, files: SlotFiles) -> Slots:
+    """Return the slots that a table names. Raises if `files` cannot have them."""
+    found: Slots = {}
+    with safe_open(file, framework="pt") as opened:
+        about = opened.metadata()
+        names = json.loads(about["files"])
+        for part, described in json.loads(about["layouts"]).items():
+            layout = _layout_of(described)
+            rows, sums = (opened.get_tensor(f"{part} {what}") for what in ("slots", "sha256"))
+            found[int(part)] = {
+                client: files.known(names[place], number, layout, sha256.tobytes())
+                for (client, place, number), sha256 in zip(rows.tolist(), sums.numpy(), strict=True)
+            }
+    return found
+
+
+def _describe_layout(layout: Layout) -> dict[str, Any]:
+    """Return the layout as JSON."""
+    tensors: dict[str, torch.Tensor] = {}
+    blank = [torch.empty(shape, dtype=dtype) for dtype, shape in layout.kinds]
+    tree = pack(tree_unflatten(blank, layout.structure), "", tensors)
+    kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    return {"tree": tree, "kinds": kinds}
+
+
+def _layout_of(described: dict[str, Any]) -> Layout:
+    kinds = described["kinds"].items()
+    blank = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in kinds}
+    return Layout.of(unpack(described["tree"], blank))
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------
+
+
+def gather_clients(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
+    """Return, in the first process, all states of clients that changed after `since` rounds, for a checkpoint.
+
+    The first process determines `since`.
+    """
+    since = ranks.said(lambda: since)
+    host = torch.device("cpu")
+    changed = clients.changed_since(since)
+    own = {i: {c: tree_to(states[c], host) for c in changed & states.keys()} for i, states in clients.parts.items()}
+    found = ranks.handed_in((own, {c: clients.changed[c] for c in changed}))
+    parts: dict[int, dict[int, Any]] = {i: {} for i in clients.parts}
+    when: dict[int, int] = {}
+    for states, rounds in found:
+        for i, of_part in states.items():
+            parts[i] |= of_part
+        when |= rounds
+    tables = {i: Table().updated(states) for i, states in parts.items()}
+    return replace(clients, parts=tables, changed=Table().updated(when), device=host)

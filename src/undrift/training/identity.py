@@ -30,9 +30,9 @@ from undrift.functional.borrowed import LENT
 from undrift.functional.layouts import components
 from undrift.method.part import Method
 from undrift.metrics.base import streams
+from undrift.training.code_digest import code_of, from_library
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
-from undrift.training.syntax import code_of, from_library
 
 SHOWN = 120
 """The maximum length of a difference in a message."""

@@ -21,31 +21,29 @@ from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.training import arithmetic, divergence, model_file, nonfinite, nothing_trained
-from undrift.training.beside import check_interrupted, join
+from undrift.training import learning_checks, nonfinite, safetensors_io, threads, torch_flags
+from undrift.training.argument_checks import check_listening
+from undrift.training.barrier import Interrupted, announce_checkpoints
 from undrift.training.build import current_device, prepare
 from undrift.training.callbacks import Callback, RoundRecord, as_callbacks
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.checks import check_listening
-from undrift.training.clock import Clock
-from undrift.training.early import COLUMN, Rule, as_rule, check_possible, warn_if_late
-from undrift.training.evaluate import Columns, evaluate, warn_without_test
+from undrift.training.config_writer import config_toml
+from undrift.training.early_stopping import COLUMN, Rule, as_rule, check_possible, warn_if_late
+from undrift.training.evaluation import Columns, Personal, evaluate, has_own_models, own_model, warn_without_test
+from undrift.training.history import Clock, history_row, late_columns
 from undrift.training.identity import identity, versions
-from undrift.training.meeting import Interrupted, announce_checkpoints
 from undrift.training.model_rehearsal import few_outputs, rehearse_model, warn_of_another_evaluation
 from undrift.training.observers import Observers
-from undrift.training.personal import Personal, has_own_models, own_model
-from undrift.training.processes import check_agreement, enter_folder
 from undrift.training.progress import progress_of
 from undrift.training.provenance import session
-from undrift.training.record import config_toml
-from undrift.training.replace import ReplacedFolder
-from undrift.training.result import Folder, Result
+from undrift.training.rank_checks import check_agreement
+from undrift.training.result import Result
 from undrift.training.resume import resume_everywhere, stops
 from undrift.training.rounds import Round, federated_round, finish
-from undrift.training.rows import history_row, late_columns
 from undrift.training.run import Run
+from undrift.training.run_folder import Folder, ReplacedFolder, enter_folder
 from undrift.training.settings import Settings
+from undrift.training.side_by_side import check_interrupted, join
 from undrift.training.state import State
 from undrift.training.track import Trackers
 from undrift.tree import tree_finite
@@ -203,9 +201,9 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
         run, rule = ranks.together(lambda: checked(given, ranks, put))
         check_agreement(run, given)
         ranks.use(run.device)
-        with arithmetic.use_threads(run.choices["threads"]):
+        with threads.use_threads(run.choices["threads"]):
             join(run, given)
-            with current_device(run.device), arithmetic.use_flags(given.precision, given.deterministic, run.device):
+            with current_device(run.device), torch_flags.use_flags(given.precision, given.deterministic, run.device):
                 run = rehearse_model(run)
             return trained(run, rule, given)
 
@@ -220,7 +218,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     warn_if_late(rule, run, given)
     nonfinite.check_start(run.model.start)
     if given.out is not None:
-        model_file.check_savable(run.model.module)
+        safetensors_io.check_savable(run.model.module)
     return run, rule
 
 
@@ -233,7 +231,7 @@ def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
     with (
         enter_folder(files, ranks) as folder,
         current_device(where),
-        arithmetic.use_flags(given.precision, given.deterministic, where),
+        torch_flags.use_flags(given.precision, given.deterministic, where),
         trackers,
     ):
         first = run.start()
@@ -318,11 +316,11 @@ class Loop:
         warn_of_another_evaluation(self.run, outputs, trained)
         ranks, folder = self.run.ranks, self.observers.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
-        diverged = None if self.stopped else divergence.warn_of_divergence(self.run, self.state.history)
+        diverged = None if self.stopped else learning_checks.warn_of_divergence(self.run, self.state.history)
         if not self.stopped:
-            divergence.warn_of_nan_metrics(self.run, self.state.history)
+            learning_checks.warn_of_nan_metrics(self.run, self.state.history)
             if not self.noticed:
-                nothing_trained.warn_if_nothing_trained(self.run, self.state)
+                learning_checks.warn_if_nothing_trained(self.run, self.state)
         if self.stopped:
             self.observers.stopped(self.state, self.stopped)
         else:
@@ -356,7 +354,7 @@ class Loop:
             raise
         state, method = self.state, self.done.method
         if before.round == 0:
-            self.unchanged = nothing_trained.weights_unchanged(run, before.params, self.state.params)
+            self.unchanged = learning_checks.weights_unchanged(run, before.params, self.state.params)
         self.guard.add(before, self.done.answers)
         self.guard.left(state)
 
@@ -408,12 +406,12 @@ class Loop:
         """Warn if the first round has not changed the weights, and no later one will."""
         same, self.unchanged = self.unchanged, None
         if (
-            nothing_trained.clients_trained(row)
+            learning_checks.clients_trained(row)
             and same is not None
             and bool(same)
-            and nothing_trained.every_round_must_change(self.run)
+            and learning_checks.every_round_must_change(self.run)
         ):
-            nothing_trained.warn_nothing_trained(self.run, 1)
+            learning_checks.warn_nothing_trained(self.run, 1)
             self.noticed = True
 
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:

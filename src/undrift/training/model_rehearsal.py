@@ -44,14 +44,13 @@ from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model, Params
 from undrift.method.context import Plan
 from undrift.random import normal_like
+from undrift.training.model_checks import OF_THE_MODEL, relative_distance
 from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.training.trials import OF_THE_MODEL
-from undrift.tree import Tree, tree_leaves, tree_map, tree_unstack
+from undrift.tree import Tree, tree_map, tree_unstack
 
 log = logging.getLogger("undrift")
-
 FEW = 3
 """The number of samples of a batch, unless lanes must not pad it or the model needs more."""
 STEPS = 2
@@ -477,19 +476,6 @@ class Comparison:
 
 
 FACTORY = "Write it as a method that uses self; or give a function that makes the model, model=lambda: Net(…)."
-
-
-def relative_distance(found: Tree, wanted: Tree) -> float:
-    """Return the distance between two outputs, as a share of the second."""
-    pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
-    shares = [0.0]
-    for a, b in pairs:
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_floating_point() or b.is_floating_point()):
-            if a.shape != b.shape:
-                return float("inf")
-            gap, size = (a.double() - b.double()).nan_to_num().norm(), b.double().nan_to_num().norm()
-            shares.append(float(gap / size) if size else float(gap > 0))
-    return max(shares)
 
 
 def few_outputs(run: Run, state: State) -> Tree:

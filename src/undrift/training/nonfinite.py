@@ -22,10 +22,10 @@ from undrift.errors import UndriftError, listed, quoted
 from undrift.functional.model import Params
 from undrift.method.calls import name, ours
 from undrift.method.rules import overrides
+from undrift.training.client_failures import Answers
 from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.training.survivors import Answers
 from undrift.tree import Tree, to_device, tree_finite
 
 log = logging.getLogger("undrift.nonfinite")

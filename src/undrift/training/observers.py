@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.engine.ranks import Ranks
+from undrift.training.barrier import checkpoint_due
 from undrift.training.callbacks import Callback, RoundRecord, name_of
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.meeting import checkpoint_due
 from undrift.training.progress import Progress
-from undrift.training.result import Folder, Result
+from undrift.training.result import Result
+from undrift.training.run_folder import Folder
 from undrift.training.state import State
 from undrift.training.track import Trackers
 

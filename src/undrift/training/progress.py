@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from undrift.errors import first_line
-from undrift.training.rows import number
+from undrift.training.history import number
 from undrift.training.run import Run
 
 log = logging.getLogger("undrift")

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from undrift.engine.fallback import Fallback
 from undrift.errors import UndriftError, first_line
+from undrift.training.barrier import resume_round
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.divergence import find_divergence
-from undrift.training.early import COLUMN, Rule, check_column, stop_reason
+from undrift.training.config_writer import same_settings
+from undrift.training.early_stopping import COLUMN, Rule, check_column, stop_reason
+from undrift.training.evaluation import has_own_models
 from undrift.training.identity import (
     changed_defaults,
     compare_identities,
@@ -20,12 +22,11 @@ from undrift.training.identity import (
     identity,
     version_differences,
 )
-from undrift.training.meeting import resume_round
-from undrift.training.personal import has_own_models
+from undrift.training.learning_checks import find_divergence
 from undrift.training.provenance import session
-from undrift.training.record import same_settings
-from undrift.training.result import Folder, Result, complete, intact
+from undrift.training.result import Result
 from undrift.training.run import Run
+from undrift.training.run_folder import Folder, complete, intact
 from undrift.training.settings import Settings
 from undrift.training.state import State
 

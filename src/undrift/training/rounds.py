@@ -12,9 +12,9 @@ from undrift.engine.client import Program
 from undrift.method.context import Plan, Server, Totals
 from undrift.method.part import Method
 from undrift.training import drift
+from undrift.training.client_failures import Answers
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.training.survivors import Answers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_map, tree_structure, tree_to, tree_where
 
 

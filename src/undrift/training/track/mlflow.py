@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from undrift.files import write_text
-from undrift.training.record import flatten
+from undrift.training.config_writer import flatten
 from undrift.training.track import Scalars
 
 MOST = 1000

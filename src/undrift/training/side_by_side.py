@@ -27,9 +27,9 @@ from undrift.errors import listed
 from undrift.method.local import Spread
 from undrift.method.part import Method
 from undrift.schedule import nested
+from undrift.training.barrier import Interrupted, RunGroup
 from undrift.training.checkpoint import LAST, companions_in
 from undrift.training.identity import ATTRIBUTES, describe_deeply, identity
-from undrift.training.meeting import Interrupted, RunGroup
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.tree import tree_map

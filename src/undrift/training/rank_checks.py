@@ -1,23 +1,14 @@
-"""A run in several processes: checks that all have the same settings, and what the first needs from the others."""
+"""A run in several processes: checks that all of them have the same settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import torch
-
-from undrift.engine.client_states import ClientStates
-from undrift.engine.ranks import Ranks, checksum
-from undrift.engine.table import Table
+from undrift.engine.ranks import checksum
 from undrift.errors import UndriftError, listed
 from undrift.training.identity import describe
-from undrift.training.result import Folder
 from undrift.training.run import Run
 from undrift.training.settings import Settings
-from undrift.tree import tree_to
 
 
 def check_agreement(run: Run, given: Settings) -> None:
@@ -57,33 +48,3 @@ def fingerprint(run: Run, given: Settings) -> dict[str, Any]:
 
 ELSEWHERE = ("model", "data", "device", "out", "notes", "on_round", "callbacks", "progress", "stop_when", "track")
 """Settings that are compared otherwise, or may differ: the device is each process's own, the folder the first one's."""
-
-
-@contextmanager
-def enter_folder(files: Folder, ranks: Ranks) -> Iterator[Folder]:
-    """Return the folder, which the first process holds. If it cannot, no process continues."""
-    ranks.first(files.__enter__)
-    try:
-        yield files
-    finally:
-        files.__exit__()
-
-
-def gather_clients(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
-    """Return, in the first process, all states of clients that changed after `since` rounds, for a checkpoint.
-
-    The first process determines `since`.
-    """
-    since = ranks.said(lambda: since)
-    host = torch.device("cpu")
-    changed = clients.changed_since(since)
-    own = {i: {c: tree_to(states[c], host) for c in changed & states.keys()} for i, states in clients.parts.items()}
-    found = ranks.handed_in((own, {c: clients.changed[c] for c in changed}))
-    parts: dict[int, dict[int, Any]] = {i: {} for i in clients.parts}
-    when: dict[int, int] = {}
-    for states, rounds in found:
-        for i, of_part in states.items():
-            parts[i] |= of_part
-        when |= rounds
-    tables = {i: Table().updated(states) for i, states in parts.items()}
-    return replace(clients, parts=tables, changed=Table().updated(when), device=host)

@@ -14,8 +14,6 @@ from undrift.errors import UndriftError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 """The environment variable that torch requires to consider cuBLAS deterministic."""
-
-
 PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 """Backends and operations as torch 2.9 and later name them, from which others that say "none" inherit."""
 CHILDREN = tuple((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn"))
@@ -120,6 +118,7 @@ class Flags:
 
 
 LOCK = threading.RLock()
+"""Held while a run changes what applies to the whole process, its number of threads included."""
 _before: list[Flags] = []
 """The switches as they were before the first active run."""
 _holders: list[tuple[int, Flags]] = []
@@ -176,62 +175,3 @@ def full_precision() -> Iterator[None]:
         finally:
             if alone:
                 before.set()
-
-
-_numbers: list[tuple[int, int, int]] = []
-"""The active runs' threads, their numbers of torch's CPU threads, and the numbers that they restore."""
-
-
-def present_threads() -> int:
-    """Return torch's number of CPU threads here, without what runs in other threads have set.
-
-    A Python thread that is started while a run is active has that run's number.
-    """
-    present, me = torch.get_num_threads(), threading.get_ident()
-    with LOCK:
-        if all(thread != me for thread, *_ in _numbers):
-            return next((before for _, number, before in _numbers if number == present), present)
-    return present
-
-
-@dataclass
-class Forks:
-    """Whether this process was forked from one in which torch had several threads.
-
-    A fork has none of them, and OpenMP would wait for them forever. So such a process gets one thread, as the workers
-    of torch's `DataLoader` do.
-    """
-
-    several: bool = False
-    """Whether torch may have had several threads here."""
-    forked: bool = False
-
-    def look(self, *numbers: int) -> None:
-        if not self.several and max(numbers) > 1:
-            self.several = True
-            if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self.begin)
-
-    def begin(self) -> None:
-        self.forked = True
-        torch.set_num_threads(1)
-
-
-FORKS = Forks()
-
-
-@contextlib.contextmanager
-def use_threads(number: int | None) -> Iterator[None]:
-    """A context with this number of torch's CPU threads; None changes nothing."""
-    with LOCK:
-        before = present_threads()
-        holder = threading.get_ident(), number or before, before
-        FORKS.look(*holder[1:])
-        _numbers.append(holder)
-        torch.set_num_threads(holder[1])
-    try:
-        yield
-    finally:
-        with LOCK:
-            _numbers.remove(holder)
-            torch.set_num_threads(before)

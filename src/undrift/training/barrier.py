@@ -24,7 +24,7 @@ from undrift.training.run import Run
 from undrift.tree import Tree
 
 if TYPE_CHECKING:
-    from undrift.training.beside import Coordinator
+    from undrift.training.side_by_side import Coordinator
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,7 +1,12 @@
-"""Runs that stay finite and have still not learned: the loss ends far above where it began, or the model is at chance.
+"""Whether a run that stayed finite has learned anything: it has not if it diverged, is at chance, or trained nothing.
 
-The verdict is a function of the history. Where it is in doubt, nothing is said: a loss may rise while the accuracy
-does, and a model that is bad for all clients may be good for each of them after training on the client's own data.
+Whether it diverged is a function of the history. Where it is in doubt, nothing is said: a loss may rise while the
+accuracy does, and a model that is bad for all clients may be good for each of them after training on the client's own
+data.
+
+Rates of 0, or gradients that are all 0, train nothing: the weights are the same bits after training as before it. After
+the first round this is said only of what comes with undrift, without schedules, since other methods may wait for
+several rounds before they change the weights.
 """
 
 from __future__ import annotations
@@ -12,15 +17,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
+from torch import Tensor
+
 from undrift.columns import Directions, directions, lower_is_better
 from undrift.errors import quoted
+from undrift.functional.model import Params
 from undrift.losses import accuracy
-from undrift.training.nonfinite import LOSSES, log
-from undrift.training.rows import number
+from undrift.method.calls import ours
+from undrift.schedule import sampled_rounds, value
+from undrift.training.evaluation import has_own_models
+from undrift.training.history import number
+from undrift.training.nonfinite import LOSSES
+from undrift.training.nonfinite import log as reported_log
 from undrift.training.run import Run
+from undrift.training.state import State
+
+log = logging.getLogger("undrift")
+
+
+# ---- divergence ----------------------------------------------------------------------------------------------------
 
 Row = Mapping[str, Any]
-
 DIVERGED, CHANCE = "diverged", "at chance"
 ADVICE = {
     DIVERGED: "Training has diverged: try a smaller learning rate in Local or at the server, or Local(clip_norm=1.0), "
@@ -28,7 +46,6 @@ ADVICE = {
     CHANCE: "The learning rate may be much too large or too small, or the rounds too few. Otherwise check the labels, "
     "the scale of the inputs, and for layers whose output never changes, such as dead ReLUs.",
 }
-
 FAR = 100
 """How many times its reference a loss must be to be far above it: the loss at chance, or the first one."""
 EARLY, VERY_FAR = 3, 10_000
@@ -65,7 +82,7 @@ def warn_of_divergence(run: Run, history: Sequence[Row]) -> Divergence | None:
     """Return the same, after a warning."""
     found = find_divergence(run, history)
     if found and run.ranks.leads:
-        log.warning("%s", found)
+        reported_log.warning("%s", found)  # unless the caller reports it: see `nonfinite.mute`
     return found
 
 
@@ -75,7 +92,7 @@ def warn_of_nan_metrics(run: Run, history: Sequence[Row]) -> None:
         for column in (name, f"validation_{name}"):
             values = [row[column] for row in history if column in row]
             if values and all(number(value) and math.isnan(value) for value in values):
-                logging.getLogger("undrift").warning(  # no caller reports this one
+                log.warning(
                     "The metric %s is NaN in %s, so it measures nothing; check what it divides by, and whether the "
                     "held-out data have all classes.",
                     quoted(column), f"all {len(values)} evaluations" if len(values) > 1 else "the only evaluation",
@@ -174,3 +191,41 @@ def far_above(history: Sequence[Row]) -> int:
 def trained_long_enough(history: Sequence[Row], column: str) -> bool:
     """Return whether a run has gone on for long enough to have learned something."""
     return len(history) >= ROUNDS and sum(is_finite(row.get(column)) for row in history) >= EVALUATIONS
+
+
+# ---- training that changes nothing ---------------------------------------------------------------------------------
+
+
+def weights_unchanged(run: Run, before: Params, after: Params) -> Tensor | None:
+    """Return whether the weights are the same, on the device; None if clients may train others than these."""
+    if has_own_models(run):
+        return None
+    return torch.stack([(before[name] == w).all() for name, w in after.items()]).all()
+
+
+def every_round_must_change(run: Run) -> bool:
+    """Return whether every round must change the weights, if any does."""
+    scheduled = len({str((run.composed.numbers(t), value(run.local.lr, t))) for t in sampled_rounds(run.rounds)}) > 1
+    return all(map(ours, run.method.parts)) and run.local.step_schedule is None and not scheduled
+
+
+def clients_trained(row: Row) -> bool:
+    """Return whether clients have trained in a round, and count."""
+    absent = {client for name in ("skipped", "dropped", "left_out") for client in row.get(name, ())}
+    return not row.get("round_skipped") and not absent.issuperset(row["clients"])
+
+
+def warn_nothing_trained(run: Run, rounds: int) -> None:
+    if run.ranks.leads:
+        log.warning(
+            "Nothing has been trained: after %s, the weights are what they were before. Check the learning rates in "
+            "Local, in its groups and at the server, and whether the loss depends on the weights.",
+            f"{rounds} rounds" if rounds > 1 else "round 1",
+        )
+
+
+def warn_if_nothing_trained(run: Run, state: State) -> None:
+    """Warn if all rounds have left the weights as they were, and clients have trained."""
+    same = weights_unchanged(run, run.model.start, state.params) if any(map(clients_trained, state.history)) else None
+    if same is not None and bool(same):
+        warn_nothing_trained(run, state.round)

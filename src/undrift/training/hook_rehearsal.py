@@ -42,8 +42,8 @@ from undrift.method.part import Part, by_stage
 from undrift.method.rules import overrides
 from undrift.method.work import Momentum, Optimize
 from undrift.random import normal_like
-from undrift.training.arithmetic import full_precision
 from undrift.training.run import Run
+from undrift.training.torch_flags import full_precision
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_to
 
 log = logging.getLogger("undrift")

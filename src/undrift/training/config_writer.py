@@ -19,7 +19,7 @@ from undrift.method.part import Method, Part
 from undrift.metrics import METRICS
 from undrift.metrics.base import streams
 from undrift.schedule import StepSchedule, decay, inverse
-from undrift.training.early import EarlyStopping
+from undrift.training.early_stopping import EarlyStopping
 from undrift.training.identity import describe_deeply, repr_without_addresses
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
