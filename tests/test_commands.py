@@ -299,12 +299,6 @@ def test_what_a_resumed_run_must_keep_is_refused(here, assignment, why):
     assert files(Path("r")) == before
 
 
-def test_a_run_of_an_earlier_version_may_change_how_often_it_is_evaluated():
-    from undrift.training.identity import compare_identities
-
-    assert compare_identities({"evaluate_every": "1", "seed": "0"}, {"seed": "0"}, "r") == []
-
-
 # --import
 
 

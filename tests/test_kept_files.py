@@ -277,7 +277,7 @@ def test_a_damaged_state_is_not_copied_into_the_next_checkpoint(tmp_path, in_fil
 
 
 def test_checkpoints_that_share_files_do_not_for_long(tmp_path, in_files, monkeypatch):
-    """Those of earlier versions do."""
+    """Those of a run whose files share slots."""
     folder = tmp_path / "r"
     with monkeypatch.context() as patch:
         patch.setattr(SlotFiles, "beside", lambda self, slots: slots)

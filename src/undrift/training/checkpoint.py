@@ -39,7 +39,6 @@ from undrift.engine.table import Table
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
 from undrift.training.barrier import companions
-from undrift.training.early_stopping import COLUMN
 from undrift.training.run import Run
 from undrift.training.run_folder import CHECKPOINT, CHECKPOINT_FILES, as_json, as_record
 from undrift.training.safetensors_io import own_memory, pack, unpack, write_tensors
@@ -126,7 +125,6 @@ class Checkpoints:
         whole = {
             **self.record,
             "round": now.round,
-            "before_finish": True,
             "total_steps": now.total_steps,
             "constant_steps": now.constant_steps,
             "total_bytes": now.total_bytes,
@@ -272,17 +270,13 @@ class Checkpoints:
         whole = verified(self.folder, number)
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
-        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # local work was no part before
         clients = self._clients(whole, number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
         history = [json.loads(line) for line in lines]
-        now = State(trees["params"], parts, trees["tracked"], clients, number, *counts, history)
+        now = State(trees["params"], trees["states"], trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
             raise DamagedError(f"round-{number}.json belongs to another round.")
-        last = str(number) == whole["identity"]["rounds"] or COLUMN in now.history[-1]
-        if last and "before_finish" not in whole:
-            raise DamagedError("an earlier version of undrift wrote it after the method's finish.")
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])
 
     def _clients(self, whole: dict[str, Any], number: int) -> ClientStates:

@@ -32,13 +32,6 @@ def repeats(config: str) -> bool:
     return OF_PYTHON not in config
 
 
-def same_settings(one: str, other: str) -> bool:
-    """Return whether two files differ in nothing but what they say above their settings, as earlier versions did."""
-    heads = ("# A run of undrift", "# undrift ")
-    texts = [[line for line in text.splitlines() if not line.startswith(heads)] for text in (one, other)]
-    return texts[0] == texts[1]
-
-
 LINES = [name for name, role in ROLES.items() if role.form not in (None, "section", "modules")]
 """The settings above the file's sections, in order. Modules to import stand below them, among the caller's notes."""
 

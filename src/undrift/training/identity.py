@@ -40,7 +40,7 @@ CODE = re.compile(r"([\w.<>]+) \(code ([0-9a-f]{16})\)")
 """How a description names a user's function or class."""
 
 ATTRIBUTES = "attributes of the model, the method, the loss, the metrics or the data"
-"""Values that only code uses, such as `self.scale` of a module. Runs of earlier versions do not have them."""
+"""Values that only code uses, such as `self.scale` of a module."""
 ELSEWHERE = ("participation", "data")
 """Settings that a run's identity has under other names: "clients a round", and what `data` consists of."""
 
@@ -105,23 +105,18 @@ def versions(device: torch.device) -> dict[str, str]:
     }
 
 
-def compare_identities(
-    before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True, hints: Iterable[str] = ()
-) -> list[str]:
+def compare_identities(before: dict[str, str], now: dict[str, str], where: Any, hints: Iterable[str] = ()) -> list[str]:
     """Return the functions and classes whose code is not what it was when the run in the folder `where` was started.
 
-    `by_tree` is whether code is known by its syntax tree; earlier versions of undrift recorded compiled code. Raises
-    `UndriftError` if the run has another identity in anything else but its number of rounds; `hints` are sentences for
-    another method.
+    Raises `UndriftError` if the run has another identity in anything else but its number of rounds; `hints` are
+    sentences for another method.
     """
     changed: list[str] = []
     for what in now | before:
-        if what in ROLES and ROLES[what].resume == "free":  # of an earlier version, which compared it
-            continue
         then, asked = str(before.get(what)), str(now.get(what))
-        if what == "rounds" or then == asked or (what == ATTRIBUTES and what not in before):
+        if what == "rounds" or then == asked:
             continue
-        others = _changed_code(then, asked) if by_tree else _unknown_code(then, asked)
+        others = _changed_code(then, asked)
         if not others:
             then, asked = _difference(then, asked)
             raise UndriftError(
@@ -138,15 +133,6 @@ def _changed_code(before: str, now: str) -> list[str]:
         return []
     pairs = zip(CODE.findall(before), CODE.findall(now), strict=True)
     return [name for (name, then), (_, asked) in pairs if then != asked]
-
-
-def _unknown_code(before: str, now: str) -> list[str]:
-    """The names of code that an earlier version of undrift described in its own way, if nothing else has changed.
-
-    Its digests included what now follows as " with …", and a model's those of its classes.
-    """
-    alike = CODE.sub(r"\1", before) == CODE.sub(r"\1", now) or " with {" in now or " of " in now
-    return [name for name, _ in CODE.findall(now)] if alike and before.split()[:1] == now.split()[:1] else []
 
 
 def version_differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -248,9 +234,9 @@ def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
 
 
 def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
-    """Return whether a field that earlier versions lack is as they behaved, so that their runs can be resumed.
+    """Return whether a description leaves a field out: marked as "added", with its default, or as "before", with that.
 
-    That is its default, or the value that its metadata has as "before".
+    So runs that were described without the field can be resumed.
     """
     value = getattr(owner, field.name)
     if "before" in field.metadata:
@@ -259,9 +245,9 @@ def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
 
 
 def changed_defaults(method: Method, before: str) -> list[str]:
-    """Return what to write for parts that have other defaults than when a run was described as `before`."""
+    """Return what descriptions without some field stand for, for parts that have another value in it now."""
     return [
-        f"{type(part).__name__}() of earlier versions is {type(part).__name__}({f.name}={f.metadata['before']!r}) now."
+        f"Without {f.name}, this stands for {type(part).__name__}({f.name}={f.metadata['before']!r})."
         for part in method.parts
         for f in dataclasses.fields(part)  # type: ignore[arg-type]
         if "before" in f.metadata and not _unused(f, part) and f"{f.name}=" not in before

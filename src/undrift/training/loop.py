@@ -28,7 +28,7 @@ from undrift.training.build import current_device, prepare
 from undrift.training.callbacks import Callback, RoundRecord, as_callbacks
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.config_writer import config_toml
-from undrift.training.early_stopping import COLUMN, Rule, as_rule, check_possible, warn_if_late
+from undrift.training.early_stopping import COLUMN, Rule, as_rule, check_possible, stop_reason, warn_if_late
 from undrift.training.evaluation import Columns, Personal, evaluate, has_own_models, own_model, warn_without_test
 from undrift.training.history import Clock, history_row, late_columns
 from undrift.training.identity import identity, versions
@@ -38,7 +38,7 @@ from undrift.training.progress import progress_of
 from undrift.training.provenance import session
 from undrift.training.rank_checks import check_agreement
 from undrift.training.result import Result
-from undrift.training.resume import resume_everywhere, stops
+from undrift.training.resume import resume_everywhere
 from undrift.training.rounds import Round, federated_round, finish
 from undrift.training.run import Run
 from undrift.training.run_folder import Folder, ReplacedFolder, enter_folder
@@ -424,7 +424,7 @@ class Loop:
 
     def stops(self) -> str | None:
         """Why the rule ends the run here, if it does. The first process decides: rows have times, which are its own."""
-        return self.run.ranks.said(lambda: stops(self.rule, self.state)) if self.rule else None
+        return self.run.ranks.said(lambda: stop_reason(self.rule, self.state.history)) if self.rule else None
 
     def conclude(self, row: dict[str, Any], why: str | None) -> dict[str, Any]:
         """Do what follows the last round, which this is, if not by number then because the rule says so.

@@ -12,8 +12,7 @@ from undrift.engine.fallback import Fallback
 from undrift.errors import UndriftError, first_line
 from undrift.training.barrier import resume_round
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.config_writer import same_settings
-from undrift.training.early_stopping import COLUMN, Rule, check_column, stop_reason
+from undrift.training.early_stopping import COLUMN, Rule, stop_reason
 from undrift.training.evaluation import has_own_models
 from undrift.training.identity import (
     changed_defaults,
@@ -85,8 +84,6 @@ def resume_run(
     before = int(known["identity"]["rounds"])
     allowed = allowed_differences(run, given, folder, checkpoints, known)
     refuse_fewer(run, folder, checkpoints)
-    if same_settings(known["config"], checkpoints.record["config"]):
-        checkpoints.record["config"] = known["config"]
     assert folder.path
     whole = folder.finished and bool(known.get("results")) and intact(folder.path, known)
     rows = folder.rows() if whole else []
@@ -98,10 +95,10 @@ def resume_run(
         return finished_result(run, folder)
     state = checkpoints.restore(shared)
     if whole and early:
-        if state is None or state.round < len(rows):  # written by an earlier version, or damaged
+        if state is None or state.round < len(rows):  # the last checkpoint could not be written, or is damaged
             if run.rounds == before:
                 return finished_result(run, folder)
-        elif state.round < run.rounds and stops(rule, state):
+        elif state.round < run.rounds and stop_reason(rule, state.history):
             if run.rounds > before:
                 log.warning(
                     "%s ended after round %d (%s), and stop_when would end it there again; to train further, change or "
@@ -144,14 +141,9 @@ def allowed_differences(
     """Return the differences from the run so far that are allowed. Raises `UndriftError` for any others."""
     now = identity(run, given, int(known["identity"]["rounds"]))
     hints = changed_defaults(run.method, known["identity"]["method"])
-    changed = compare_identities(known["identity"], now, folder.path, by_tree="started" in known, hints=hints)
+    changed = compare_identities(known["identity"], now, folder.path, hints=hints)
     versions = version_differences(known["versions"], checkpoints.record["versions"])
     names = " and ".join(changed)
-    if changed and "started" not in known and not given.allow_version_change:
-        raise UndriftError(
-            f"{folder.path} is from an earlier version of undrift, so there is no telling whether the code of {names} "
-            f"has changed; to resume anyway: {FLAG}."
-        )
     if changed and not given.allow_version_change:
         raise UndriftError(
             f"The code of {names}, or code that it uses, has changed since the run in {folder.path} was started, so "
@@ -219,14 +211,6 @@ def refuse_own_model(client: int) -> dict[str, Tensor]:
     )
 
 
-def stops(rule: Rule | None, state: State) -> str | None:
-    """Return why the rule ends a run that stands here, if it does."""
-    if rule is None or not state.history:
-        return None
-    check_column(rule, state.history)
-    return stop_reason(rule, state.history)
-
-
 def no_checkpoint_message(folder: Folder, whole: bool) -> str:
     if not whole:
         return (
@@ -234,8 +218,8 @@ def no_checkpoint_message(folder: Folder, whole: bool) -> str:
             "again in another folder."
         )
     return (
-        f"The run in {folder.path} is finished and has no checkpoint to continue from, which earlier versions of "
-        "undrift did not leave; train all rounds in another folder."
+        f"The run in {folder.path} is finished and has no checkpoint to continue from; train all rounds in another "
+        "folder."
     )
 
 
