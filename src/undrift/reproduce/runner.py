@@ -1,6 +1,6 @@
 """Runs cells from the queue within a time budget; on a GPU, several at once.
 
-Cells that differ only in seeds and numbers train in one program (`training/beside.py`); others share the GPU as
+Cells that differ only in seeds and numbers train in one program (`training/side_by_side.py`); others share the GPU as
 processes.
 
 A cell is only started if it is expected to finish within the remaining time. If no cell is, one that takes longer than

@@ -90,7 +90,7 @@ def evaluate_split(run: Run, state: State, split: str) -> Columns:
 
 
 def split_sums(run: Run, state: State, split: str) -> dict[str, Any]:
-    """Return what `figures` makes columns of: `sums` per metric, and `by_class` with accuracy.
+    """Return what `columns_of_sums` makes columns of: `sums` per metric, and `by_class` with accuracy.
 
     Of several processes, each takes some of the samples. One that has none looks at a sample all the same, for the form
     of the sums.

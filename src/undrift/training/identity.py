@@ -2,7 +2,7 @@
 
 It is stored in the run's folder and in every checkpoint, and compared before a resumed run changes anything. Numbers
 are written in full, arrays and weights as checksums. Users' functions and classes are described by a digest of their
-code (`syntax.py`), and by the values in their closure and the simple values of their module that they use.
+code (`code_digest.py`), and by the values in their closure and the simple values of their module that they use.
 
 A run may be continued with more rounds. So a value that is called `rounds`, or something with `rounds` in it, and that
 equals the run's number of rounds, is described as just that: such a schedule is the same schedule of a longer run.
@@ -170,7 +170,7 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
     """Return a complete description of `x`, the same in every process.
 
     `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be. `deep`: see
-    `deeply`.
+    `describe_deeply`.
     """
     if id(x) in within:
         return "…"

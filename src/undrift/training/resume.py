@@ -41,7 +41,7 @@ EVALUATED = ("evaluate_every", "personalize_every")
 def resume_everywhere(
     run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
 ) -> Result | State | None:
-    """Return what `resumed` finds. The first of several processes compares and chooses; the others read the same."""
+    """Return what `resume_run` finds. The first of several processes compares and chooses; the others read the same."""
     ranks = run.ranks
     found = ranks.first(lambda: resume_run(run, given, folder, checkpoints, rule))
     if not ranks.several:
