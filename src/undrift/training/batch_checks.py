@@ -77,10 +77,10 @@ def warn_of_short_batches(local: Local, data: FederatedDataset, rounds: int, per
     size, sizes = local.batch_size, data.size_counts[0]
     if size is None:
         return
-    found = sizes[(sizes > size) & (SHORT * local.last_batches(sizes) < size)]
-    if not len(found):
+    short = sizes[(sizes > size) & (SHORT * local.last_batches(sizes) < size)]
+    if not len(short):
         return
-    clients = np.flatnonzero(np.isin(data.sizes, found))
+    clients = np.flatnonzero(np.isin(data.sizes, short))
     clients = clients[_reached(local, clients, data.sizes[clients], rounds, per_step)]
     if len(clients):
         last = local.last_batches(data.sizes[clients])
@@ -99,8 +99,8 @@ def check_batch_sizes(model: Model, counts: np.ndarray) -> None:
 
 def _reached(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
     """Return which of these clients take the last batch of an epoch in some round."""
-    found: np.ndarray = _most_batches(local, clients, sizes, rounds, per_step) >= local.per_epoch(sizes)
-    return found
+    reached: np.ndarray = _most_batches(local, clients, sizes, rounds, per_step) >= local.per_epoch(sizes)
+    return reached
 
 
 def _most_batches(local: Local, clients: np.ndarray, sizes: np.ndarray, rounds: int, per_step: int) -> np.ndarray:
@@ -138,8 +138,8 @@ def samples_interact(model: Model, loss: Loss, data: DeviceData) -> bool:
     def losses(weights: Params, rows: int, real: int) -> Tensor:
         x, y = tree_map(lambda t: t[:rows].clone(), (batch.x, batch.y))
         mask = (torch.arange(rows, device=data.device) < real).to(data.dtype)  # which norms in lanes know
-        found: Tensor = repeated(model.train(tree_map(torch.clone, weights), x, key, mask=mask), y)[:real]
-        return found.double()
+        values: Tensor = repeated(model.train(tree_map(torch.clone, weights), x, key, mask=mask), y)[:real]
+        return values.double()
 
     for weights in (model.start, model.perturbed()):
         for real in {1, max(count // 2, min(2, count - 1))}:

@@ -282,8 +282,8 @@ def check_data(
         splits |= {f"{name} data's": rows} if rows else {}
     if (tests := data.client_test) is not None and tests.store is not data.store and len(tests.index):
         splits["clients' own tests'"] = Rows(tests.store, tests.index, tests.take)
-    found = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
-    examined, loss = found["clients'"]
+    examinations = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
+    examined, loss = examinations["clients'"]
     checked = check_gradient(examined, own, device, loss)
     warn_of_rounding(checked, own, device)
     warn_of_pixels(checked, own, device)

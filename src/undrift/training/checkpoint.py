@@ -242,9 +242,9 @@ class Checkpoints:
 
         With `last`, checkpoints of later rounds are not used, and will be replaced.
         """
-        found = self._found()
-        usable = [number for number in found if last is None or number <= last]
-        self.stale = [number for number in found if number not in usable]
+        present = self._found()
+        usable = [number for number in present if last is None or number <= last]
+        self.stale = [number for number in present if number not in usable]
         for number in usable:
             assert self.folder
             try:
@@ -252,11 +252,11 @@ class Checkpoints:
             except Exception as error:  # damage may raise anything; the previous checkpoint is used
                 log.warning("the checkpoint of round %d cannot be used: %s", number, error)
                 continue
-            self.stale = [later for later in found if later > number]
+            self.stale = [later for later in present if later > number]
             # The other series may be damaged, or have later rounds that are trained again, so it starts over.
             self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
-            self._hold(found, now)
+            self._hold(present, now)
             return now
         if usable:
             raise UndriftError(
@@ -299,12 +299,12 @@ class Checkpoints:
         trees = {i: {c: slot.read() for c, slot in own.items() if owns(c)} for i, own in slots.items()}
         return clients.updated(trees, number + 1)  # so that the next checkpoint has them
 
-    def _hold(self, found: list[int], now: State) -> None:
+    def _hold(self, present: list[int], now: State) -> None:
         """Protect what checkpoints on disk name from being overwritten, after one of them has been restored."""
         files = self.run.files
         if files is None:
             return
-        for number in found:
+        for number in present:
             with contextlib.suppress(Exception):  # damage may raise anything; that checkpoint cannot be used
                 assert self.folder
                 slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
@@ -338,13 +338,15 @@ def companions_in(folder: Path) -> dict[int, list[Path] | None]:
 
     A checkpoint that is damaged is not among them; None stands for one that does not say.
     """
-    found: dict[int, list[Path] | None] = {}
+    companions: dict[int, list[Path] | None] = {}
     place = folder / CHECKPOINT
     for number in rounds_in(place):
         with contextlib.suppress(Exception):  # damage may raise anything
             others = verified(place, number).get("beside")
-            found[number] = None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
-    return found
+            companions[number] = (
+                None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
+            )
+    return companions
 
 
 def files_of(folder: Path, number: int) -> list[str]:
@@ -357,8 +359,8 @@ def rounds_in(folder: Path) -> list[int]:
     """Return the rounds that have a checkpoint in a folder, newest first."""
     if not folder.is_dir():
         return []
-    found = [(CHECKPOINT_FILES.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
-    return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
+    matches = [(CHECKPOINT_FILES.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
+    return sorted((int(match[1]) for match, file in matches if match and regular(file)), reverse=True)
 
 
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
@@ -366,11 +368,11 @@ def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
     with safe_open(file, framework="pt") as opened:
         tensors = own_memory({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])
-    found: dict[int, dict[int, Tree]] = {}
+    states_by_part: dict[int, dict[int, Tree]] = {}
     for name, tree in trees.items():
         part, client = map(int, name.split("/"))
-        found.setdefault(part, {})[client] = unpack(tree, tensors)
-    return {part: {client: states[client] for client in wanted} for part, states in found.items()}
+        states_by_part.setdefault(part, {})[client] = unpack(tree, tensors)
+    return {part: {client: states[client] for client in wanted} for part, states in states_by_part.items()}
 
 
 def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
@@ -415,18 +417,18 @@ def write_slots(file: Path, files: SlotFiles, slots: Slots) -> str:
 
 def read_slots(file: Path, files: SlotFiles) -> Slots:
     """Return the slots that a table names. Raises if `files` cannot have them."""
-    found: Slots = {}
+    slots: Slots = {}
     with safe_open(file, framework="pt") as opened:
         about = opened.metadata()
         names = json.loads(about["files"])
         for part, described in json.loads(about["layouts"]).items():
             layout = _layout_of(described)
             rows, sums = (opened.get_tensor(f"{part} {what}") for what in ("slots", "sha256"))
-            found[int(part)] = {
+            slots[int(part)] = {
                 client: files.known(names[place], number, layout, sha256.tobytes())
                 for (client, place, number), sha256 in zip(rows.tolist(), sums.numpy(), strict=True)
             }
-    return found
+    return slots
 
 
 def _describe_layout(layout: Layout) -> dict[str, Any]:
@@ -456,10 +458,10 @@ def gather_clients(ranks: Ranks, clients: ClientStates, since: int) -> ClientSta
     host = torch.device("cpu")
     changed = clients.changed_since(since)
     own = {i: {c: tree_to(states[c], host) for c in changed & states.keys()} for i, states in clients.parts.items()}
-    found = ranks.handed_in((own, {c: clients.changed[c] for c in changed}))
+    handed_in = ranks.handed_in((own, {c: clients.changed[c] for c in changed}))
     parts: dict[int, dict[int, Any]] = {i: {} for i in clients.parts}
     when: dict[int, int] = {}
-    for states, rounds in found:
+    for states, rounds in handed_in:
         for i, of_part in states.items():
             parts[i] |= of_part
         when |= rounds

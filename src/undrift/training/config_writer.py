@@ -104,7 +104,7 @@ def toml_literal(value: Any) -> str:
 
 def flatten(settings: dict[str, Any]) -> dict[str, Any]:
     """`{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

@@ -162,13 +162,13 @@ def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, a
         ratio(torch.stack([length, *own]) * whole, lengths),
         outcome.weight[None],
     ]
-    found = {"numbers": torch.cat(numbers), "norms": norms}
+    on_device = {"numbers": torch.cat(numbers), "norms": norms}
     if outcome.finite is not None:
-        found["counting"] = outcome.finite
+        on_device["counting"] = outcome.finite
     if outcome.updates:
         rows = torch.cat([t.flatten(1) for t in outcome.updates.values()], 1).to(mean.dtype)
-        found["cosines"] = ratio(rows @ mean, torch.linalg.vector_norm(rows, dim=1) * length)
-    return found
+        on_device["cosines"] = ratio(rows @ mean, torch.linalg.vector_norm(rows, dim=1) * length)
+    return on_device
 
 
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:
@@ -177,19 +177,19 @@ def ratio(top: Tensor, bottom: Tensor) -> Tensor:
 
 
 def columns(
-    found: dict[str, Tensor], clients: np.ndarray, excused: np.ndarray, names: list[str], by_layer: bool
+    figures: dict[str, Tensor], clients: np.ndarray, excused: np.ndarray, names: list[str], by_layer: bool
 ) -> dict[str, Any]:
     """The figures as columns of the history. Waits for the device.
 
     Args:
-        found: What `figures` returned.
+        figures: What the function `figures` returned.
         clients: The cohort.
         excused: By place in it: whether the client is known not to count.
         names: The parameters.
         by_layer: Whether there are figures for each of them.
     """
     layers = len(names) if by_layer else 0
-    *values, weight = found["numbers"].tolist()
+    *values, weight = figures["numbers"].tolist()
     lengths, (mean, step, cosine, agreement, *own) = values[2 : 3 + layers], values[3 + layers :]
     if not weight:  # nobody counts
         return {"server_step": step}
@@ -199,8 +199,8 @@ def columns(
     }  # fmt: skip
     if by_layer:  # those that do not move, such as personal ones, neither agree nor disagree
         row["layer_agreement"] = {name: x for name, x, far in zip(names, own, lengths[1:], strict=True) if far}
-    counting = ~excused & (found["counting"].cpu().numpy() if "counting" in found else True)
-    norms, cosines = found["norms"].tolist(), found["cosines"].tolist() if "cosines" in found else []
+    counting = ~excused & (figures["counting"].cpu().numpy() if "counting" in figures else True)
+    norms, cosines = figures["norms"].tolist(), figures["cosines"].tolist() if "cosines" in figures else []
     if len(clients) <= len(norms):  # a part's plan may have more clients than there are places
         by_client = {c: x for c, x, counts in zip(clients.tolist(), norms, counting, strict=False) if counts}
         longest = sorted(by_client, key=lambda client: -by_client[client])[:LONGEST]

@@ -140,13 +140,13 @@ def evaluate_all(each: list[Evaluation]) -> list[Sums | BaseException]:
     for i, one in enumerate(each):
         same = len(each) > 1 and one.shareable
         alike.setdefault(one.run.digests[f"{one.split} data"] if same else i, []).append(i)
-    found: dict[int, Sums | BaseException] = {}
+    results: dict[int, Sums | BaseException] = {}
     for members in alike.values():
         together = [each[i] for i in members]
         run, samples = together[0].run, len(together[0].rows)
         answers = halve_batches(run, samples, partial(evaluate_together, together), len(together))
-        found |= dict(zip(members, answers, strict=True))
-    return [found[i] for i in range(len(each))]
+        results |= dict(zip(members, answers, strict=True))
+    return [results[i] for i in range(len(each))]
 
 
 @torch.no_grad()
@@ -190,20 +190,20 @@ class Measures:
                 total.index_add_(0, y.clamp(min=0), (own * (y >= 0)).to(total.dtype))
 
 
-def columns_of_sums(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+def columns_of_sums(run: Run, sums: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that sums stand for."""
-    return read_columns(metric_values(run, found))
+    return read_columns(metric_values(run, sums))
 
 
-def metric_values(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+def metric_values(run: Run, sums: dict[str, Any]) -> dict[str, Any]:
     """Return each metric's value on the device, in the place of its sums."""
-    return found | {"sums": {name: metric.value(found["sums"][name]) for name, metric in run.measures.items()}}
+    return sums | {"sums": {name: metric.value(sums["sums"][name]) for name, metric in run.measures.items()}}
 
 
-def read_columns(found: dict[str, Any]) -> dict[str, Any]:
+def read_columns(values: dict[str, Any]) -> dict[str, Any]:
     """Return the columns. They are only copied, so that no kernel has to wait for its turn beside later rounds."""
-    row = {name: value.tolist() for name, value in found["sums"].items()}
-    return row | (class_accuracy(found["by_class"]) if "by_class" in found else {})
+    row = {name: value.tolist() for name, value in values["sums"].items()}
+    return row | (class_accuracy(values["by_class"]) if "by_class" in values else {})
 
 
 def class_accuracy(by_class: Tensor) -> dict[str, Any]:
@@ -303,14 +303,14 @@ class Personal:
         if not len(self.clients):
             return {}
         if has_own_models(self.run):
-            found = self._owned(state)
+            figures = self._owned(state)
         elif is_batch_loss(self.run.loss):  # for a whole batch, so each client needs its own batches
-            found = self._one_by_one(state)
+            figures = self._one_by_one(state)
         else:
-            found = self._at_once(state)
-        row: dict[str, Any] = summarize("client", found, self.run.measures)
+            figures = self._at_once(state)
+        row: dict[str, Any] = summarize("client", figures, self.run.measures)
         if last:
-            each = {name: values.tolist() for name, values in found.items()}
+            each = {name: values.tolist() for name, values in figures.items()}
             names = self.run.data.client_names
             who = {"name": [names[c] for c in self.clients.tolist()]} if names else {}
             row["by_client"] = {"client": self.clients.tolist(), **who, **each}
@@ -334,11 +334,11 @@ class Personal:
 
     def sums(self, state: State, models: dict[int, Params]) -> dict[str, Tensor]:
         """Return numerators and denominators by client: of its own model if it has one, else of the global one."""
-        shared, found = {**state.params, **state.tracked}, []
+        shared, each = {**state.params, **state.tracked}, []
         for client, indices in zip(self.clients.tolist(), self.indices, strict=True):
             whose = torch.zeros(len(indices), dtype=torch.int64)
-            found.append(self._tally(self.run.model, models.get(client, shared), indices, whose, 1).sums)
-        return {name: torch.cat([one[name] for one in found], 1) for name in self.run.measures}
+            each.append(self._tally(self.run.model, models.get(client, shared), indices, whose, 1).sums)
+        return {name: torch.cat([one[name] for one in each], 1) for name in self.run.measures}
 
     def _one_by_one(self, state: State) -> dict[str, Tensor]:
         """Evaluate the global model on every client's own data, in batches per client."""
@@ -356,20 +356,20 @@ class Personal:
         run = self.run
 
         def work() -> dict[int, dict[str, Tensor]]:
-            found = {}
+            figures = {}
             for begin in range(0, len(self.clients), run.cohort_size):
                 for c, own in own_models(run, state, self.clients[begin : begin + run.cohort_size]):
-                    found[begin + c] = self._alone(run.model, own, begin + c)
-            return found
+                    figures[begin + c] = self._alone(run.model, own, begin + c)
+            return figures
 
         return self._by_place(work)
 
     def _by_place(self, work: Callable[[], dict[int, dict[str, Tensor]]]) -> dict[str, Tensor]:
         """Return the measures of all clients, from those that each process finds, by place."""
-        found = self.run.ranks.together(work)
+        figures = self.run.ranks.together(work)
         names = [name for name, measure in self.run.measures.items() if getattr(measure, "scalar", True)]
         sums = {name: torch.zeros(len(self.clients), dtype=torch.float64) for name in names}
-        for place, one in found.items():
+        for place, one in figures.items():
             for name, value in one.items():
                 sums[name][place] = value[0]
         all_of_them: dict[str, Tensor] = self.run.ranks.sum(sums)
@@ -377,7 +377,7 @@ class Personal:
 
     def tuned(self, state: State, method: Method, t: int) -> dict[str, Any]:
         """Evaluate each client's own model: the global one after one more epoch of local training with the method."""
-        run, found = self.run, {}
+        run, figures = self.run, {}
         if not len(self.clients):
             return {}
         server = run.server(t, state)
@@ -386,7 +386,7 @@ class Personal:
         def visit(trained: Params, clients: np.ndarray) -> None:
             for client, own in zip(clients.tolist(), tree_unstack(trained), strict=True):
                 place = int(np.searchsorted(self.clients, client))
-                found[place] = self._alone(run.model, own, place)
+                figures[place] = self._alone(run.model, own, place)
 
         received: list[Tree] | None = None
         # One cohort at a time, since the states of all clients may not fit into memory at once.
@@ -398,7 +398,7 @@ class Personal:
             if received is None or method.measuring("cohort"):
                 received = broadcast(run, method, here, state, server)
             run.engine.run(run.inputs(here, state, received, state.clients), visit)
-        return summarize("tuned", self._by_place(lambda: found), run.measures)
+        return summarize("tuned", self._by_place(lambda: figures), run.measures)
 
     def _tally(self, model: Model, params: Params, indices: Tensor, whose: Tensor, clients: int) -> Tally:
         """Return what the loss and each metric add up to, per client."""
@@ -453,17 +453,17 @@ def own_model(run: Run, state: State, client: int) -> Params:
         )
         run = replace(run, ranks=ALONE)
     with torch.no_grad():
-        ((_, found),) = own_models(run, state, np.array([int(client)]))
-    return {name: t.clone() for name, t in found.items()}
+        ((_, own),) = own_models(run, state, np.array([int(client)]))
+    return {name: t.clone() for name, t in own.items()}
 
 
 def summarize(
-    prefix: str, found: dict[str, Tensor], measures: Mapping[str, Any] = MappingProxyType({})
+    prefix: str, figures: dict[str, Tensor], measures: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
     """Return mean, standard deviation and mean of the worst 10% over the clients with a value."""
     row: dict[str, float] = {}
     said = directions(measures)
-    for name, by_client in found.items():
+    for name, by_client in figures.items():
         values = by_client[~by_client.isnan()].sort(descending=lower_is_better(name, said)).values
         if not len(values) and streams(measures.get(name)):  # such as a matrix, which has no mean over clients
             continue

@@ -59,9 +59,9 @@ def late_columns(
     run: Run, guard: nonfinite.FiniteGuard, row: dict[str, Any], done: Round, states: list[Tree], figures: Columns
 ) -> dict[str, Any]:
     """Return the columns of a round that must be read from the device. Raises `NonFiniteError`."""
-    found = figures()
-    row = row | found
-    settled, own = found | guard.settle(row), done.method.history(states)
+    evaluated = figures()
+    row = row | evaluated
+    settled, own = evaluated | guard.settle(row), done.method.history(states)
     if done.drift:
         answers, by_layer = done.answers, run.drift == drift.LAYERS
         settled |= drift.columns(done.drift, answers.clients, answers.excused, list(run.model.start), by_layer)

@@ -154,21 +154,21 @@ class RehearsedProgram(Program):
     def changed_losses(
         self, part: Part, client: Client, losses: Tensor, z: Tensor, batch: Batch, params: Params
     ) -> Tensor:
-        found = super().changed_losses(part, client, losses, z, batch, params)
+        changed = super().changed_losses(part, client, losses, z, batch, params)
         if not self.looks_at(part, "objective"):
-            return found
-        if losses.requires_grad and not found.requires_grad:
+            return changed
+        if losses.requires_grad and not changed.requires_grad:
             raise RehearsalError(
                 f"{name(part)}.objective returns losses that do not depend on the weights, so nothing would be "
                 "trained; compute them without torch.no_grad() and .detach()."
             )
-        if losses.requires_grad and not part.replaces_losses and not is_connected(found, [losses]):
+        if losses.requires_grad and not part.replaces_losses and not is_connected(changed, [losses]):
             raise RehearsalError(
                 f"{name(part)}.objective ignores the losses that it is given, or detaches them, so they would not be "
                 "trained, nor what other parts have added to them. Return losses + a term of your own; or, if it is "
                 "meant to replace them, set replaces_losses: ClassVar = True."
             )
-        return found
+        return changed
 
     def changed_gradient(self, part: Part, client: Client, g: Params, params: Params) -> Params:
         def hook(client: Client, g: Params) -> Params:
@@ -182,16 +182,16 @@ class RehearsedProgram(Program):
             return super(RehearsedProgram, self).taken_step(part, client, g, carry, params)[0]
 
         self._refuse_ignoring(part, "step", client, g, hook)
-        found = super().taken_step(part, client, g, carry, params)
+        taken = super().taken_step(part, client, g, carry, params)
         rates = [rate.to(client.lr.dtype) for rate in client.rates.values()]
         if self.looks and not ours(part) and not all(bool((rate == client.lr).all()) for rate in rates):
             other = replace(client, lr=2 * client.lr + 1)
-            if not trees_equal(found[1], super().taken_step(part, other, g, carry, params)[1]):
+            if not trees_equal(taken[1], super().taken_step(part, other, g, carry, params)[1]):
                 raise RehearsalError(
                     f"{name(part)}.step takes client.lr for the rate of its own weights, which leaves out the factors "
                     "of `rate` hooks, step schedules and parameter groups; take client.rates[name], by parameter."
                 )
-        return found
+        return taken
 
     def _refuse_ignoring(self, part: Part, hook: str, client: Client, g: Params, call: Any) -> None:
         """Refuse a hook whose result has nothing to do with the gradient it is given, unless it says so.
@@ -204,12 +204,12 @@ class RehearsedProgram(Program):
         client = replace(client, gradients_of=taken)
         with torch.enable_grad():
             leaves = {n: t.detach().clone().requires_grad_() for n, t in g.items()}
-            found = call(client, leaves)
-        if is_connected(found, list(leaves.values())):
+            result = call(client, leaves)
+        if is_connected(result, list(leaves.values())):
             return
         # Inside torch.no_grad() nothing is connected; but what uses the gradient returns something else for another.
         taken.again()
-        if not trees_equal(found, call(client, tree_map(lambda t: 1 - 2 * t, g))):
+        if not trees_equal(result, call(client, tree_map(lambda t: 1 - 2 * t, g))):
             return
         raise RehearsalError(
             f"{name(part)}.{hook} ignores the gradient that it is given, so weight decay and what other parts have "
@@ -231,8 +231,8 @@ class RehearsedProgram(Program):
             return
         with torch.enable_grad():
             leaves = {n: t.detach().clone().requires_grad_() for n, t in delta.items()}
-            found = super().uploaded(part, client, leaves)
-        if is_connected(found, list(leaves.values())):
+            result = super().uploaded(part, client, leaves)
+        if is_connected(result, list(leaves.values())):
             raise RehearsalError(
                 f"{name(part)}.upload uses its `delta`, the update before any `update` hook, but {name(part)}.update "
                 f"was given what {before[-1]}.update returned. Return (update, tree) from `update`, and use that tree "
@@ -259,8 +259,8 @@ class RecordedGradients:
         return self._next("gradient", weights, batch)
 
     def gradient_and_buffers(self, weights: Tree, buffers: Tree, batch: int) -> tuple[Tree, Tree]:
-        found: tuple[Tree, Tree] = self._next("gradient_and_buffers", weights, buffers, batch)
-        return found
+        result: tuple[Tree, Tree] = self._next("gradient_and_buffers", weights, buffers, batch)
+        return result
 
     def per_sample(self, weights: Tree, batch: int) -> Tree:
         return self._next("per_sample", weights, batch)
@@ -277,9 +277,9 @@ def trees_equal(a: Tree, b: Tree) -> bool:
     return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs)
 
 
-def is_connected(found: Tree, inputs: list[Tensor]) -> bool:
+def is_connected(results: Tree, inputs: list[Tensor]) -> bool:
     """Return whether autograd finds a way from some of the inputs to some of the results."""
-    outputs = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+    outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
     if not outputs:
         return False
     ways = torch.autograd.grad(
@@ -334,17 +334,17 @@ class HookTrial(PlainEngine):
         real = positions[: self.few]
         others = np.setdiff1d(everyone, real)
         padding = np.resize(others if len(others) else real, self.padding)
-        found = super().batch(client, np.concatenate([real, padding]))
-        mask = torch.arange(len(found.mask), device=found.mask.device) < len(real)
-        return replace(found, mask=mask.to(found.mask.dtype))
+        padded = super().batch(client, np.concatenate([real, padding]))
+        mask = torch.arange(len(padded.mask), device=padded.mask.device) < len(real)
+        return replace(padded, mask=mask.to(padded.mask.dtype))
 
     def measure(self, params: Params, given: Tree, client: int, when: str) -> list[Tree]:
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         most = min(self.size(client), self.data.measure_width)
         batch, number = self.batch(client, np.arange(most)[: self.few]), torch.zeros_like(given["id"])
-        found: list[Tree] = self.program.measure(params, given, batch, when, number)
-        return found
+        measured: list[Tree] = self.program.measure(params, given, batch, when, number)
+        return measured
 
     def size(self, client: int) -> int:
         return int(self.data.data.sizes_of(np.array([client]))[0])
@@ -370,8 +370,8 @@ class HookTrial(PlainEngine):
         training = dict(zip(program.measuring, state.get("measured", ()), strict=True))
         late = [training.get(i, tree) for i, tree in enumerate(given["measured"])]
         moved = tree_sub(state["params"], program.starting(given))
-        found = {"early": early, "moved": moved, "late": late, "sums": sent.sums[1], "kept": sent.kept, "own": own}
-        return passes | found
+        result = {"early": early, "moved": moved, "late": late, "sums": sent.sums[1], "kept": sent.kept, "own": own}
+        return passes | result
 
     def find_sums(self) -> None:
         """Find the form of what parts measure in "training", which the training state has to begin with."""
@@ -383,8 +383,8 @@ class HookTrial(PlainEngine):
             batches = [self.batch_at(inputs, client, j) for j in range(inputs.batches.per_step)]
             views, gradient = program.clients(given, k, local=True), program.model.gradient_and_buffers
             gradients = StepGradients(program, given, batches, k, gradient, views)
-            _, _, found = gradients.first(program.starting(given), given["tracked"])
-        program.sums.update(zip(program.measuring, tree_map(torch.zeros_like, found), strict=True))
+            _, _, sums = gradients.first(program.starting(given), given["tracked"])
+        program.sums.update(zip(program.measuring, tree_map(torch.zeros_like, sums), strict=True))
 
 
 def repeatable(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -52,7 +52,7 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
     """
     shown = functools.partial(describe, rounds=possible_lengths(run, before))
     trained = {*run.model.start, *run.model.tracked}
-    found = {
+    entries = {
         "rounds": str(run.rounds),
         "seed": str(run.seed),
         "method": shown(run.method),
@@ -69,9 +69,9 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
     }
     owners = [given.model, run.method, run.loss, run.metrics, run.data.take, run.data.augment]
     with LENT:
-        found[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
+        entries[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
     decisive = [name for name, role in ROLES.items() if role.resume == "same" and name not in ELSEWHERE]
-    return found | {name: shown(getattr(given, name)) for name in decisive if name not in found}
+    return entries | {name: shown(getattr(given, name)) for name in decisive if name not in entries}
 
 
 def possible_lengths(run: Run, before: int | None) -> frozenset[int]:
@@ -82,14 +82,14 @@ def depending_on_rounds(run: Run, before: int) -> list[str]:
     """Return the schedules, parts and functions that depend on the number of rounds, by their values' names."""
     shown = functools.partial(describe, rounds=possible_lengths(run, before))
     owners: list[Any] = [run.local, *run.method.parts, *([run.conditions.faults] if run.conditions.faults else [])]
-    found = []
+    names = []
     for owner in owners:
         name = type(owner).__name__
         fields = {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
-        found += [f"{name}({key})" for key, value in fields.items() if shown({key: value}) != describe({key: value})]
-        found += [name] if shown(type(owner)) != describe(type(owner)) else []
+        names += [f"{name}({key})" for key, value in fields.items() if shown({key: value}) != describe({key: value})]
+        names += [name] if shown(type(owner)) != describe(type(owner)) else []
     functions = {"the loss": run.loss, "the metrics": run.metrics, "the augmentation": run.data.augment}
-    return found + [name for name, function in functions.items() if shown(function) != describe(function)]
+    return names + [name for name, function in functions.items() if shown(function) != describe(function)]
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -218,8 +218,8 @@ def _plain(module: nn.Module, numbers: dict[int, int]) -> dict[str, Any]:
 
     Torch counts the hooks of a process, so these get `numbers` that count those of the model.
     """
-    empty, found = vars(nn.Module()), _hooks(module)
-    renamed = {name: {numbers[i]: hook for i, hook in hooks.items()} for name, hooks in found.items()}
+    empty, hooks_by_kind = vars(nn.Module()), _hooks(module)
+    renamed = {name: {numbers[i]: hook for i, hook in hooks.items()} for name, hooks in hooks_by_kind.items()}
     own = vars(module).items()
     return {name: renamed.get(name, value) for name, value in own if name not in empty or ("hook" in name and value)}
 

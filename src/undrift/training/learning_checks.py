@@ -80,10 +80,10 @@ def find_divergence(run: Run, history: Sequence[Row]) -> Divergence | None:
 
 def warn_of_divergence(run: Run, history: Sequence[Row]) -> Divergence | None:
     """Return the same, after a warning."""
-    found = find_divergence(run, history)
-    if found and run.ranks.leads:
-        reported_log.warning("%s", found)  # unless the caller reports it: see `nonfinite.mute`
-    return found
+    problem = find_divergence(run, history)
+    if problem and run.ranks.leads:
+        reported_log.warning("%s", problem)  # unless the caller reports it: see `nonfinite.mute`
+    return problem
 
 
 def warn_of_nan_metrics(run: Run, history: Sequence[Row]) -> None:
@@ -127,14 +127,14 @@ def diagnose_accuracy(history: Sequence[Row], column: str, classes: int, by_clas
     """
     last, prefix = history[-1], column.removesuffix("loss")
     chance, name = math.log(classes), f"{prefix}accuracy"
-    loss, found = last[column], last[name]
-    mean = sum(by_class) / len(by_class) if by_class and not prefix else found
+    loss, accuracy_now = last[column], last[name]
+    mean = sum(by_class) / len(by_class) if by_class and not prefix else accuracy_now
     at_chance = mean <= chance_accuracy(classes)
     best = max((row for row in history if is_finite(row.get(name))), key=lambda row: row[name])
-    if good_for_clients(last, classes) or not (at_chance or found < best[name] / 2):
+    if good_for_clients(last, classes) or not (at_chance or accuracy_now < best[name] / 2):
         return None
-    about = f"with an accuracy of {found:.4g}"
-    if found < best[name] / 2:
+    about = f"with an accuracy of {accuracy_now:.4g}"
+    if accuracy_now < best[name] / 2:
         about += f" after {best[name]:.4g} in round {best['round']}"
     if loss > far_above(history) * chance:
         what = f"the {LOSSES[column]} ended at {loss:.4g}, far above the {chance:.4g} of chance, {about}"

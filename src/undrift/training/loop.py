@@ -309,8 +309,8 @@ class Loop:
             if self.run.ranks.several and machine_trouble(error):  # of one process: the others are elsewhere
                 raise
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
-            found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
-            self.state, self.stopped = self.guard.undo(found)
+            failure = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
+            self.state, self.stopped = self.guard.undo(failure)
         outputs = few_outputs(self.run, self.state)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
         warn_of_another_evaluation(self.run, outputs, trained)
@@ -376,19 +376,19 @@ class Loop:
 
         Returns a function that returns the columns, and the names of those that only a last round has.
         """
-        state, found, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
+        state, columns, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
         due = state.round % self.evaluate_every == 0
         tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
         if last or due:
-            found = self.run.held_out(state, last)
-            if found is None:
-                evaluated, found = evaluate(self.run, state), self.personal.shared(state, last)
+            columns = self.run.held_out(state, last)
+            if columns is None:
+                evaluated, columns = evaluate(self.run, state), self.personal.shared(state, last)
         if last:  # the names of all columns are needed
-            found, evaluated = evaluated() | found, dict
+            columns, evaluated = evaluated() | columns, dict
         if last or tuning:
             tuned = self.personal.tuned(state, method, state.round - 1)
-        extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())
-        return lambda: evaluated() | found | tuned, extra
+        extra = {"by_client"} | (set() if due else columns.keys()) | (set() if tuning else tuned.keys())
+        return lambda: evaluated() | columns | tuned, extra
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
@@ -460,6 +460,6 @@ class Loop:
         try:
             self.settle(wait=True)
             self.guard.check()
-        except nonfinite.NonFiniteError as found:
-            return found
+        except nonfinite.NonFiniteError as failure:
+            return failure
         raise error

@@ -123,10 +123,10 @@ def check_split(
             continue
         for tensor in () if values is None else values if isinstance(values, tuple) else (values,):
             fine = isinstance(tensor, torch.Tensor) and tensor.shape == (2,)
-            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             require(
                 fine,
-                f"The {name} must return one value per sample, shape (2,) for two samples, not {found}; it was given "
+                f"The {name} must return one value per sample, shape (2,) for two samples, not {shape}; it was given "
                 f"{given}." + _way_out(tensor, output, target),
             )
     known = with_draws_of_loss(examined, trial, drew)
@@ -171,10 +171,10 @@ def check_labels(whose: str, rows: Rows, output: Tensor, target: Tensor, loss: L
             f"{tuple(output.shape[1:])}: {error}. Where a sample may have several classes, marked by 0s and 1s, "
             'choose loss="binary_cross_entropy".'
         ) from error
-    found = label_range(rows.store["y"], rows.index, None if loss is squared_hinge else IGNORED)
-    if found is None:
+    span = label_range(rows.store["y"], rows.index, None if loss is squared_hinge else IGNORED)
+    if span is None:
         raise UndriftError(f"The {whose} labels are all {IGNORED}, which means no label; give some samples a label.")
-    low, high = found
+    low, high = span
     most = 1 if loss is squared_hinge and outputs == 1 else outputs - 1
     require(
         low >= 0 and high <= most,
@@ -278,7 +278,7 @@ def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device
     trial = Trial(device, "it")
     try:
         with trial.draws(keyed=False):
-            found = augment(x, trial.key)
+            augmented = augment(x, trial.key)
     except UndriftError:
         raise
     except Exception as error:  # whatever a user's function may raise
@@ -289,7 +289,7 @@ def check_augment(augment: Callable[[Samples, Key], Samples], rows: Rows, device
         f"The augmentation draws from {source}, so runs would not repeat; draw from the key that it receives "
         "(ud.random.uniform(key, shape)).",
     )
-    whole = _batch_kind(found)
+    whole = _batch_kind(augmented)
     require(
         whole == _batch_kind(x),
         f"The augmentation must keep the shape and type of a batch, {_batch_kind(x)}, not return {whole}.",
@@ -343,14 +343,14 @@ def refuse_broadcasts(model: Model, functions: dict[str, Any], rows: Rows, devic
     some = rows.index[np.linspace(0, len(rows) - 1, SEARCHED).astype(np.int64)]
     first = np.unique(rows.store["y"][some].flatten().cpu().numpy(), return_index=True)[1]
     chosen = some[first[np.linspace(0, len(first) - 1, PAIRED).astype(np.int64)]]  # of different targets
-    found: list[tuple[str, Tensor, Tensor]] = []
+    broadcasting: list[tuple[str, Tensor, Tensor]] = []
     with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):  # that is for other checks
         warnings.simplefilter("ignore")  # torch warns of some of these shapes
         x, y = tree_map(lambda t: t.to(device), rows.take(rows.store, chosen))
         z = model(model.perturbed(), x)
         if isinstance(z, Tensor) and z[:1].numel() == 1:
-            found += [(name, z, y) for name, f in theirs.items() if broadcasts(repeating(model, f), z, y)]
-    for name, z, y in found:
+            broadcasting += [(name, z, y) for name, f in theirs.items() if broadcasts(repeating(model, f), z, y)]
+    for name, z, y in broadcasting:
         raise UndriftError(
             f"The {name} broadcasts outputs of shape {_shape(z)} against targets of shape {_shape(y)}, so that each "
             "sample is compared with the targets of all others; give both one shape, for example by y[:, None] or "
@@ -371,10 +371,10 @@ def broadcasts(function: Any, z: Tensor, y: Tensor) -> bool:
     """Return whether values are means or sums over all pairs of an output and a target, instead of a sample's own."""
     rows = [slice(i, i + 1) for i in range(len(z))]
     pairs = torch.stack([function(z[i], y[j]).reshape(()) for i in rows for j in rows]).double().view(len(z), -1)
-    found = function(z, y).double()
+    values = function(z, y).double()
 
     def is_any(*wanted: Tensor) -> bool:
-        return any(found.shape == own.shape and bool((found - own).norm() <= 0.001 * own.norm()) for own in wanted)
+        return any(values.shape == own.shape and bool((values - own).norm() <= 0.001 * own.norm()) for own in wanted)
 
     own = pairs.diagonal()
     if is_any(own, own.mean(), own.sum()):
@@ -520,12 +520,12 @@ def warn_of_unknown_classes(own: Tensor, test: Tensor, names: Sequence[str] | No
 
 def class_counts(labels: Tensor, index: Tensor) -> Tensor:
     """Return the number of samples per class, without those that have no label."""
-    found = torch.zeros(0, dtype=torch.int64)
+    counts = torch.zeros(0, dtype=torch.int64)
     for piece in index.split(1 << 22):
         own = labels[piece]
-        more = torch.bincount(own[own >= 0].long(), minlength=len(found))
-        found = torch.cat([found, torch.zeros(len(more) - len(found), dtype=torch.int64)]) + more
-    return found
+        more = torch.bincount(own[own >= 0].long(), minlength=len(counts))
+        counts = torch.cat([counts, torch.zeros(len(more) - len(counts), dtype=torch.int64)]) + more
+    return counts
 
 
 def warn_of_trained_test(data: FederatedDataset) -> None:
@@ -542,9 +542,9 @@ def warn_of_trained_test(data: FederatedDataset) -> None:
         return
     own, order = sample_keys(data.store, data.index, names).sort()
     places = torch.searchsorted(own, keys).clamp(max=len(own) - 1)
-    found = (own[places] == keys).nonzero().flatten()
-    mine = data.index[order[places[found]]]
-    alike = [(data.store[n][mine] == test.store[n][chosen[found]]).flatten(1).all(1) for n in names]
+    repeated = (own[places] == keys).nonzero().flatten()
+    mine = data.index[order[places[repeated]]]
+    alike = [(data.store[n][mine] == test.store[n][chosen[repeated]]).flatten(1).all(1) for n in names]
     if int(torch.stack(alike).all(0).sum()) >= DISTINCT * len(keys):
         log.warning(
             "The test samples are also the clients', so the figures on test data are those of training data. Hold "
@@ -582,9 +582,9 @@ def round_the_other_way(t: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(low.to(t.dtype) == t, low, above)
 
 
-def relative_distance(found: Tree, wanted: Tree) -> float:
+def relative_distance(outputs: Tree, wanted: Tree) -> float:
     """Return the distance between two outputs, as a share of the second."""
-    pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+    pairs = zip(tree_leaves(outputs), tree_leaves(wanted), strict=True)
     shares = [0.0]
     for a, b in pairs:
         if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_floating_point() or b.is_floating_point()):

@@ -116,13 +116,13 @@ def rehearse_model(run: Run) -> Run:
     own = run.own_module
     if own is None or type(run) is not Run:  # a federation's server has done so, and its nodes do
         return run
-    found = run.ranks.said(partial(compare_with_pytorch, run, own))
-    if found.how == REFUSED:
-        raise MismatchError(found.why)
-    if found.how == UNKNOWN:
-        log.warning("%s", found.why)
-        run.choices["rehearsal"] = found.why
-    return run if found.how in (AS_CHOSEN, UNKNOWN) else fall_back_to_plain(run, own, found)
+    verdict = run.ranks.said(partial(compare_with_pytorch, run, own))
+    if verdict.how == REFUSED:
+        raise MismatchError(verdict.why)
+    if verdict.how == UNKNOWN:
+        log.warning("%s", verdict.why)
+        run.choices["rehearsal"] = verdict.why
+    return run if verdict.how in (AS_CHOSEN, UNKNOWN) else fall_back_to_plain(run, own, verdict)
 
 
 def compare_with_pytorch(run: Run, own: OwnModule) -> Verdict:
@@ -156,17 +156,17 @@ KEPT = "Trying to backward through the graph a second time"
 """Words of torch's error."""
 
 
-def fall_back_to_plain(run: Run, own: OwnModule, found: Verdict) -> Run:
+def fall_back_to_plain(run: Run, own: OwnModule, verdict: Verdict) -> Run:
     """Return the run on the plain engine, with the module as the verdict says."""
-    log.warning("the run trains on the plain engine: %s", found.why)
-    model, engine = own.model if found.how == ON_PLAIN else own.model.in_place(WHY), run.engine
+    log.warning("the run trains on the plain engine: %s", verdict.why)
+    model, engine = own.model if verdict.how == ON_PLAIN else own.model.in_place(WHY), run.engine
     if isinstance(engine, Fallback):
-        if found.how == IN_PLACE:
+        if verdict.how == IN_PLACE:
             engine.plain = partial(plain_engine, run, own, model)
-        engine.switch(0, found.why)
+        engine.switch(0, verdict.why)
     else:
         run = replace(run, engine=plain_engine(run, own, model))
-    run.choices.update(engine="plain", lanes=1, compile=False, why=found.why)
+    run.choices.update(engine="plain", lanes=1, compile=False, why=verdict.why)
     run.choices.pop("switched", None)  # which says from which round on
     return replace(run, model=model)
 
@@ -231,11 +231,11 @@ class Comparison:
             )
 
         with torch.no_grad():
-            found = inputs_of(run, run.bound(0), self.start, short)[0]
+            inputs = inputs_of(run, run.bound(0), self.start, short)[0]
         if self.few is None:
-            return found
-        counts = np.minimum(found.batches.counts, self.few)
-        return replace(found, batches=replace(found.batches, counts=counts))
+            return inputs
+        counts = np.minimum(inputs.batches.counts, self.few)
+        return replace(inputs, batches=replace(inputs.batches, counts=counts))
 
     def _move(self) -> float:
         """Return by which share of its norm the weight moves that moves most; NaN counts as far."""
@@ -287,11 +287,11 @@ class Comparison:
 
     def _gradients(self, model: Model) -> list[Params]:
         """Return the gradient of the loss, at the first weights and near them."""
-        value, found = self._value(model), []
+        value, gradients = self._value(model), []
         for weights in (model.start, model.perturbed()):
             with model.seeding(fixed_key(self.run.device)):
-                found.append(model.gradient(value, tree_map(torch.clone, weights)))
-        return found
+                gradients.append(model.gradient(value, tree_map(torch.clone, weights)))
+        return gradients
 
     def _keeps(self) -> bool:
         """Return whether the loss of the same batch at the same weights is another one the next time.
@@ -314,16 +314,16 @@ class Comparison:
         """Return what an engine makes of the client."""
         if isinstance(engine, PlainEngine):
             return self._plainly(engine.program.model, self.inputs)
-        found: list[Params] = []
+        after: list[Params] = []
         client = self.inputs.filled.clients[self.place]
 
         def visit(params: Params, clients: np.ndarray) -> None:  # of lanes, whose memory others will use
             each = zip(tree_unstack(params), clients, strict=True)
-            found.extend(tree_map(torch.clone, own) for own, c in each if c == client)
+            after.extend(tree_map(torch.clone, own) for own, c in each if c == client)
 
         engine.run(self.inputs, visit)
         names = self.own.model.start.keys()
-        return Trained(*({n: t for n, t in found[0].items() if (n in names) == which} for which in (True, False)))
+        return Trained(*({n: t for n, t in after[0].items() if (n in names) == which} for which in (True, False)))
 
     # ---- what differs ---------------------------------------------------------------------------------------------
     def off(self, engine: Engine, model: Model, alone: Model) -> Off | None:
@@ -336,27 +336,27 @@ class Comparison:
         calls = isinstance(engine, PlainEngine)
         if calls:
             self._evaluated(model)
-        found = self.by(engine)
+        trained = self.by(engine)
         if not calls:
             self._evaluated(model)
-        for each in (self._training(found), self._descending(alone)):
+        for each in (self._training(trained), self._descending(alone)):
             if each:
                 return max(each, key=lambda off: off.share)
         return self._evaluation(model)
 
-    def _training(self, found: Trained) -> list[Off]:
+    def _training(self, trained: Trained) -> list[Off]:
         """Return the tensors that an engine has trained otherwise, by more than rounding explains."""
-        off = list(self._different(found, None))
+        off = list(self._different(trained, None))
         if not off or self._keeps():  # which changes from call to call, as rounding does not
             return off
-        return list(self._different(found, self.by_pytorch(self._in_last_digits())))
+        return list(self._different(trained, self.by_pytorch(self._in_last_digits())))
 
     def _descending(self, model: Model) -> list[Off]:
         """Return the weights whose gradient is another one. It is the same computation, in the same order."""
-        found = self._gradients(model.in_own_precision())
+        gradients = self._gradients(model.in_own_precision())
         coarse, off = self.low or self.own.model.dtype in (torch.float16, torch.bfloat16), []
         tolerance, rounding = (COARSE, COARSE) if coarse else (self.eps**0.5, ROUNDING * self.eps)
-        for mine, theirs in zip(found, self.gradients, strict=True):
+        for mine, theirs in zip(gradients, self.gradients, strict=True):
             sizes = {n: g.double().norm() for n, g in theirs.items()}
             floor = rounding * max(sizes.values(), default=torch.zeros(()))
             for name, size in sizes.items():
@@ -365,11 +365,11 @@ class Comparison:
                     off.append(Off(f"the gradient of {name!r}", float(gap / torch.maximum(size, gap))))
         return off
 
-    def _different(self, found: Trained, nearby: Trained | None) -> Iterator[Off]:
+    def _different(self, trained: Trained, nearby: Trained | None) -> Iterator[Off]:
         """Yield the tensors that differ by more than rounding explains; `nearby` shows what it may do."""
         tolerance, noise = (LOW_TOLERANCE, LOW_NOISE) if self.low else (self.eps**0.5, NOISE)
         for kind, before in (("params", self.inputs.shared["start"]), ("buffers", self.inputs.shared["tracked"])):
-            mine, theirs, near = (getattr(one, kind) if one else {} for one in (found, self.wanted, nearby))
+            mine, theirs, near = (getattr(one, kind) if one else {} for one in (trained, self.wanted, nearby))
             moves = {n: (t.double() - before[n].double()).norm() for n, t in theirs.items()}
             floor = ROUNDING * self.eps * max(moves.values(), default=torch.zeros(()))
             for name, wanted in theirs.items():
@@ -399,9 +399,9 @@ class Comparison:
 
     def _outputs(self, model: Model, params: Params, buffers: Params) -> Tree:
         params = tree_map(torch.clone, params)  # which a forward pass may write to
-        found = model.at(buffers)(params, few_samples(self.run, self.few or FEW))
+        outputs = model.at(buffers)(params, few_samples(self.run, self.few or FEW))
         # It may be a view of a weight, and the module gets its own weights back.
-        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, found)
+        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, outputs)
 
     def _outputs_by_pytorch(self) -> Tree:
         with torch.no_grad(), self._module() as module:

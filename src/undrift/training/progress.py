@@ -126,8 +126,8 @@ class Progress:
 
     def _figures(self, row: dict[str, Any]) -> list[str]:
         """Return the leading metric and the loss, as far as the row has them."""
-        found = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
-        return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in found if name]
+        leading = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
+        return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in leading if name]
 
     def _left(self, t: int, now: float) -> str:
         trained = t - self.done

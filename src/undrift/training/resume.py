@@ -43,11 +43,11 @@ def resume_everywhere(
 ) -> Result | State | None:
     """Return what `resume_run` finds. The first of several processes compares and chooses; the others read the same."""
     ranks = run.ranks
-    found = ranks.first(lambda: resume_run(run, given, folder, checkpoints, rule))
+    outcome = ranks.first(lambda: resume_run(run, given, folder, checkpoints, rule))
     if not ranks.several:
-        return found
-    where = ranks.said(lambda: FINISHED if isinstance(found, Result) else found.round if found else None)
-    return ranks.together(lambda: found if ranks.leads else read_on_other_rank(run, given, checkpoints, where))
+        return outcome
+    where = ranks.said(lambda: FINISHED if isinstance(outcome, Result) else outcome.round if outcome else None)
+    return ranks.together(lambda: outcome if ranks.leads else read_on_other_rank(run, given, checkpoints, where))
 
 
 def read_on_other_rank(run: Run, given: Settings, checkpoints: Checkpoints, where: int | None) -> Result | State | None:

@@ -134,18 +134,18 @@ RECORD = {
 """What `run.json` and checkpoints have of a run, as far as it is looked at, and its types."""
 
 
-def as_record(found: Any, file: Path) -> dict[str, Any]:
+def as_record(record: Any, file: Path) -> dict[str, Any]:
     """Return what a file has of a run. Raises `DamagedError` if no run can have written it, although it is sealed."""
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise DamagedError(f"{file} holds no record of a run.")
     for name, kind in RECORD.items():
-        if found.get(name) is not None and not isinstance(found[name], kind):
-            raise DamagedError(f"{file} holds no record of a run: {name} is {quoted(found[name])}.")
+        if record.get(name) is not None and not isinstance(record[name], kind):
+            raise DamagedError(f"{file} holds no record of a run: {name} is {quoted(record[name])}.")
     try:
-        tomllib.loads(found.get("config") or "")
+        tomllib.loads(record.get("config") or "")
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{file} holds no record of a run: its config is not TOML.") from error
-    return found
+    return record
 
 
 def complete(known: dict[str, Any] | None) -> bool:
@@ -228,22 +228,22 @@ class Folder:
     def refuse_others(self) -> None:
         """Raise if a new run's folder is not empty, or if a resumed run's files are not regular files."""
         assert self.path
-        found = {file.name: file for file in self.path.iterdir() if not PARTIAL.fullmatch(file.name)}
+        present = {file.name: file for file in self.path.iterdir() if not PARTIAL.fullmatch(file.name)}
         if not self.resume:
-            if "config.toml" in found:
+            if "config.toml" in present:
                 raise UndriftError(
                     f"{self.path} already contains a run. Choose another folder, resume that run, or replace it with "
                     "undrift run --force."
                 )
-            other = sorted(name for name in found if name != RUN)  # which a run that failed at once leaves behind
+            other = sorted(name for name in present if name != RUN)  # which a run that failed at once leaves behind
             if other:
                 raise UndriftError(
                     f"{self.path} is not empty: it contains {other[0]!r}. Choose a new or an empty folder for the run."
                 )
-        for name, file in found.items():
+        for name, file in present.items():
             if OURS.fullmatch(name) and not regular(file):
                 raise UndriftError(f"{file} is a link or a folder, not a file of this run; remove it to continue.")
-        checkpoint = found.get(CHECKPOINT)
+        checkpoint = present.get(CHECKPOINT)
         if checkpoint and (checkpoint.is_symlink() or not checkpoint.is_dir()):
             raise UndriftError(f"{checkpoint} is a link or a file, not a folder of this run; remove it to continue.")
 
@@ -261,10 +261,10 @@ class Folder:
         if self.path and _text(self.path / "config.toml") != text:
             write_text(self.path / "config.toml", text)
 
-    def partition(self, found: dict[str, Any]) -> None:
+    def partition(self, summary: dict[str, Any]) -> None:
         """Write a summary of the partition."""
         if self.path:
-            write_text(self.path / "partition.json", json.dumps(found))
+            write_text(self.path / "partition.json", json.dumps(summary))
 
     def rows(self) -> list[dict[str, Any]]:
         return history(self.path) if self.path else []
@@ -360,8 +360,8 @@ def _files(folder: Path) -> Iterator[Path]:
     checkpoints = folder / CHECKPOINT
     own = checkpoints.is_dir() and not checkpoints.is_symlink()
     if own:
-        found = sorted(checkpoints.iterdir(), key=lambda file: file.suffix != ".json")  # which make a checkpoint one
-        yield from (_ours(file, CHECKPOINT_FILES) for file in found)
+        files = sorted(checkpoints.iterdir(), key=lambda file: file.suffix != ".json")  # which make a checkpoint one
+        yield from (_ours(file, CHECKPOINT_FILES) for file in files)
         yield checkpoints
     for file in folder.iterdir():
         if file.name != RUN and not (own and file == checkpoints):

@@ -163,10 +163,10 @@ def read_model(module: nn.Module, file: Path) -> None:
         if is_expanded(b):  # which cannot be written to
             b.data = b.data.clone()
     state |= {name: unpack(packed, tensors) for name, packed in others.items()}
-    found = module.load_state_dict(state, strict=False)
+    mismatch = module.load_state_dict(state, strict=False)
     own = module.state_dict()
-    missing = [name for name in found.missing_keys if not _within(own, name, notes.get(name))]
-    unexpected = [name for name in found.unexpected_keys if name not in others]
+    missing = [name for name in mismatch.missing_keys if not _within(own, name, notes.get(name))]
+    unexpected = [name for name in mismatch.unexpected_keys if name not in others]
     if missing:
         raise RuntimeError(f"the file lacks {listed(missing)}")
     if unexpected:

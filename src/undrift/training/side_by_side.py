@@ -179,14 +179,14 @@ class Coordinator:
         for i, (run, shape, _) in sorted(self.runs.items()):
             if shape and i not in self.ended and isinstance(run.engine, Fallback):
                 alike.setdefault(shape, []).append(i)
-        found: dict[int, RunGroup] = {}
+        groups: dict[int, RunGroup] = {}
         for members in alike.values():
             runs = {i: self.runs[i][0] for i in members}
             if len(runs) > 1 and (engine := stacked_engine(list(runs.values()))):
                 group = RunGroup(self, runs, engine, self.folders)
                 group.places = resume_rounds({i: self.folders[i] for i in members if self.resumed[i]})
-                found |= dict.fromkeys(members, group)
-        return found
+                groups |= dict.fromkeys(members, group)
+        return groups
 
 
 def resume_rounds(folders: dict[int, Path | None]) -> dict[int, int]:
