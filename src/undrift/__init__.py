@@ -64,7 +64,7 @@ _PUBLIC = (
         "TemporalEnsemble": "undrift.methods.temporal",
         "bound_neurons": "undrift.methods.fednlr",
         "train": "undrift.training.loop",
-        "Result": "undrift.training.run_folder",
+        "Result": "undrift.training.result",
         "EarlyStopping": "undrift.training.early_stopping",
         "Callback": "undrift.training.callbacks",
         "RoundRecord": "undrift.training.callbacks",

@@ -39,8 +39,8 @@ def meet(run: Run, item: T, function: Callable[[list[T]], list[R | BaseException
         item: What the function needs from it.
         function: Returns a result per item, or an exception, which is raised in the run whose item it is.
     """
-    engine = getattr(run.engine, "engine", None)
-    return engine.meet(item, function) if isinstance(engine, BarrierEngine) else unwrap(function([item])[0])
+    barrier = barrier_of(run)
+    return barrier.meet(item, function) if barrier else unwrap(function([item])[0])
 
 
 def unwrap(answer: R | BaseException) -> R:
@@ -52,27 +52,32 @@ def unwrap(answer: R | BaseException) -> R:
 
 def checkpoint_due(run: Run, t: int, own: Callable[[int], bool]) -> bool:
     """Return whether a run saves a checkpoint after this round: by its `own` rule, or as the others side by side."""
-    engine = getattr(run.engine, "engine", None)
-    return engine.group.due(t) if isinstance(engine, BarrierEngine) else own(t)
+    barrier = barrier_of(run)
+    return barrier.group.due(t) if barrier else own(t)
 
 
 def announce_checkpoints(run: Run, own: Callable[[int], bool]) -> None:
     """Tell the runs side by side when this one wants a checkpoint. It ends with one, which the others then have too."""
-    engine = getattr(run.engine, "engine", None)
-    if isinstance(engine, BarrierEngine):
-        engine.due = lambda t: t == run.rounds or own(t)
+    if barrier := barrier_of(run):
+        barrier.due = lambda t: t == run.rounds or own(t)
 
 
 def companions(run: Run, t: int) -> list[str] | None:
     """Return the folders of the runs that trained this round side by side with a run; None if there are none."""
-    engine = getattr(run.engine, "engine", None)
-    return engine.group.companions(engine.i, t) if isinstance(engine, BarrierEngine) else None
+    barrier = barrier_of(run)
+    return barrier.group.companions(barrier.i, t) if barrier else None
 
 
 def resume_round(run: Run) -> int | None:
     """Return the round of the checkpoint from which a run side by side must continue; None if it is free to choose."""
+    barrier = barrier_of(run)
+    return barrier.group.resume_rounds.get(barrier.i) if barrier else None
+
+
+def barrier_of(run: Run) -> BarrierEngine | None:
+    """Return the engine that waits for the runs side by side; None for a run that trains alone."""
     engine = getattr(run.engine, "engine", None)
-    return engine.group.places.get(engine.i) if isinstance(engine, BarrierEngine) else None
+    return engine if isinstance(engine, BarrierEngine) else None
 
 
 class Interrupted(KeyboardInterrupt):
@@ -100,7 +105,7 @@ class RunGroup:
         """The latest round, from 1, and the runs that train it."""
         self.decided: tuple[int, bool] = (0, False)
         """The latest round after which somebody asked whether to save a checkpoint, and the answer."""
-        self.places: dict[int, int] = {}
+        self.resume_rounds: dict[int, int] = {}
         """By run: the round of the checkpoint from which it must continue, so that all do so from one round."""
 
     @property
@@ -157,13 +162,13 @@ class RunGroup:
             self.engines[i].turn.notify()
 
     def due(self, t: int) -> bool:
-        """Whether the runs save a checkpoint after this round: all or none, so that they have a round in common."""
+        """Return whether the runs save a checkpoint after this round: all or none, so that they share a round."""
         if self.decided[0] != t:
             self.decided = t, any(self.engines[i].due(t) for i in self.latest[1])
         return self.decided[1]
 
     def companions(self, i: int, t: int) -> list[str] | None:
-        """The folders of the other runs that trained this round, seen from a run's own; None if that is not known."""
+        """Return the folders of the other runs that trained this round, seen from a run's own; None if unknown."""
         own = self.folders[i]
         others = [self.folders[j] for j in self.latest[1] if j != i]
         if own is None or self.latest[0] != t or i not in self.latest[1] or None in others:
@@ -229,7 +234,7 @@ class Call(NamedTuple):
 
 
 class BarrierEngine:
-    """The engine of a run that trains side by side with others."""
+    """The engine of a run that trains side by side with others: it waits until all of them have come as far."""
 
     def __init__(self, group: RunGroup, i: int, own: Engine) -> None:
         """`own` is the engine that trains the run alone."""

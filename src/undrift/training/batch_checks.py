@@ -1,9 +1,9 @@
-"""What a run's batches rule out: short ones, single samples, and samples that do not train apart from each other.
+"""Checks of a run's batches: short ones, ones of a single sample, and ones whose samples interact.
 
 Batch norm cannot train on one sample: torch rejects it, but in lanes such a batch is padded, and its variance would be
 meaningless. And a step on a few samples has the same learning rate as one on a whole batch, and much more noise.
 
-Batches whose samples interact, and data from elsewhere than the store, must train on the plain engine.
+Batches whose samples interact, and data from elsewhere than the store, train on the plain engine.
 """
 
 from __future__ import annotations

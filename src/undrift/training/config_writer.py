@@ -103,7 +103,7 @@ def toml_literal(value: Any) -> str:
 
 
 def flatten(settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
+    """Return `{"local": {"lr": 0.1}}` as `{"local.lr": 0.1}`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

@@ -41,7 +41,7 @@ LAYERS = "layers"
 LONGEST = 5
 """How many clients a row names with the norms of their updates, the longest first."""
 LEAST = 1e-30
-"""What is divided by is at least this, which no weight and hardly any norm is."""
+"""The smallest divisor. No weight is as small, and hardly any norm."""
 LOSS = "the loss of this step"
 """A buffer's name that no model has: the loss leaves the gradient's computation among the buffers."""
 
@@ -68,7 +68,7 @@ class Drifting(Program):
 
     @classmethod
     def of(cls, program: Program, **more: Any) -> Drifting:
-        """The program as one of this class."""
+        """Return the program as one of this class."""
         return cls(**{entry.name: getattr(program, entry.name) for entry in fields(program)} | more)
 
     def initial(self, given: Tree) -> Tree:
@@ -105,24 +105,24 @@ class Drifting(Program):
         return sent._replace(sums=(weighted, [*sums, own], tracked))
 
     def split(self, sums: Tensor) -> list[Tensor]:
-        """What `conclude` has put into one vector: losses, lengths, of the layers too, norms by place, directions."""
+        """Split what `conclude` put into one vector: losses, lengths (of layers too), norms by place, directions."""
         layers = len(self.model.start) if self.layers else 0
         rest = len(sums) - 3 - layers - self.cohort
         return list(sums.split([2, 1 + layers, self.cohort, rest]))
 
 
 def flat(tree: dict[str, Tensor]) -> Tensor:
-    """All values of a tree as one vector, in at least float32: squares of half-precision updates would overflow."""
+    """Return a tree as one vector, in at least float32: squares of half-precision updates would overflow."""
     return torch.cat([t.flatten().to(torch.promote_types(t.dtype, torch.float32)) for t in tree.values()])
 
 
 def observe_program(program: Program, drift: bool | str, cohort: int) -> Program:
-    """The program of clients that send figures of their drift, if that is asked for."""
+    """Return the program of clients that send figures of their drift, if asked for."""
     return Drifting.of(program, cohort=cohort, layers=drift == LAYERS) if drift else program
 
 
 def recording_losses(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
-    """`differentiate`, which also appends the value of each function to `losses`."""
+    """Return `differentiate`, which also appends the value of each function to `losses`."""
 
     def noted(loss: Any, params: Params) -> tuple[Params, Params]:
         def with_value(w: Params) -> tuple[Tensor, Params]:
@@ -137,7 +137,7 @@ def recording_losses(differentiate: Differentiate, losses: list[Tensor]) -> Diff
 
 
 def with_places(inputs: RoundInputs) -> RoundInputs:
-    """The inputs with each client's place in the cohort; those that fill it up have places after it."""
+    """Return the inputs with each client's place in the cohort; clients that fill it up have later places."""
     like = inputs.clients["weight"]
     missing = len(like) - inputs.cohort
     end = len(inputs.plan.clients) + torch.arange(missing)
@@ -146,12 +146,12 @@ def with_places(inputs: RoundInputs) -> RoundInputs:
 
 
 def split_off_drift(outcome: Outcome) -> tuple[Outcome, Tensor]:
-    """The outcome without what `Drifting` clients sent about themselves, and that."""
+    """Return the outcome without what `Drifting` clients sent about themselves, and what that is."""
     return replace(outcome, sums=outcome.sums[:-1]), outcome.sums[-1]
 
 
 def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, after: Params) -> dict[str, Tensor]:
-    """A round's figures, on the device. `before` and `after` are the global weights."""
+    """Return a round's figures, on the device. `before` and `after` are the global weights."""
     losses, lengths, norms, directions = program.split(sums)
     mean, whole = flat(outcome.update), torch.where(outcome.weight > 0, outcome.weight, 1)
     length, step = torch.linalg.vector_norm(mean), torch.linalg.vector_norm(flat(after) - flat(before))
@@ -172,14 +172,14 @@ def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, a
 
 
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    """`top / bottom`, and 0 where `bottom` is 0."""
+    """Return `top / bottom`, and 0 where `bottom` is 0."""
     return torch.where(bottom > 0, top / torch.where(bottom > 0, bottom, 1), 0)
 
 
 def columns(
     figures: dict[str, Tensor], clients: np.ndarray, excused: np.ndarray, names: list[str], by_layer: bool
 ) -> dict[str, Any]:
-    """The figures as columns of the history. Waits for the device.
+    """Return the figures as columns of the history. Waits for the device.
 
     Args:
         figures: What the function `figures` returned.

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: of the global model, and on each client's own data, there also of its own model.
+"""Evaluation on held-out data: of the global model, and of clients' models on their own data.
 
 Of the global model there are the loss, metrics, and accuracy per class. Of clients' own data, the history gets for each
 metric the mean and standard deviation over clients, and the mean of the worst 10%: for the global model, and for each
@@ -433,7 +433,7 @@ def own_models(run: Run, state: State, clients: np.ndarray) -> Iterator[tuple[in
 
 
 def own_models_of(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]:
-    """Yield the same of the clients of these inputs. Of several processes, each has its share of them."""
+    """Yield these for the clients of these inputs. Of several processes, each yields its own share."""
     program = run.engine.program
     for c, place in enumerate(inputs.places.tolist()):
         given = program.given(inputs.shared, inputs.own(c))
@@ -441,7 +441,7 @@ def own_models_of(run: Run, inputs: RoundInputs) -> Iterator[tuple[int, Params]]
 
 
 def own_model(run: Run, state: State, client: int) -> Params:
-    """Return the same of one client, checked."""
+    """Return the weights and running statistics that one client would use. Raises if there is no such client."""
     known = whole(client) and 0 <= client < len(run.data) and run.data.sizes_of(np.array([client]))[0] > 0
     require(known and state.round > 0, f"There is no client {client!r} with data, or no round was trained.")
     if run.ranks.several:

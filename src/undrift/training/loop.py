@@ -193,7 +193,7 @@ def train(
 
 
 def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> Result:
-    """The run with these settings: prepared, resumed where that is asked for, and trained.
+    """Return the result of a run with these settings: prepared, resumed where that is asked for, and trained.
 
     `put` may put another engine in the place of the one that was chosen.
     """
@@ -209,7 +209,7 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
 
 
 def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
-    """The run, and the rule that ends it early."""
+    """Return the run, and the rule that ends it early. Raises `UndriftError` for what it cannot be."""
     run = put(prepare(given, ranks))
     check_listening(given)
     nonfinite.check_on_nonfinite(given.on_nonfinite)
@@ -223,7 +223,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
 
 
 def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
-    """The run's result, and its files. Of several processes, the first writes and tells; all read a checkpoint."""
+    """Train the run, and write its files. Of several processes, the first writes and tells; all read a checkpoint."""
     ranks, where = run.ranks, run.device
     files = ranks.first(lambda: (ReplacedFolder if given.replace else Folder)(given.out, given.resume)) or Folder(None)
     checkpoints = Checkpoints(Path(given.out) if given.out else None, run, given.checkpoint_every)
@@ -299,7 +299,7 @@ class Loop:
         return self.state.round >= self.run.rounds or self.why is not None
 
     def train(self) -> Result:
-        """All rounds that are left, or as many as stay finite and as the rule allows."""
+        """Train all rounds that are left, or as many as stay finite and as the rule allows."""
         try:
             if self.at_end:
                 self.conclude_resumed()
@@ -372,7 +372,7 @@ class Loop:
             self.observers.save(self.state)
 
     def figures(self, method: Method, last: bool) -> tuple[Columns, set[str]]:
-        """How the model does on the test and validation data and on clients' own, as far as that is due.
+        """Evaluate the model on the test and validation data and on clients' own, as far as that is due.
 
         Returns a function that returns the columns, and the names of those that only a last round has.
         """
@@ -398,7 +398,7 @@ class Loop:
             self.observers.row(self.seen(self.ended(row)), self.state)
 
     def seen(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row after callbacks have seen it, who may end the run with this round."""
+        """Return the row after callbacks have seen it, which may end the run with this round."""
         why = self.observers.asks_to_stop(row, self.state)
         return self.conclude(row, why) if why and not self.over else row
 
@@ -415,7 +415,7 @@ class Loop:
             self.noticed = True
 
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row, after what follows a last round if the run ends with it."""
+        """Return the row, after what follows a last round if the run ends with it."""
         if self.state.history[-1] is not row:  # there are later rounds
             return row
         last = row["round"] == self.run.rounds
@@ -423,7 +423,7 @@ class Loop:
         return self.conclude(row, why) if last or why else row
 
     def stops(self) -> str | None:
-        """Why the rule ends the run here, if it does. The first process decides: rows have times, which are its own."""
+        """Return why the rule ends the run here, if it does. The first process decides: times in rows are its own."""
         return self.run.ranks.said(lambda: stop_reason(self.rule, self.state.history)) if self.rule else None
 
     def conclude(self, row: dict[str, Any], why: str | None) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class Loop:
         self.observers.row(self.conclude(row, self.why), self.state)
 
     def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
-        """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
+        """Return the round that left something non-finite, which made a hook or a metric fail; else raise `error`."""
         try:
             self.settle(wait=True)
             self.guard.check()

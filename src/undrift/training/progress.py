@@ -215,7 +215,7 @@ def width_of(stream: TextIO) -> int:
 
 
 def format_duration(seconds: float) -> str:
-    """`1:05`, `2:03:04`."""
+    """Return `1:05`, `2:03:04`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

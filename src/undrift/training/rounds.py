@@ -20,7 +20,7 @@ from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_map, tree
 
 @dataclass(frozen=True)
 class Round:
-    """A round's record, beside the state that it left."""
+    """What a round leaves beside its state."""
 
     method: Method
     """With the round's numbers bound."""
@@ -69,7 +69,7 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
 
 
 def figures(run: Run, drifted: Tree, outcome: Outcome, before: State, after: State) -> dict[str, torch.Tensor]:
-    """Figures of client drift, on the device, where a run asks for them."""
+    """Return figures of client drift, on the device, where a run asks for them."""
     program = run.engine.program
     if not isinstance(program, drift.Drifting) or not run.drift:
         return {}
@@ -77,7 +77,7 @@ def figures(run: Run, drifted: Tree, outcome: Outcome, before: State, after: Sta
 
 
 def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
-    """The answers without what clients sent about their drift, and that, where a run asks for it."""
+    """Return the answers without what clients sent about their drift, and what that is, where a run asks for it."""
     if not run.drift:
         return answers, ()
     outcome, drifted = drift.split_off_drift(answers.outcome)
@@ -87,7 +87,7 @@ def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
 def inputs_of(
     run: Run, method: Method, state: State, changed: Callable[[Plan], Plan] = lambda plan: plan
 ) -> tuple[RoundInputs, Server, list[Tree]]:
-    """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
+    """Return the next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
 
     `changed` may change the plan. Also returns the server as it stands before training, with what parts measured over
     the cohort, and the parts' states after `plan`.
@@ -104,12 +104,12 @@ def inputs_of(
 
 
 def broadcast(run: Run, method: Method, plan: Plan, state: State, server: Server) -> list[Tree]:
-    """What clients receive beside the weights; parts that measure the cohort do so first, at the weights sent."""
+    """Return what clients receive beside the weights; parts that measure the cohort do so first, at these weights."""
     return method.broadcast(state.params, state.parts, measured_by(run, method, plan, state, server))
 
 
 def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Server) -> Server:
-    """The server with what parts measure over the cohort, if they do."""
+    """Return the server with what parts measure over the cohort, if they do."""
     if not method.measuring("cohort"):
         return server
     sums = run.engine.measure_all(run.inputs(plan, state, None, state.clients), "cohort")
@@ -118,7 +118,7 @@ def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Serv
 
 
 def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
-    """The update and the parts' states: the mean, or what the part that aggregates makes of the single updates."""
+    """Return the update and the parts' states: the mean, or what the part that aggregates makes of all updates."""
     updates = outcome.updates
     if not updates:
         return outcome.update, parts
@@ -133,12 +133,12 @@ def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Serv
 
 
 def shared_buffers(run: Run, state: State) -> Tree:
-    """The buffers that clients send: those that training changes and that are not personal."""
+    """Return the buffers that clients send: those that training changes and that are not personal."""
     return {name: t for name, t in state.tracked.items() if name not in run.engine.program.personal}
 
 
 def traffic(run: Run, inputs: RoundInputs, answers: Answers, measured: Tree) -> tuple[int, int]:
-    """Bytes to the clients that were sampled, and from those that answered. Personal parameters are not sent.
+    """Return the bytes to the sampled clients, and from those that answered. Personal parameters are not sent.
 
     `measured` is what all of the cohort measured and sent before they trained.
     """
@@ -154,7 +154,7 @@ def traffic(run: Run, inputs: RoundInputs, answers: Answers, measured: Tree) -> 
 
 
 def sent_bytes(program: Program, tree: Tree) -> int:
-    """The size of the tree without what is personal, which is not sent."""
+    """Return the size of the tree without what is personal, which is not sent."""
     return tree_bytes(program.without_personal(tree, drop=True))
 
 
@@ -177,7 +177,7 @@ def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
 
 
 def keep_if_no_clients(outcome: Outcome, new: Tree, old: Tree) -> Tree:
-    """`new`, or `old` where no client of the cohort counts; decided on the device."""
+    """Return `new`, or `old` if no client of the cohort counts; decided on the device."""
     if outcome.finite is None:
         return new
     new = tree_to(new, outcome.size.device)

@@ -184,7 +184,7 @@ class Coordinator:
             runs = {i: self.runs[i][0] for i in members}
             if len(runs) > 1 and (engine := stacked_engine(list(runs.values()))):
                 group = RunGroup(self, runs, engine, self.folders)
-                group.places = resume_rounds({i: self.folders[i] for i in members if self.resumed[i]})
+                group.resume_rounds = resume_rounds({i: self.folders[i] for i in members if self.resumed[i]})
                 groups |= dict.fromkeys(members, group)
         return groups
 
