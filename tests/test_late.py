@@ -50,7 +50,7 @@ def test_columns_have_one_order(behind):
 
 def test_evaluation_does_not_wait(behind, monkeypatch):
     """Nothing is read from the device before the next round has been launched."""
-    import undrift.training.evaluate as module
+    import undrift.training.evaluation as module
 
     order = []
     read, federated = module.read_columns, ud.training.loop.federated_round
