@@ -34,7 +34,7 @@ from undrift.reproduce.results import Results
 from undrift.reproduce.runner import Process, Runner, how, siblings
 from undrift.tools import config, experiment
 from undrift.training.build import prepare
-from undrift.training.checkpoint import verified
+from undrift.training.checkpoint import read_verified
 from undrift.training.run_folder import history
 from undrift.training.settings import Settings
 from undrift.training.side_by_side import signature
@@ -846,7 +846,7 @@ def test_checkpoints_that_are_being_replaced_are_archived_whole(tmp_path):
             rounds = work.saved(place)
             assert rounds, "there are always two, of which one may be replaced meanwhile"
             for t in rounds:
-                verified(place / "run/checkpoint", t)
+                read_verified(place / "run/checkpoint", t)
             found |= rounds
     finally:
         process.kill()

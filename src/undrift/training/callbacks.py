@@ -19,9 +19,20 @@ if TYPE_CHECKING:
 class RoundRecord:
     """A finished round, as callbacks see it.
 
+    Example:
+        >>> import undrift as ud
+        >>> data = ud.load("digits", ud.IID(), clients=5)
+        >>> seen = []
+        >>> def look(record):
+        ...     seen.append((record.round, len(record.params)))
+        >>> result = ud.train("logistic", data, rounds=2, local=ud.Local(steps=1, lr=0.1), callbacks=[look])
+        >>> seen
+        [(1, 2), (2, 2)]
+
     Args:
         row: The round's row of the history. Do not change it.
         rounds: The number of rounds that the run was given.
+        state: The run's state after the round, of which `params` has the weights; None for callbacks that are `late`.
     """
 
     row: dict[str, Any]

@@ -83,7 +83,7 @@ class Checkpoints:
         """Identifies the run in every checkpoint."""
         self.stale: list[int] = []
         """Rounds whose checkpoints cannot be used, so that they are replaced."""
-        self.held: dict[int, list[Slot]] = {}
+        self.protected: dict[int, list[Slot]] = {}
         """By round: the slots that its checkpoint names, which must not be written to."""
         self.closed = False
         """Whether the run's last checkpoint has been written."""
@@ -142,7 +142,7 @@ class Checkpoints:
             whole |= {"slots": table, "kept": sorted(files.files)}
             whole["files"][table] = write_slots(self.folder / table, files, slots)
         seal(self.folder / f"round-{now.round}.json", whole)
-        self.held[now.round] = [slot for own in slots.values() for slot in own.values()]
+        self.protected[now.round] = [slot for own in slots.values() for slot in own.values()]
         self.series = [*self.series[1:], series]
         if self.run.files:
             self.run.files.side = 1 - self.run.files.side
@@ -216,11 +216,11 @@ class Checkpoints:
             if file.name not in needed:
                 file.unlink()
         remove_partial(self.folder, CHECKPOINT_FILES)
-        self.held = {number: slots for number, slots in self.held.items() if number in last}
+        self.protected = {number: slots for number, slots in self.protected.items() if number in last}
 
     def recorded(self) -> dict[str, Any] | None:
         """Return the record of the run in the newest checkpoint that can be read."""
-        for number in self._found():
+        for number in self._rounds():
             assert self.folder
             try:
                 file = self.folder / f"round-{number}.json"
@@ -232,9 +232,9 @@ class Checkpoints:
     @property
     def newest(self) -> int:
         """The latest round that has a checkpoint, readable or not; 0 if there is none."""
-        return max(self._found(), default=0)
+        return max(self._rounds(), default=0)
 
-    def _found(self) -> list[int]:
+    def _rounds(self) -> list[int]:
         return rounds_in(self.folder) if self.folder else []
 
     def restore(self, last: int | None = None) -> State | None:
@@ -242,7 +242,7 @@ class Checkpoints:
 
         With `last`, checkpoints of later rounds are not used, and will be replaced.
         """
-        present = self._found()
+        present = self._rounds()
         usable = [number for number in present if last is None or number <= last]
         self.stale = [number for number in present if number not in usable]
         for number in usable:
@@ -267,7 +267,7 @@ class Checkpoints:
     def read(self, number: int) -> tuple[State, Series]:
         """Return a checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
-        whole = verified(self.folder, number)
+        whole = read_verified(self.folder, number)
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
         clients = self._clients(whole, number)
@@ -308,7 +308,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # damage may raise anything; that checkpoint cannot be used
                 assert self.folder
                 slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
-                self.held[number] = [slot for own in slots.values() for slot in own.values()]
+                self.protected[number] = [slot for own in slots.values() for slot in own.values()]
         files.settle(slot for own in now.clients.slots().values() for slot in own.values())
 
     def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
@@ -323,7 +323,7 @@ class Checkpoints:
         return read_slots(self.folder / name, files)
 
 
-def verified(folder: Path, number: int) -> dict[str, Any]:
+def read_verified(folder: Path, number: int) -> dict[str, Any]:
     """Return what `round-N.json` says. Raises `DamagedError` if a file that it names is not what was written."""
     whole: dict[str, Any] = unseal(folder / f"round-{number}.json")
     for name, sha256 in whole["files"].items():
@@ -342,7 +342,7 @@ def companions_in(folder: Path) -> dict[int, list[Path] | None]:
     place = folder / CHECKPOINT
     for number in rounds_in(place):
         with contextlib.suppress(Exception):  # damage may raise anything
-            others = verified(place, number).get("beside")
+            others = read_verified(place, number).get("beside")
             companions[number] = (
                 None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
             )

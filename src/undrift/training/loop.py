@@ -198,17 +198,17 @@ def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> 
     `put` may put another engine in the place of the one that was chosen.
     """
     with torch.inference_mode(False), launched() as ranks:  # within it, nothing has a gradient
-        run, rule = ranks.together(lambda: checked(given, ranks, put))
+        run, rule = ranks.together(lambda: prepare_run(given, ranks, put))
         check_agreement(run, given)
         ranks.use(run.device)
         with threads.use_threads(run.choices["threads"]):
             join(run, given)
             with current_device(run.device), torch_flags.use_flags(given.precision, given.deterministic, run.device):
                 run = rehearse_model(run)
-            return trained(run, rule, given)
+            return train_run(run, rule, given)
 
 
-def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
+def prepare_run(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
     """Return the run, and the rule that ends it early. Raises `UndriftError` for what it cannot be."""
     run = put(prepare(given, ranks))
     check_listening(given)
@@ -222,7 +222,7 @@ def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[R
     return run, rule
 
 
-def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
+def train_run(run: Run, rule: Rule | None, given: Settings) -> Result:
     """Train the run, and write its files. Of several processes, the first writes and tells; all read a checkpoint."""
     ranks, where = run.ranks, run.device
     files = ranks.first(lambda: (ReplacedFolder if given.replace else Folder)(given.out, given.resume)) or Folder(None)

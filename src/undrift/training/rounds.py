@@ -42,10 +42,10 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     inputs, server, planned = inputs_of(run, method, state)
     measured = server.totals.sums if server.totals else ()
     answers = run.conditions.collect(run.engine, inputs, skip)  # run.engine trains; who must not count is left out
-    answers, drifted = observed(run, answers)
+    answers, drifted = take_drift(run, answers)
     outcome = answers.outcome
 
-    update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
+    update, parts = aggregate_updates(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
     server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update, measured))
     update, parts, server = method.transform(update, parts, server)
     server.model.track(keep_if_no_clients(outcome, outcome.statistics, shared_buffers(run, state)))
@@ -76,7 +76,7 @@ def figures(run: Run, drifted: Tree, outcome: Outcome, before: State, after: Sta
     return drift.figures(program, drifted, outcome, before.params, after.params)
 
 
-def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
+def take_drift(run: Run, answers: Answers) -> tuple[Answers, Tree]:
     """Return the answers without what clients sent about their drift, and what that is, where a run asks for it."""
     if not run.drift:
         return answers, ()
@@ -98,17 +98,17 @@ def inputs_of(
         plan = run.checked(plan, state.round)
     plan = changed(run.conditions.with_fates(plan, run.seed))
     server = replace(server, cohort=plan.clients, client_weights=run.weights(plan.clients))
-    server = measured_by(run, method, plan, state, server)
+    server = with_measurements(run, method, plan, state, server)
     received = method.broadcast(state.params, parts, server)
     return run.inputs(plan, state, received, state.clients), server, parts
 
 
 def broadcast(run: Run, method: Method, plan: Plan, state: State, server: Server) -> list[Tree]:
     """Return what clients receive beside the weights; parts that measure the cohort do so first, at these weights."""
-    return method.broadcast(state.params, state.parts, measured_by(run, method, plan, state, server))
+    return method.broadcast(state.params, state.parts, with_measurements(run, method, plan, state, server))
 
 
-def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Server) -> Server:
+def with_measurements(run: Run, method: Method, plan: Plan, state: State, server: Server) -> Server:
     """Return the server with what parts measure over the cohort, if they do."""
     if not method.measuring("cohort"):
         return server
@@ -117,7 +117,7 @@ def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Serv
     return replace(server, totals=Totals(sums, size, server.client_weights.sum(), None, sums))
 
 
-def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
+def aggregate_updates(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
     """Return the update and the parts' states: the mean, or what the part that aggregates makes of all updates."""
     updates = outcome.updates
     if not updates:
