@@ -63,6 +63,7 @@ from undrift.training.model_checks import (
 from undrift.training.model_loss_data import with_label_inputs
 from undrift.training.model_rehearsal import OwnModule
 from undrift.training.run import Run
+from undrift.training.run_folder import CHECKPOINT
 from undrift.training.settings import Settings
 from undrift.training.state import State
 from undrift.training.threads import thread_count, use_threads
@@ -334,7 +335,7 @@ def choose_client_storage(run: Run, out: Any) -> Run:
     most = tree_bytes(fresh) * min(run.population, run.cohort_size * run.rounds)
     if most <= HOST_SHARE * host_memory():
         return run
-    folder = Path(out) / "checkpoint" if out else None
+    folder = Path(out) / CHECKPOINT if out else None
     run.choices["kept"] = f"in {'the run folder' if out else 'temporary files'}: up to {most / 1e9:.3g} GB of states"
     return replace(run, files=SlotFiles(folder))
 

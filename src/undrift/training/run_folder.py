@@ -42,6 +42,20 @@ from undrift.training import safetensors_io
 
 log = logging.getLogger("undrift")
 
+STOPPED = "stopped.json"
+"""The file that says why a run stopped at a non-finite value."""
+RUN = "run.json"
+"""The run's identity and when it started and resumed, written first; at the end, the checksums of the results."""
+RESULTS = ("model.safetensors", "metrics.jsonl")
+OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\.safetensors|stopped\.json")
+"""The files that a run writes. It touches no others."""
+CHECKPOINT = "checkpoint"
+"""The folder of checkpoints in a run's folder."""
+CHECKPOINT_FILES = re.compile(
+    r"round-(0|[1-9]\d*)\.(json|safetensors)|(clients|slots)-\d+\.safetensors|rows-\d+\.jsonl|kept-\d+\.bin"
+)
+"""The names of our files in `checkpoint/`. All others are left alone."""
+
 
 def as_json(row: dict[str, Any]) -> str:
     """Return a row as one line of JSON, with null for NaN and infinity."""
@@ -101,21 +115,6 @@ def parse_history(content: bytes) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-STOPPED = "stopped.json"
-"""The file that says why a run stopped at a non-finite value."""
-RUN = "run.json"
-"""The run's identity and when it started and resumed, written first; at the end, the checksums of the results."""
-RESULTS = ("model.safetensors", "metrics.jsonl")
-OURS = re.compile(r"run\.json|config\.toml|partition\.json|metrics\.jsonl|model\.safetensors|stopped\.json")
-"""The files that a run writes. It touches no others."""
-CHECKPOINT = "checkpoint"
-"""The folder of checkpoints in a run's folder."""
-CHECKPOINT_FILES = re.compile(
-    r"round-(0|[1-9]\d*)\.(json|safetensors)|(clients|slots)-\d+\.safetensors|rows-\d+\.jsonl|kept-\d+\.bin"
-)
-"""The names of our files in `checkpoint/`. All others are left alone."""
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
