@@ -247,7 +247,7 @@ def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
 def changed_defaults(method: Method, before: str) -> list[str]:
     """Return what descriptions without some field stand for, for parts that have another value in it now."""
     return [
-        f"Without {f.name}, this stands for {type(part).__name__}({f.name}={f.metadata['before']!r})."
+        f"Written without {f.name}, it stands for {type(part).__name__}({f.name}={f.metadata['before']!r})."
         for part in method.parts
         for f in dataclasses.fields(part)  # type: ignore[arg-type]
         if "before" in f.metadata and not _unused(f, part) and f"{f.name}=" not in before
