@@ -16,7 +16,7 @@ from undrift.errors import UndriftError
 from undrift.tools import sweep
 from undrift.tools.compare import Run, brief, groups, spread
 from undrift.tools.sweep import summary
-from undrift.training.result import recorded
+from undrift.training.run_folder import recorded
 
 
 @pytest.fixture

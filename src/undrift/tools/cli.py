@@ -118,8 +118,8 @@ def resume(
     from undrift.errors import UndriftError
     from undrift.tools import config
     from undrift.tools.experiment import changed_for_resume, resumable, same_length, without_effect
-    from undrift.training.record import repeats
-    from undrift.training.result import RUN, finished, intact, recorded
+    from undrift.training.config_writer import repeats
+    from undrift.training.run_folder import RUN, finished, intact, recorded
 
     if not any((folder / name).exists() for name in ("config.toml", RUN)):
         raise UndriftError(f"{folder} is not the folder of a run: it has no config.toml.")

@@ -23,9 +23,9 @@ from undrift.tools.config import read
 from undrift.tools.display import left_out, marks, number, score
 from undrift.tools.experiment import FREE
 from undrift.tools.study.statistics import average, deviation
-from undrift.training.divergence import CHANCE, DIVERGED, Divergence, divergence
-from undrift.training.record import flat, repeats
-from undrift.training.result import RUN, as_record, finished, parse_history, stopped
+from undrift.training.config_writer import flatten, repeats
+from undrift.training.learning_checks import CHANCE, DIVERGED, Divergence, divergence
+from undrift.training.run_folder import RUN, as_record, finished, parse_history, stopped
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}
@@ -65,7 +65,7 @@ class Run:
         with damage(folder, "config.toml"):
             # What folders of earlier versions do not mention.
             older = {"on_nonfinite": "stop", "local.optimizer_state": "reset", "local.sampling": "shuffle"}
-            written = flat(read(folder))
+            written = flatten(read(folder))
             settings = older | written
             _check_settings(settings)
             if not repeats(files.read_text(folder / "config.toml", "utf-8-sig")):
@@ -179,7 +179,7 @@ def _refuse_edited(folder: Path, known: dict[str, Any], now: dict[str, Any]) -> 
     """Raise if `config.toml` has other settings than the run was trained with."""
     if "config" not in known:
         return
-    before = flat(tomllib.loads(known["config"]))
+    before = flatten(tomllib.loads(known["config"]))
     changed = [key for key in before | now if before.get(key) != now.get(key) and key not in FREE]
     if changed:
         key = changed[0]

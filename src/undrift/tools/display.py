@@ -7,7 +7,7 @@ from typing import Any
 
 from undrift.columns import reserved
 from undrift.metrics import METRICS
-from undrift.training.rows import number
+from undrift.training.history import number
 
 __all__ = ["left_out", "marks", "number", "score"]
 

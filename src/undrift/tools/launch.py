@@ -145,7 +145,7 @@ def _recorded_modules(run: Path) -> dict[str, list[str]]:
 
     The file may come from somebody else: what is not an absolute path, or is in the run's own folder, is left out.
     """
-    from undrift.training.result import RUN, recorded
+    from undrift.training.run_folder import RUN, recorded
 
     known = recorded(run) if (run / RUN).exists() else None
     if not isinstance(known, dict):
@@ -272,7 +272,7 @@ def run_on(
     from undrift.tools.config import checked
     from undrift.tools.experiment import about, arguments
     from undrift.tools.sweep import sweep
-    from undrift.training.result import finished
+    from undrift.training.run_folder import finished
 
     waiting = [point for point in points if not finished(folder / point.name)]
     for point in {str(point.settings.get("data")): point for point in waiting}.values():

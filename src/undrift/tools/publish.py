@@ -25,8 +25,8 @@ from undrift.tools.report.figures import draw
 from undrift.tools.report.gather import gather
 from undrift.tools.report.summary import duration, last, size
 from undrift.training.build import module_of
-from undrift.training.record import repeats
-from undrift.training.result import RUN, finished, intact, recorded
+from undrift.training.config_writer import repeats
+from undrift.training.run_folder import RUN, finished, intact, recorded
 
 WORDS = {
     "test": "test set", "validation": "validation data", "client": "clients' own data, mean",

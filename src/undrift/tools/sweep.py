@@ -31,12 +31,13 @@ from undrift.tools.experiment import about, refuse_undecided, run, understood
 from undrift.tools.stopping import stopping
 from undrift.tools.study.statistics import average, deviation
 from undrift.tools.workers import GRACE, each
-from undrift.training import arithmetic, beside
-from undrift.training.checks import find_device
-from undrift.training.divergence import CHANCE, DIVERGED
+from undrift.training import side_by_side
+from undrift.training.argument_checks import find_device
+from undrift.training.config_writer import flatten
+from undrift.training.learning_checks import CHANCE, DIVERGED
 from undrift.training.nonfinite import mute
-from undrift.training.record import flat
-from undrift.training.result import finished, stopped
+from undrift.training.run_folder import finished, stopped
+from undrift.training.threads import use_threads
 
 Grid = dict[str, list[Any]]
 
@@ -51,7 +52,7 @@ class Point:
 
 def file_grid(section: Any) -> Grid:
     """The file's `[sweep]`: keys, dotted or in subsections, with lists of values."""
-    grid = flat(section) if isinstance(section, dict) else {}
+    grid = flatten(section) if isinstance(section, dict) else {}
     if not isinstance(section, dict) or not all(isinstance(values, list) and values for values in grid.values()):
         raise UndriftError("[sweep] must have keys with lists of values, such as local.lr = [0.01, 0.1].")
     return grid
@@ -179,7 +180,7 @@ def sweep(
         _claim(point, out, kind)
     waiting = [point for point in found if not finished(out / point.name)]
     some: Sequence[str | None] = how.devices or [None] * (how.workers or _workers(found[0], where))
-    share = min(beside.MOST, -(-len(found) // len(some)))  # so that every process has some
+    share = min(side_by_side.MAX_RUNS, -(-len(found) // len(some)))  # so that every process has some
     size = how.together or (share if any(_on_gpu(found[0], where, place) for place in some) else 1)
     # Bundles with a run that is not finished are those of the first time: the others' bits depend on the finished ones.
     left = set(waiting)
@@ -268,7 +269,7 @@ def _several(
     if len(tasks) == 1:
         return [tasks[0]()]
     messages: list[str | None] = []
-    for found in beside.side_by_side(tasks):
+    for found in side_by_side.side_by_side(tasks):
         if isinstance(found, BaseException):  # only a stop is not a message
             raise found
         messages.append(found)
@@ -289,7 +290,7 @@ def _one(
     settings = settings if device is None else {**settings, "device": device}
     try:
         resume = (Path(folder) / "config.toml").exists()
-        with arithmetic.threads(threads):
+        with use_threads(threads):
             result = run(checked(settings, where), folder, resume, on_round=lambda row: check())
     except UndriftError as error:
         return str(error)

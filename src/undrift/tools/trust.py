@@ -63,7 +63,7 @@ def check(modules: Iterable[Any]) -> None:
 
 def run_folder(file: Path) -> Path | None:
     """The folder of the run that this is, or whose `config.toml` this is; None for other experiment files."""
-    from undrift.training.result import RUN
+    from undrift.training.run_folder import RUN
 
     if file.is_dir():
         return file

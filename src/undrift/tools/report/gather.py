@@ -25,7 +25,7 @@ from undrift.tools.report.downsample import even, rounded
 from undrift.tools.report.names import named
 from undrift.tools.report.records import longest_updates, records
 from undrift.tools.study.paths import runs_in
-from undrift.training.result import finished
+from undrift.training.run_folder import finished
 from undrift.training.track import BY_CLIENT
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ import numpy as np
 from undrift.tools.compare import IGNORED_KEYS, Run, brief, spread
 from undrift.tools.display import left_out, marks, number
 from undrift.tools.report.curves import SOURCES
-from undrift.training.result import finished
+from undrift.training.run_folder import finished
 
 
 def cells(runs: list[Run], metrics: list[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from undrift.errors import UndriftError, listed, quoted
 from undrift.tools.compare import Run, groups
 from undrift.tools.study.run import FINAL
-from undrift.training.result import RUN, STOPPED, finished, recorded
+from undrift.training.run_folder import RUN, STOPPED, finished, recorded
 
 
 @dataclass
