@@ -129,7 +129,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
     case, alone = CASES[name], []
     torch.manual_seed(0)
     module, data = case.module(), case.data()
-    rehearsed = loop.rehearsed
+    rehearsed = loop.rehearse_model
 
     def watched(run: Any) -> Any:
         began = time.perf_counter()
@@ -140,7 +140,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
             alone.append(time.perf_counter() - began)
         return found
 
-    loop.rehearsed = watched
+    loop.rehearse_model = watched
     pairs = []
     try:
         for i in range(repeats + 1):
@@ -150,7 +150,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
             (with_it, without) = (pair[rehearse][1].params for rehearse in (True, False))
             assert all(torch.equal(with_it[n], without[n]) for n in without), "the rehearsal has changed the run"
     finally:
-        loop.rehearsed = rehearsed
+        loop.rehearse_model = rehearsed
     more, run = (statistics.median(one) for one in zip(*[(a - b, b) for a, b in pairs[1:]], strict=True))
     return {
         "model": name, "engine": pair[True][1].choices["engine"], "run": run, "seconds": more,

@@ -120,7 +120,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     from papers.archive import Archive
     from papers.runner import PAUSED, Runner
     from undrift.tools.stopping import stopping
-    from undrift.training.arithmetic import threads
+    from undrift.training.threads import use_threads
 
     device = "cpu" if asked.quick and asked.device == "auto" else asked.device
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -131,7 +131,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         # Scaled-down models are too small to gain from more threads.
-        with threads(1 if asked.quick else None), stopping() as runner.stop:
+        with use_threads(1 if asked.quick else None), stopping() as runner.stop:
             if asked.cell:
                 runner.several([catalogue.cell(key, asked.quick) for key in asked.cell])
             else:
@@ -217,15 +217,15 @@ def _state(cell: Cell, results: Results, parts: Path) -> str:
 
 def experiment_file(cell: Cell) -> str:
     """Return the cell as a file for `undrift run`; options that only the runner has are comments."""
-    from undrift.training.record import line
+    from undrift.training.config_writer import toml_line
 
     lines = [f"# {cell.key}"]
     lines += [f"# beyond an experiment file: {name} = {value!r}" for name, value in cell.options.items()]
     plain = {name: value for name, value in cell.settings.items() if not isinstance(value, dict)}
-    lines += [line(name, value) for name, value in plain.items()]
+    lines += [toml_line(name, value) for name, value in plain.items()]
     for name, section in cell.settings.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", *(line(key, value) for key, value in section.items())]
+            lines += ["", f"[{name}]", *(toml_line(key, value) for key, value in section.items())]
     return "\n".join(lines) + "\n"
 
 

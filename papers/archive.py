@@ -19,7 +19,8 @@ from typing import BinaryIO
 from papers.results import parse
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, parse_json, read_text, remove_partial, replacing, write_text
-from undrift.training.checkpoint import CHECKPOINT, files_of, rounds_in
+from undrift.training.checkpoint import files_of, rounds_in
+from undrift.training.run_folder import CHECKPOINT
 
 OFTEN = 60.0
 """The seconds after which the archives are written again if there is anything new."""

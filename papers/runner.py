@@ -1,6 +1,6 @@
 """Runs cells from the queue within a time budget; on a GPU, several at once.
 
-Cells that differ only in seeds and numbers train in one program (`training/beside.py`); others share the GPU as
+Cells that differ only in seeds and numbers train in one program (`training/side_by_side.py`); others share the GPU as
 processes.
 
 A cell is only started if it is expected to finish within the remaining time. If no cell is, one that takes longer than
@@ -31,8 +31,8 @@ from undrift.errors import UndriftError, first_line, machine_trouble
 from undrift.method.parse import parse_method
 from undrift.method.work import with_local_work
 from undrift.tools.stopping import Stop
-from undrift.training.beside import MOST, side_by_side, structure
-from undrift.training.identity import deeply
+from undrift.training.identity import describe_deeply
+from undrift.training.side_by_side import MAX_RUNS, side_by_side, structure
 
 CLONE = Path(__file__).parent.parent
 PAUSED = 3
@@ -115,7 +115,7 @@ class Runner:
         """Return the cell, and those of its siblings that are not done, as far as time and memory allow."""
         done = self.saved(cell)  # cells without a round in common would not stop after the same one
         alike = [other for other in self.waiting(tables, busy) if siblings(cell, other)]
-        chosen = [o for o in alike if self.saved(o) & done or not (self.saved(o) or done)][:MOST]
+        chosen = [o for o in alike if self.saved(o) & done or not (self.saved(o) or done)][:MAX_RUNS]
 
         def expected() -> float:
             longest = max(costs.seconds(other) or 0.0 for other in chosen) * (1 - self.rounds_done(cell))
@@ -334,7 +334,7 @@ def shape_of(cell: Cell) -> str:
     try:
         local = problems.local_work(given["local"])
         method = with_local_work(parse_method(given.get("method", "FedAvg()")), local, {}, (), frozenset())
-        return deeply([structure(method), callable(local.weight_decay) or bool(local.weight_decay)])
+        return describe_deeply([structure(method), callable(local.weight_decay) or bool(local.weight_decay)])
     except UndriftError:  # which the cell will raise when it runs
         return ""
 

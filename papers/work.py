@@ -27,9 +27,9 @@ from undrift.method.parse import as_method, parse_method
 from undrift.method.part import Method
 from undrift.tools.info import source
 from undrift.training import identity
-from undrift.training.checkpoint import CHECKPOINT, rounds_in
+from undrift.training.checkpoint import rounds_in
 from undrift.training.loop import train
-from undrift.training.result import RUN, history
+from undrift.training.run_folder import CHECKPOINT, RUN, history
 
 METRICS = ("accuracy", "recall_at_5", "loss")
 Late = Callable[[int], bool]

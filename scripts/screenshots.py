@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from undrift.training.result import finished
+from undrift.training.run_folder import finished
 
 DOCS = Path(__file__).parent.parent / "docs"
 IMAGES = DOCS / "images"

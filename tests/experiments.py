@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from undrift.files import digest, seal, unseal
 from undrift.tools.cli import app
-from undrift.training.result import RESULTS, RUN
+from undrift.training.run_folder import RESULTS, RUN
 
 GOOD = {
     "model": "mlp",
@@ -26,12 +26,12 @@ GOOD = {
 
 
 def toml(settings: dict) -> str:
-    from undrift.training.record import literal
+    from undrift.training.config_writer import toml_literal
 
-    lines = [f"{name} = {literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
+    lines = [f"{name} = {toml_literal(value)}" for name, value in settings.items() if not isinstance(value, dict)]
     for name, section in settings.items():
         if isinstance(section, dict):
-            lines += [f"[{name}]", *(f"{key} = {literal(value)}" for key, value in section.items())]
+            lines += [f"[{name}]", *(f"{key} = {toml_literal(value)}" for key, value in section.items())]
     return "\n".join(lines)
 
 

@@ -21,10 +21,10 @@ from tests.parts import METHOD, Normed
 from tests.problems import distance, make_clients, net, same_bits, split
 from undrift.engine.outputs import Outputs
 from undrift.engine.stacked import StackedEngine
-from undrift.training.beside import side_by_side
+from undrift.training.barrier import Call, answer_together
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.meeting import Call, answered
-from undrift.training.result import recorded
+from undrift.training.run_folder import recorded
+from undrift.training.side_by_side import side_by_side
 
 SIZES = ([23, 5, 0, 41, 10, 17, 1], [9, 30, 2, 2, 14, 40], [12, 12, 12, 12, 12])
 
@@ -575,7 +575,7 @@ def test_what_fails_for_all_is_answered_one_by_one():
             raise MemoryError(f"{items} at once")
         return [10 * items[0]]
 
-    found = answered([Call("kind", item, answer) for item in (1, 2, 3)])
+    found = answer_together([Call("kind", item, answer) for item in (1, 2, 3)])
     assert (found[0], found[2]) == (10, 30) and isinstance(found[1], MemoryError)
 
 

@@ -20,7 +20,7 @@ from undrift.functional import copying
 from undrift.functional.borrowed import ENTRIES, borrowed
 from undrift.functional.model import Model
 from undrift.training import identity
-from undrift.training.identity import deeply
+from undrift.training.identity import describe_deeply
 
 CPU = torch.device("cpu")
 
@@ -178,7 +178,7 @@ def copied(module):
 
 
 def described(module):
-    return deeply(module)
+    return describe_deeply(module)
 
 
 @pytest.mark.parametrize("reads", [copied, described], ids=lambda reads: reads.__name__)

@@ -18,7 +18,7 @@ from undrift.tools.compare import brief_method, group_runs
 from undrift.tools.report.summary import spread
 from undrift.tools.run_folders import RunFolder
 from undrift.tools.sweep import summary
-from undrift.training.result import recorded
+from undrift.training.run_folder import recorded
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from undrift.tools.cli import app
 from undrift.tools.report import watch
 from undrift.tools.run_folders import main_figure
 from undrift.training import provenance
-from undrift.training.early import as_rule
-from undrift.training.result import history
+from undrift.training.early_stopping import as_rule
 from undrift.training.run import Run
+from undrift.training.run_folder import history
 
 SMALL = GOOD | {"rounds": 3, "local": {"steps": 2, "batch_size": 8, "lr": 0.1}}
 
@@ -297,12 +297,6 @@ def test_what_a_resumed_run_must_keep_is_refused(here, assignment, why):
     with pytest.raises(UndriftError, match=why):
         undrift("resume", "r", "--set", assignment)
     assert files(Path("r")) == before
-
-
-def test_a_run_of_an_earlier_version_may_change_how_often_it_is_evaluated():
-    from undrift.training.identity import compare
-
-    assert compare({"evaluate_every": "1", "seed": "0"}, {"seed": "0"}, "r") == []
 
 
 # --import

@@ -23,11 +23,10 @@ from tests.killing import Dead, DiesAtWrite, contents
 from tests.problems import make_clients, net, same_bits, split
 from undrift import files
 from undrift.files import seal, unseal
-from undrift.training import checkpoint, provenance, syntax, track
+from undrift.training import checkpoint, code_digest, provenance, track
 from undrift.training.identity import describe
 
 LOCAL = ud.Local(steps=2, batch_size=4, lr=0.1)
-BEFORE = Path(__file__).parent / "before"
 
 
 @dataclass(frozen=True)
@@ -332,7 +331,7 @@ def test_a_run_killed_while_a_rule_ends_it_ends_there(tmp_path, monkeypatch):
     whole = train(rounds=9, stop_when=early(2))
     with monkeypatch.context() as patch:
         patch.setattr(ud.Result, "__init__", lambda *_: pytest.fail("not here"))
-        patch.setattr("undrift.training.result.Folder.model", lambda *_: (_ for _ in ()).throw(Dead))
+        patch.setattr("undrift.training.run_folder.Folder.model", lambda *_: (_ for _ in ()).throw(Dead))
         with pytest.raises(Dead):
             train(tmp_path / "r", rounds=9, stop_when=early(2))
     assert_same(train(tmp_path / "r", rounds=9, stop_when=early(2), resume=True), whole)
@@ -579,12 +578,12 @@ def test_code_is_what_was_imported_not_what_its_file_has_become(tmp_path, code):
 
 def test_installed_code_is_known_by_its_version(monkeypatch):
     before = describe(pytest.approx)
-    syntax._installed.cache_clear()
+    code_digest._installed.cache_clear()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.1")
     try:
         assert describe(pytest.approx) != before
     finally:
-        syntax._installed.cache_clear()
+        code_digest._installed.cache_clear()
     assert describe(torch.relu) == describe(torch.relu) and describe(dataclass) == "dataclass"
 
 
@@ -675,55 +674,11 @@ def test_the_config_of_the_same_settings_is_the_same_file(tmp_path, monkeypatch)
     assert texts[0] == texts[1]
 
 
-# ---- folders of earlier versions ---------------------------------------------------------------------------------
-
-
-def before(folder: Path, rounds: int) -> ud.Result:
-    """The run of `tests/before`, resumed."""
-    return ud.train(
-        "logistic", ud.load("digits", ud.Dirichlet(0.5), clients=4), ud.Scaffold(variates="uniform"), rounds=rounds,
-        participation=2, seed=1, local=ud.Local(epochs=1, batch_size=32, lr=0.1), checkpoint_every=1, device="cpu",
-        out=folder, resume=True, allow_version_change=True,
-    )  # fmt: skip
-
-
-def test_earlier_versions_runs_are_continued_where_they_left_a_checkpoint(tmp_path):
-    for kind in ("finished", "stopped"):
-        shutil.copytree(BEFORE / kind, tmp_path / kind)
-    unchanged = contents(tmp_path / "finished")
-    assert len(before(tmp_path / "finished", 4).history) == 4
-    with pytest.raises(ud.UndriftError, match="has no checkpoint to continue from, which earlier versions"):
-        before(tmp_path / "finished", 6)
-    assert contents(tmp_path / "finished") == unchanged
-    assert len(before(tmp_path / "stopped", 6).history) == 6
-    known = recorded(tmp_path / "stopped")
-    assert known["started"] is None and known["resumed"][0]["after_round"] == 2
-
-
-def as_before(folder: Path) -> None:
-    """Files as an earlier version wrote them: with checkpoints from after `finish`, and code described in its way."""
-    for file in (folder / "run.json", *(folder / "checkpoint").glob("*.json")):
-        body = unseal(file)
-        for name in ("started", "choices", "before_finish"):
-            body.pop(name, None)
-        body["identity"] |= {"method": "Doubled (code 0123456789abcdef)()", "model": "Own 0123456789abcdef"}
-        seal(file, body)
-
-
-class Own(torch.nn.Sequential):
-    pass
-
-
-def test_an_earlier_version_s_checkpoint_from_after_finish_is_not_used(tmp_path, caplog):
-    model = Own(*net())
-    train(tmp_path / "r", model=model, checkpoint_every=1)
-    as_before(tmp_path / "r")
-    with pytest.raises(
-        ud.UndriftError, match=r"is from an earlier version .* the code of Doubled \(method\) and Own \(mod"
-    ):
-        train(tmp_path / "r", model=model, rounds=5, resume=True)
-    with pytest.raises(ud.UndriftError, match="was started with method Doubled"):
-        train(tmp_path / "r", ud.FedAvg(), model=model, rounds=5, resume=True, allow_version_change=True)
-    longer = train(tmp_path / "r", model=model, rounds=5, resume=True, allow_version_change=True)
-    assert "round 3 cannot be used: an earlier version of undrift wrote it after" in caplog.text
-    assert_same(longer, train(model=model, rounds=5))
+def test_the_error_says_what_a_description_without_a_field_stands_for(tmp_path):
+    """A method's description leaves out `variates="uniform"`."""
+    train(tmp_path / "r", ud.Scaffold(variates="uniform"))
+    with pytest.raises(ud.UndriftError, match=r"method Scaffold\(\).*stands for Scaffold\(variates='uniform'\)"):
+        train(tmp_path / "r", ud.Scaffold(), rounds=5, resume=True)
+    with pytest.raises(ud.UndriftError) as caught:
+        train(tmp_path / "r", ud.FedAvg(), rounds=5, resume=True)
+    assert "variates" not in str(caught.value)

@@ -19,8 +19,8 @@ from undrift.files import seal
 from undrift.tools.cli import app
 from undrift.tools.report.gather import gather
 from undrift.tools.run_folders import RunFolder
-from undrift.training.divergence import CHANCE, DIVERGED, divergence
-from undrift.training.result import recorded
+from undrift.training.learning_checks import CHANCE, DIVERGED, divergence
+from undrift.training.run_folder import recorded
 
 LOG10 = math.log(10)
 TINY = "[study]\ntuning_seeds = [100]\nseeds = [0, 1]\n[study.tune]\nlocal.lr = [0.3]\n[study.methods]\n"

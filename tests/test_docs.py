@@ -25,7 +25,7 @@ from undrift.columns import COLUMNS, FEDERATION
 from undrift.tools.config import read
 from undrift.tools.study.file import read_study
 from undrift.tools.study.search import Grid
-from undrift.training import rehearsal
+from undrift.training import hook_rehearsal
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if any(block.language in RUN for block in blocks(page))]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -161,7 +161,7 @@ def test_the_methods_of_the_hooks_page_are_the_same_on_both_engines(monkeypatch,
         assert "given up" not in text, text % given
 
     monkeypatch.setattr(ud, "train", both)
-    monkeypatch.setattr(rehearsal.log, "info", info)
+    monkeypatch.setattr(hook_rehearsal.log, "info", info)
     run(DOCS / "hooks.md", new_process)
     assert len(compared) >= 19
 

@@ -14,7 +14,7 @@ from tests.problems import distance, make_clients, net
 from undrift.tools import config
 from undrift.tools.experiment import arguments
 from undrift.training.build import prepare
-from undrift.training.record import record
+from undrift.training.config_writer import config_toml
 from undrift.training.settings import Settings
 
 SIZES = [13, 5, 3, 1, 20]
@@ -102,7 +102,7 @@ def test_a_run_takes_these_batches(engine):
 
 def test_it_is_part_of_a_runs_file_and_identity():
     given = Settings(model=net(), data=make_clients(SIZES), rounds=1, local=dropping(), device="cpu")
-    section = tomllib.loads(record(prepare(given), given))["local"]
+    section = tomllib.loads(config_toml(prepare(given), given))["local"]
     assert section["drop_last"] is True
     whole = {"model": "mlp", "rounds": 1, "data": {"name": "digits", "partition": "IID()", "clients": 2}}
     assert arguments(config.checked({**whole, "local": section}, "e"))["local"] == dropping()

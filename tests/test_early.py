@@ -13,8 +13,8 @@ from tests.experiments import StopError, stop_after
 from tests.problems import make_clients, net, same_bits
 from undrift.tools import config, experiment
 from undrift.training.build import prepare
-from undrift.training.early import as_rule, check_possible
-from undrift.training.result import recorded
+from undrift.training.early_stopping import as_rule, check_possible
+from undrift.training.run_folder import recorded
 from undrift.training.settings import Settings
 
 LOCAL = ud.Local(epochs=1, batch_size=8, lr=0.1)

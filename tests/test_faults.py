@@ -19,8 +19,8 @@ from tests.problems import Point, distance, make_clients, net, quadratics, same_
 from tests.reference import simulate
 from undrift.engine import threads as threaded
 from undrift.random import derive, philox
-from undrift.training.clock import Clock
-from undrift.training.survivors import norm, outliers
+from undrift.training.client_failures import outliers, tree_norm
+from undrift.training.history import Clock
 
 EVERYONE = [0, 1, 3, 4, 5, 6]
 METHODS = {
@@ -323,7 +323,9 @@ def test_who_is_an_outlier():
 
 def test_norms_do_not_overflow():
     tree = {"a": torch.full((3,), 2e30), "b": torch.tensor([[1e30, -1e30]]), "none": torch.empty(0)}
-    assert float(norm(tree)) == pytest.approx(math.sqrt(14) * 1e30) and float(norm({"a": torch.zeros(3)})) == 0
+    assert (
+        float(tree_norm(tree)) == pytest.approx(math.sqrt(14) * 1e30) and float(tree_norm({"a": torch.zeros(3)})) == 0
+    )
 
 
 @pytest.mark.parametrize("engine", ["lanes", "plain"])

@@ -12,7 +12,7 @@ import torch
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
 from undrift.tools import config, experiment, parallel
-from undrift.training.arithmetic import CUBLAS, Switches, arithmetic, full_precision
+from undrift.training.torch_flags import CUBLAS, Flags, full_precision, use_flags
 
 CPU = torch.device("cpu")
 BY_OPERATION = hasattr(torch._C, "_get_fp32_precision_getter")
@@ -75,8 +75,8 @@ def test_a_registered_model_may_draw_as_it_likes():
 
 def test_switches_are_put_back_whatever_the_order(monkeypatch):
     """Two runs at once: the first to start is the first to end."""
-    before = Switches.current()
-    first, second = arithmetic("tf32", True, CPU), arithmetic("tf32", True, CPU)
+    before = Flags.current()
+    first, second = use_flags("tf32", True, CPU), use_flags("tf32", True, CPU)
     entered, leave = threading.Event(), threading.Event()
 
     def other():
@@ -87,26 +87,26 @@ def test_switches_are_put_back_whatever_the_order(monkeypatch):
 
     with ThreadPoolExecutor(1) as pool:
         with first:
-            assert Switches.current() != before and os.environ[CUBLAS]
+            assert Flags.current() != before and os.environ[CUBLAS]
             running = pool.submit(other)
             assert entered.wait(10)
             with (
                 pytest.raises(ud.UndriftError, match="in another thread of this process has a different precision"),
-                arithmetic("auto", True, CPU),
+                use_flags("auto", True, CPU),
             ):
                 pass
         leave.set()
         running.result()
-    assert Switches.current() == before
+    assert Flags.current() == before
 
 
 def test_a_run_within_a_run_may_have_a_precision_of_its_own():
-    before = Switches.current()
-    with arithmetic("tf32", False, CPU):
-        with arithmetic("auto", True, CPU):
+    before = Flags.current()
+    with use_flags("tf32", False, CPU):
+        with use_flags("auto", True, CPU):
             assert not torch.backends.cuda.matmul.allow_tf32
         assert torch.backends.cuda.matmul.allow_tf32 and not torch.are_deterministic_algorithms_enabled()
-    assert Switches.current() == before
+    assert Flags.current() == before
 
 
 def test_autocast_around_a_run_changes_nothing():
@@ -158,7 +158,7 @@ PRECISIONS = {
 
 @pytest.fixture
 def switches():
-    before = Switches.current()
+    before = Flags.current()
     yield
     before.set()
 
@@ -175,7 +175,7 @@ def test_a_run_has_the_precision_that_its_choices_say(name, switches):
     assert of_torch() == before
     assert seen[0][:3] == ["highest", False, False] and not {"tf32", "bf16"} & set(seen[0][3:])
     assert same_bits(alone.params, found.params)
-    with arithmetic("tf32", False, CPU):
+    with use_flags("tf32", False, CPU):
         assert of_torch()[:3] == ["high", True, True]
     assert of_torch() == before
 
@@ -183,7 +183,7 @@ def test_a_run_has_the_precision_that_its_choices_say(name, switches):
 def test_precision_that_was_inherited_still_is(switches):
     before = of_torch()
     by_operation("generic", "all", "tf32")
-    with arithmetic("auto", False, CPU):
+    with use_flags("auto", False, CPU):
         pass
     by_operation("generic", "all", "none")
     assert of_torch() == before
@@ -235,10 +235,10 @@ def test_trials_before_a_run_are_not_in_tf32(precision, monkeypatch):
     """On a GPU, another order of summation gives other digits in tf32; a trial then took samples to interact."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # torch's default
     SEEN.clear()
-    before, data = Switches.current(), make_clients([7, 5], torch.float32)
+    before, data = Flags.current(), make_clients([7, 5], torch.float32)
     local = ud.Local(epochs=1, batch_size=3, lr=0.1)
     ud.train(Tried(6, 4), data, rounds=1, local=local, precision=precision, device="cpu")
-    assert SEEN == {(False, False)} and Switches.current() == before
+    assert SEEN == {(False, False)} and Flags.current() == before
 
 
 class Nested(torch.nn.Linear):
@@ -260,7 +260,7 @@ def test_a_run_within_a_trial():
 
 def test_trials_leave_a_run_in_another_thread_alone():
     with ThreadPoolExecutor(1) as pool:
-        active = arithmetic("tf32", False, CPU)
+        active = use_flags("tf32", False, CPU)
         pool.submit(active.__enter__).result()
         try:
             with full_precision():

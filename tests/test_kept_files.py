@@ -23,7 +23,7 @@ from undrift.engine import slots
 from undrift.engine.slots import Layout, SlotFiles
 from undrift.engine.table import Table
 from undrift.files import unseal
-from undrift.training import storage
+from undrift.training import build
 from undrift.training.checkpoint import Checkpoints
 from undrift.tree import tree_leaves, tree_structure
 
@@ -36,7 +36,7 @@ SLOT = Layout.of(dict(net().named_parameters())).size
 @pytest.fixture
 def in_files(monkeypatch):
     """States go to files, of three slots each."""
-    monkeypatch.setattr(storage, "HOST_SHARE", 0.0)
+    monkeypatch.setattr(build, "HOST_SHARE", 0.0)
     monkeypatch.setattr(slots, "FILE_BYTES", 3 * SLOT)
 
 
@@ -47,7 +47,7 @@ def train(out=None, method="Scaffold()", **options):
 
 def in_memory(**options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "HOST_SHARE", 1.0)
+        patch.setattr(build, "HOST_SHARE", 1.0)
         return train(**options)
 
 
@@ -185,9 +185,9 @@ def test_a_resumed_run_may_keep_states_elsewhere(tmp_path, in_files, monkeypatch
     """From files to memory and back, or the other way round, as the machine's memory has it."""
     whole, folder = in_memory(rounds=9), tmp_path / "r"
     for life, share in enumerate((first, 1.0 - first, first)):
-        monkeypatch.setattr(storage, "HOST_SHARE", share)
+        monkeypatch.setattr(build, "HOST_SHARE", share)
         stop(folder, after=2 * life + 2, rounds=9, resume=life > 0, checkpoint_every=1)
-    monkeypatch.setattr(storage, "HOST_SHARE", 1.0 - first)
+    monkeypatch.setattr(build, "HOST_SHARE", 1.0 - first)
     equal(train(folder, resume=True, rounds=9, checkpoint_every=1), whole)
     names = {file.name.split("-")[0] for file in (folder / "checkpoint").iterdir()}
     assert names == ({"round", "rows", "clients"} if first == 0.0 else {"round", "rows", "slots", "kept"})
@@ -277,7 +277,7 @@ def test_a_damaged_state_is_not_copied_into_the_next_checkpoint(tmp_path, in_fil
 
 
 def test_checkpoints_that_share_files_do_not_for_long(tmp_path, in_files, monkeypatch):
-    """Those of earlier versions do."""
+    """Those of a run whose files share slots."""
     folder = tmp_path / "r"
     with monkeypatch.context() as patch:
         patch.setattr(SlotFiles, "beside", lambda self, slots: slots)
@@ -333,7 +333,7 @@ def test_files_are_not_left_behind_or_taken_over(tmp_path, in_files):
 
 def dies(folder: str) -> None:
     """A run that kills its own process in the middle of a round's writes."""
-    storage.HOST_SHARE, slots.FILE_BYTES = 0.0, 3 * SLOT
+    build.HOST_SHARE, slots.FILE_BYTES = 0.0, 3 * SLOT
     write, count = SlotFiles.write, [0]
 
     def deadly(self, part, state):

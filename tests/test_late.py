@@ -7,7 +7,7 @@ import torch
 
 import undrift as ud
 from tests.problems import make_clients, net, same_bits
-from undrift.training.clock import Clock
+from undrift.training.history import Clock
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def test_columns_have_one_order(behind):
 
 def test_evaluation_does_not_wait(behind, monkeypatch):
     """Nothing is read from the device before the next round has been launched."""
-    import undrift.training.evaluate as module
+    import undrift.training.evaluation as module
 
     order = []
-    read, federated = module.read, ud.training.loop.federated_round
-    monkeypatch.setattr(module, "read", lambda *args: order.append("read") or read(*args))
+    read, federated = module.read_columns, ud.training.loop.federated_round
+    monkeypatch.setattr(module, "read_columns", lambda *args: order.append("read") or read(*args))
     monkeypatch.setattr(ud.training.loop, "federated_round", lambda *args: order.append("round") or federated(*args))
     trained(4)
     assert order == ["round"] + ["round", "read", "read"] * 2 + ["round", "read", "read", "read", "read"]

@@ -18,7 +18,7 @@ from tests.parts import Normed
 from tests.problems import Point, distance, make_clients, net, quadratics, same_bits
 from tests.reference import simulate
 from undrift.training import nonfinite
-from undrift.training.clock import Clock
+from undrift.training.history import Clock
 from undrift.tree import tree_finite
 
 LOCAL = ud.Local(epochs=1, batch_size=8, lr=0.05)
@@ -303,7 +303,7 @@ def test_rounds_are_undone_on_the_stream_that_computes(monkeypatch):
         def __exit__(self, *error):
             inside.pop()
 
-    start, undo = Clock.__init__, nonfinite.Watch.undo
+    start, undo = Clock.__init__, nonfinite.FiniteGuard.undo
 
     def with_stream(self, device, alone=True):
         start(self, device)
@@ -314,7 +314,7 @@ def test_rounds_are_undone_on_the_stream_that_computes(monkeypatch):
         return undo(self, error)
 
     monkeypatch.setattr(Clock, "__init__", with_stream)
-    monkeypatch.setattr(nonfinite.Watch, "undo", watched)
+    monkeypatch.setattr(nonfinite.FiniteGuard, "undo", watched)
     assert train(Poison("gradient")).stopped
 
 

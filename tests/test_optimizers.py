@@ -22,8 +22,8 @@ from undrift.method.parse import parse_local, parse_optimizer, parse_step_schedu
 from undrift.tools import config
 from undrift.tools.experiment import arguments
 from undrift.training.build import prepare
+from undrift.training.config_writer import config_toml, repeats, toml_literal
 from undrift.training.identity import identity
-from undrift.training.record import literal, record, repeats
 from undrift.training.settings import Settings
 from undrift.tree import tree_leaves, tree_map, tree_structure
 
@@ -419,7 +419,7 @@ def prepared(local: ud.Local, **more):
 
 @pytest.mark.parametrize("local", LOCALS, ids=lambda local: type(local.optimizer).__name__)
 def test_the_file_of_a_run_says_its_local_work(local):
-    section = tomllib.loads(record(*prepared(local)))["local"]
+    section = tomllib.loads(config_toml(*prepared(local)))["local"]
     experiment = config.checked({**GOOD, "local": section}, "e")
     found = arguments(experiment)["local"]
     assert found == local and "np." not in repr(found)
@@ -428,13 +428,13 @@ def test_the_file_of_a_run_says_its_local_work(local):
 
 def test_patterns_are_quoted_in_files():
     groups = {'a"b.*': ud.Group(2.0), "plain": ud.Group(), "ä\\": ud.Group()}
-    found = tomllib.loads(f"groups = {literal(groups)}")["groups"]
+    found = tomllib.loads(f"groups = {toml_literal(groups)}")["groups"]
     assert parse_local("groups", found) == groups and list(found) == list(groups)
 
 
 def test_what_a_file_cannot_say_is_a_comment_there():
     for more in ({"optimizer": ud.Adam(lambda t: 0.5)}, {"step_schedule": ud.cosine() * (lambda k, steps: 0.5)}):
-        text = record(*prepared(ud.Local(steps=1, lr=0.1, **more)))
+        text = config_toml(*prepared(ud.Local(steps=1, lr=0.1, **more)))
         assert not repeats(text) and f"# {next(iter(more))}: " in text
 
 

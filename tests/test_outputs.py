@@ -15,7 +15,7 @@ from undrift.engine.outputs import Outputs
 from undrift.engine.ranks import ALONE
 from undrift.functional.model import Model
 from undrift.losses import model_loss
-from undrift.training import evaluate
+from undrift.training import evaluation
 from undrift.training.build import prepare
 from undrift.training.settings import Settings
 
@@ -85,9 +85,11 @@ def run_of(model):
 @pytest.fixture
 def seen(monkeypatch):
     """Batches of ten, and whether each run ended with a traced pass."""
-    monkeypatch.setattr(evaluate, "BATCH", 10)
-    found, values = [], evaluate.values
-    monkeypatch.setattr(evaluate, "values", lambda run, sums: found.append(run.outputs.traced) or values(run, sums))
+    monkeypatch.setattr(evaluation, "BATCH", 10)
+    found, values = [], evaluation.metric_values
+    monkeypatch.setattr(
+        evaluation, "metric_values", lambda run, sums: found.append(run.outputs.traced) or values(run, sums)
+    )
     return found
 
 
@@ -167,16 +169,16 @@ def test_the_memory_of_a_sample():
 )
 def test_batches_fill_a_gpu(samples, runs, bytes_per_sample, most, wanted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**7))
-    monkeypatch.setattr(evaluate, "BATCH_BYTES", 72_000)
+    monkeypatch.setattr(evaluation, "BATCH_BYTES", 72_000)
     run = SimpleNamespace(
         device=torch.device("cuda"),
         device_data=SimpleNamespace(sample=torch.zeros(1, 6)),
         outputs=SimpleNamespace(sample_bytes=bytes_per_sample, most=most),
         loss=None,
     )
-    assert evaluate.batch_size(run, samples, runs) == wanted
+    assert evaluation.batch_size(run, samples, runs) == wanted
     run.loss = model_loss
-    assert evaluate.batch_size(run, samples, runs) == min(1000, most or 1000), "it depends on the batch"
+    assert evaluation.batch_size(run, samples, runs) == min(1000, most or 1000), "it depends on the batch"
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -222,7 +224,7 @@ def test_batches_of_clients_own_tests_are_halved_too(monkeypatch):
 
 
 def test_an_interrupted_evaluation_ends_at_once(monkeypatch):
-    monkeypatch.setattr(evaluate, "BATCH", 5)
+    monkeypatch.setattr(evaluation, "BATCH", 5)
     seen = []
 
     def interrupted(output, target):
@@ -245,5 +247,5 @@ def test_processes_share_samples_whatever_fits_into_their_memory():
             outputs=SimpleNamespace(sample_bytes=None, most=most),
             ranks=SimpleNamespace(several=True, rank=rank, size=2),
         )
-        found.append(evaluate.own_share(run, index))
+        found.append(evaluation.rank_share(run, index))
     assert sorted(torch.cat(found).tolist()) == index.tolist() and min(map(len, found)) > 1000

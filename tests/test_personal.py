@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import undrift as ud
 from tests.problems import net, split
-from undrift.training.personal import summary
+from undrift.training.evaluation import summarize
 
 LOCAL = ud.Local(epochs=2, batch_size=4, lr=0.1, momentum=0.5)
 
@@ -85,12 +85,12 @@ def test_tuning_clients_leaves_the_run_as_it_is(method):
 
 def test_the_worst_tenth():
     values = torch.arange(1.0, 26)
-    row = summary("client", {"accuracy": values / 100, "loss": values})
+    row = summarize("client", {"accuracy": values / 100, "loss": values})
     assert row["client_accuracy_worst"] == pytest.approx(0.02) and row["client_loss_worst"] == 24.0
 
 
 def test_a_client_whose_model_diverged_is_not_left_out():
-    row = summary("tuned", {"loss": torch.tensor([0.5, 0.6, math.inf, math.nan])})
+    row = summarize("tuned", {"loss": torch.tensor([0.5, 0.6, math.inf, math.nan])})
     assert row["tuned_loss"] == row["tuned_loss_worst"] == math.inf  # a NaN is a client without a single label
 
 

@@ -56,7 +56,7 @@ def test_a_resumed_run_and_rounds_without_an_evaluation():
     assert lines[0] == "round 11/20, 9:00 left", "nothing is known of the rounds before"
     assert lines[1] == "round 12/20, f1 0.6000, loss 0.1667, 8:00 left"
     assert lines[2].startswith("round 13/20, f1 0.6000, loss 0.1667"), "those of the latest evaluation"
-    assert progress.duration(3725.4) == "1:02:05"
+    assert progress.format_duration(3725.4) == "1:02:05"
 
 
 @pytest.mark.parametrize("columns", [30, 44, 60, 100, 200])

@@ -20,7 +20,7 @@ from tests.parts import METHOD, After, Normed
 from tests.problems import distance, make_clients, net, quadratic, same_bits, split
 from undrift.method import calls
 from undrift.training import build
-from undrift.training.beside import side_by_side
+from undrift.training.side_by_side import side_by_side
 
 LOCAL = ud.Local(epochs=2, batch_size=4, lr=0.1)
 PLAIN, LANES = {"engine": "plain"}, {"engine": "lanes", "lanes": 2}
@@ -787,7 +787,7 @@ def test_runs_side_by_side_are_rehearsed_one_by_one():
 
 def test_only_methods_with_parts_of_ones_own_are_rehearsed(monkeypatch):
     held = []
-    monkeypatch.setattr(build, "rehearse", lambda *given: held.append(1))
+    monkeypatch.setattr(build, "rehearse_hooks", lambda *given: held.append(1))
     train(ud.FedProx(0.1) + ud.Scaffold())
     assert not held
     train(Contrast(), rehearse=False)

@@ -33,11 +33,11 @@ from tests.problems import same_bits
 from undrift import files
 from undrift.errors import UndriftError
 from undrift.tools import config, experiment
-from undrift.training.beside import signature
 from undrift.training.build import prepare
-from undrift.training.checkpoint import verified
-from undrift.training.result import history
+from undrift.training.checkpoint import read_verified
+from undrift.training.run_folder import history
 from undrift.training.settings import Settings
+from undrift.training.side_by_side import signature
 
 EVERY = list(catalogue.cells(catalogue.select()))
 FEDERATED = [cell for cell in EVERY if cell.options.get("kind", "train") in ("train", "coordinates", "path")]
@@ -848,7 +848,7 @@ def test_checkpoints_that_are_being_replaced_are_archived_whole(tmp_path):
             rounds = work.saved(place)
             assert rounds, "there are always two, of which one may be replaced meanwhile"
             for t in rounds:
-                verified(place / "run/checkpoint", t)
+                read_verified(place / "run/checkpoint", t)
             found |= rounds
     finally:
         process.kill()

@@ -11,7 +11,7 @@ import undrift as ud
 from tests.problems import make_clients, net
 from undrift.functional.examine import named_tensors
 from undrift.functional.layouts import equal
-from undrift.training import model_file
+from undrift.training import safetensors_io
 
 LOCAL = ud.Local(epochs=1, batch_size=4, lr=0.1)
 SIZES = [10, 7, 4, 3]
@@ -182,8 +182,8 @@ def assert_alike(a: nn.Module, b: nn.Module) -> None:
 
 def test_extra_state_is_what_it_was(tmp_path):
     file, old, new = tmp_path / "model.safetensors", made(Versioned), made(lambda: Versioned(0))
-    model_file.write(old, file)
-    model_file.read(new, file)
+    safetensors_io.write_model(old, file)
+    safetensors_io.read_model(new, file)
     assert torch.equal(old.extra.pop("scale"), new.extra.pop("scale")) and old.extra == new.extra
     assert new.extra["version"] == 3 and type(new.extra["names"][2]) is float and new.extra[4] == ()
 
@@ -192,8 +192,8 @@ def test_keys_of_extra_state_are_what_they_were(tmp_path):
     """JSON has no tuples."""
     file, old, new = tmp_path / "model.safetensors", made(Versioned), made(lambda: Versioned(0))
     old.extra = {(1, 2): 3, ("a", (None, 0.5)): [True], (): {False: "b", None: 1.5}}
-    model_file.write(old, file)
-    model_file.read(new, file)
+    safetensors_io.write_model(old, file)
+    safetensors_io.read_model(new, file)
     assert new.extra == old.extra and [*map(type, new.extra[()])] == [bool, type(None)]
 
 
@@ -201,7 +201,7 @@ def test_keys_of_extra_state_are_what_they_were(tmp_path):
 def test_the_file_is_that_of_safetensors_wherever_they_can_write_it(make, tmp_path):
     module = made(make) if make is not nn.BatchNorm1d else nn.BatchNorm1d(3)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    model_file.write(module, ours)
+    safetensors_io.write_model(module, ours)
     try:
         save_model(module, str(theirs))
     except RuntimeError:
@@ -214,12 +214,12 @@ def test_the_file_is_that_of_safetensors_wherever_they_can_write_it(make, tmp_pa
 
 def test_a_file_of_another_module_is_not_read(tmp_path):
     file = tmp_path / "model.safetensors"
-    model_file.write(made(Net), file)
+    safetensors_io.write_model(made(Net), file)
     with pytest.raises(RuntimeError, match=r"the file lacks scale, shift"):
-        model_file.read(made(Slices), file)
-    model_file.write(made(Slices), file)
+        safetensors_io.read_model(made(Slices), file)
+    safetensors_io.write_model(made(Slices), file)
     with pytest.raises(RuntimeError, match=r"the module has no scale, shift"):
-        model_file.read(made(Net), file)
+        safetensors_io.read_model(made(Net), file)
 
 
 class Opaque(Net):

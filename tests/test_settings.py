@@ -19,8 +19,8 @@ from undrift.method.parse import as_method
 from undrift.tools import config
 from undrift.training import loop
 from undrift.training.build import prepare
+from undrift.training.config_writer import LINES, config_toml
 from undrift.training.identity import ELSEWHERE, identity
-from undrift.training.record import LINES, record
 from undrift.training.settings import FIELDS, KEYS, ROLES, Form, Settings
 
 ARGUMENTS = [name for name, role in ROLES.items() if role.argument]
@@ -85,7 +85,7 @@ def test_the_data_section_has_the_arguments_of_load():
 def test_records_and_identities_have_every_setting(tmp_path):
     given = Settings(model=net(), data=make_clients([4, 6]), rounds=1, local=LOCAL, device="cpu", seed=3)
     run = prepare(given)
-    text = record(run, given)
+    text = config_toml(run, given)
     told = re.findall(r"^(?:# )?(\w+)(?: =|:) ", text.partition("\n\n")[0], re.M)
     recorded = {name for name, role in ROLES.items() if role.form not in (None, "section")} - {"imports"}
     assert [name for name in told if name in ROLES] == LINES and set(LINES) == recorded

@@ -36,7 +36,8 @@ from undrift.methods import curvature
 from undrift.random import MASK, Key, bits, derive, philox, uniform
 from undrift.schedule import CHECKED, sampled_rounds
 from undrift.training import nonfinite
-from undrift.training.arithmetic import arithmetic, threads
+from undrift.training.threads import use_threads
+from undrift.training.torch_flags import use_flags
 
 KEY = Key(torch.tensor([1, 2]), torch.tensor(0))
 
@@ -254,7 +255,7 @@ def test_the_compiler_chooses_by_rule_and_for_static_shapes(monkeypatch):
 
 
 def test_more_items_than_threads():
-    with threads(1):
+    with use_threads(1):
         assert at_once(lambda item: (item, torch.get_num_threads()), [1, 2, 3]) == [(1, 1), (2, 1), (3, 1)]
 
 
@@ -344,7 +345,7 @@ def test_threads_that_would_be_idle_are_not_used(monkeypatch, sizes, clients_at_
 @pytest.mark.parametrize(("dtype", "tf32", "bound"), [("float32", False, 9.8e-4), ("float32", True, 0.089)])
 def test_what_a_compiled_program_may_be_off_by(dtype, tf32, bound):
     compute = getattr(torch, dtype)
-    with arithmetic("tf32" if tf32 else "auto", False, torch.device("cpu")):
+    with use_flags("tf32" if tf32 else "auto", False, torch.device("cpu")):
         assert compiler.trusted(0.98 * bound, compute) and not compiler.trusted(1.05 * bound, compute)
 
 
@@ -364,7 +365,7 @@ def test_normal_draws_of_float32_come_from_uniform_ones_of_float32():
 
 
 def test_clients_in_messages():
-    assert nonfinite.named([3]) == "client 3" and nonfinite.named([3, 7]) == "clients 3 and 7"
+    assert nonfinite.name_clients([3]) == "client 3" and nonfinite.name_clients([3, 7]) == "clients 3 and 7"
 
 
 def test_no_part_has_the_models_streams():
@@ -407,7 +408,7 @@ def test_a_client_that_does_no_work_sends_no_update(uneven):
 
 
 def test_many_clients_in_messages():
-    assert nonfinite.named([1, 2, 3, 4, 5, 6, 7]) == "clients 1, 2, 3, 4, 5 and 2 more"
+    assert nonfinite.name_clients([1, 2, 3, 4, 5, 6, 7]) == "clients 1, 2, 3, 4, 5 and 2 more"
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2"])

@@ -21,7 +21,7 @@ from tests.problems import make_clients, net, same_bits
 from undrift.tools import config, experiment
 from undrift.tools.compare import group_runs
 from undrift.tools.run_folders import RunFolder
-from undrift.training import record
+from undrift.training import config_writer
 from undrift.training.track import scalars
 
 
@@ -282,7 +282,7 @@ def test_mlflow_at_a_server_that_dies_in_the_end(tmp_path, quiet_mlflow, monkeyp
         assert [step for step, _ in drawn.pop("seconds")] == [1, 2, 3, 4, 5, 6]
         assert drawn.pop("round") == [(n, n) for n in range(1, 7)]
         assert drawn == curves(history)
-        written = record.flat(config.read(folder))
+        written = config_writer.flatten(config.read(folder))
         assert run.data.params == {name: str(value) for name, value in written.items()}
         assert run.data.params["local.lr"] == "0.1"
         files = {file.path for file in client.list_artifacts(run.info.run_id)}

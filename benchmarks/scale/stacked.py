@@ -33,7 +33,7 @@ import undrift as ud
 from benchmarks.agree import distance
 from benchmarks.record import Table, head
 from undrift.models import parse_model
-from undrift.training.beside import side_by_side
+from undrift.training.side_by_side import side_by_side
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = Path(__file__).parents[1] / "results" / ("stacked.json" if DEVICE == "cuda" else "stacked_cpu.json")

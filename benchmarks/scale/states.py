@@ -28,14 +28,14 @@ from torch import nn
 import undrift as ud
 from benchmarks import record
 from undrift.files import digest
-from undrift.training import storage
+from undrift.training import build
 
 INPUTS, WIDTH, CLASSES, EACH, COHORT = 64, 960, 10, 4, 50
 
 
 def train(folder: str, clients: int, rounds: int, resume: bool) -> None:
     """One life of the run, in its process."""
-    storage.HOST_SHARE = 0.0  # a machine with more memory than states would keep them there
+    build.HOST_SHARE = 0.0  # a machine with more memory than states would keep them there
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(EACH * clients, INPUTS, generator=generator)
     y = torch.randint(CLASSES, (len(x),), generator=generator)

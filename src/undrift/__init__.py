@@ -65,10 +65,10 @@ _PUBLIC = (
         "bound_neurons": "undrift.methods.fednlr",
         "train": "undrift.training.loop",
         "Result": "undrift.training.result",
-        "EarlyStopping": "undrift.training.early",
+        "EarlyStopping": "undrift.training.early_stopping",
         "Callback": "undrift.training.callbacks",
         "RoundRecord": "undrift.training.callbacks",
-        "side_by_side": "undrift.training.beside",
+        "side_by_side": "undrift.training.side_by_side",
         "FederatedDataset": "undrift.data.dataset",
         "Task": "undrift.data.dataset",
         "load": "undrift.data.load",
@@ -175,12 +175,12 @@ if TYPE_CHECKING:  # "X as X" is how a package says to type checkers that X is i
     from undrift.schedule import decay as decay
     from undrift.schedule import inverse as inverse
     from undrift.schedule import warmup as warmup
-    from undrift.training.beside import side_by_side as side_by_side
     from undrift.training.callbacks import Callback as Callback
     from undrift.training.callbacks import RoundRecord as RoundRecord
-    from undrift.training.early import EarlyStopping as EarlyStopping
+    from undrift.training.early_stopping import EarlyStopping as EarlyStopping
     from undrift.training.loop import train as train
     from undrift.training.result import Result as Result
+    from undrift.training.side_by_side import side_by_side as side_by_side
     from undrift.tree import tree_map as tree_map
 
 

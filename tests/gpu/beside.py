@@ -13,7 +13,7 @@ from tests.gpu.checks import Check, Finding, within
 from tests.gpu.late import apart, data_with_test, timeless
 from tests.gpu.models import make
 from undrift.engine import graph
-from undrift.training.beside import side_by_side
+from undrift.training.side_by_side import side_by_side
 
 METHODS = {
     "FedAvg": ud.FedAvg(),

@@ -10,8 +10,17 @@ import torch
 from undrift.engine.base import RoundInputs
 from undrift.flower.check import check_form
 from undrift.flower.messages import RefusedError
-from undrift.training.evaluate import TEST, VALIDATION, figures, totals
-from undrift.training.personal import Personal, has_own_models, owned, summary, valued
+from undrift.training.evaluation import (
+    TEST,
+    VALIDATION,
+    Personal,
+    columns_of_sums,
+    has_own_models,
+    own_models_of,
+    split_sums,
+    summarize,
+    values_by_client,
+)
 from undrift.training.run import Run
 from undrift.training.state import State
 from undrift.tree import Tree, tree_add, tree_map
@@ -28,11 +37,11 @@ def evaluated(run: Run, state: State, inputs: Callable[[], RoundInputs]) -> Sums
     found: Sums = {"splits": {}, "clients": {}}
     for split, rows in ((TEST, run.test), (VALIDATION, run.validation)):
         if rows is not None:
-            found["splits"][split] = totals(run, state, split)
+            found["splits"][split] = split_sums(run, state, split)
     personal = Personal(run)
     if len(personal.clients):
         clients = run.data.nonempty.tolist()
-        models = {clients[place]: own for place, own in owned(run, inputs())} if has_own_models(run) else {}
+        models = {clients[place]: own for place, own in own_models_of(run, inputs())} if has_own_models(run) else {}
         found["clients"] = personal.sums(state, models)
         found["ids"] = torch.from_numpy(personal.clients)
     return found
@@ -78,12 +87,14 @@ def columns(run: Run, found: Sums, last: bool) -> dict[str, Any]:
     for split, sums in found["splits"].items():
         prefix = "" if split == "test" else f"{split}_"
         row |= {
-            f"{prefix}{name}": value for name, value in figures(run, sums).items() if not prefix or name != BY_CLASS
+            f"{prefix}{name}": value
+            for name, value in columns_of_sums(run, sums).items()
+            if not prefix or name != BY_CLASS
         }
     if found["clients"]:
         order = found["ids"].argsort()
-        each = valued(run.measures, {name: sums[:, order] for name, sums in found["clients"].items()})
-        row |= summary("client", each, run.measures)
+        each = values_by_client(run.measures, {name: sums[:, order] for name, sums in found["clients"].items()})
+        row |= summarize("client", each, run.measures)
         if last:
             values = {name: by_client.tolist() for name, by_client in each.items()}
             row["by_client"] = {"client": found["ids"][order].tolist(), **values}

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from undrift.errors import UndriftError, first_line
-from undrift.training.trees import own_memory, pack, unpack
+from undrift.training.safetensors_io import own_memory, pack, unpack
 from undrift.tree import Tree
 
 NOTES = "notes"

@@ -15,7 +15,7 @@ from undrift.tools.config import Experiment
 from undrift.tools.experiment import understood
 from undrift.tools.plugins import gated, run_folder
 from undrift.training import provenance
-from undrift.training.record import literal
+from undrift.training.config_writer import toml_literal
 
 FLOWER = ">=1.41,<1.42"
 """The versions of Flower that undrift is tested with."""
@@ -140,7 +140,7 @@ def own_modules(imports: Sequence[str], beside: Path | None) -> dict[str, str]:
 def as_toml(settings: config.Document) -> str:
     """Return the settings as TOML: keys, then sections."""
     sections = {name: value for name, value in settings.items() if isinstance(value, dict)}
-    lines = [f"{name} = {literal(value)}" for name, value in settings.items() if name not in sections]
+    lines = [f"{name} = {toml_literal(value)}" for name, value in settings.items() if name not in sections]
     for section, values in sections.items():
-        lines += ["", f"[{section}]", *(f"{name} = {literal(value)}" for name, value in values.items())]
+        lines += ["", f"[{section}]", *(f"{name} = {toml_literal(value)}" for name, value in values.items())]
     return "\n".join(lines) + "\n"

@@ -24,12 +24,13 @@ from undrift.method.context import Plan
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import about, arguments
 from undrift.tools.plugins import import_plugins
-from undrift.training.arithmetic import arithmetic, threads
-from undrift.training.build import prepare, selected
-from undrift.training.model_rehearsal import rehearsed
+from undrift.training.build import current_device, prepare
+from undrift.training.model_rehearsal import rehearse_model
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.training.state import State
+from undrift.training.threads import use_threads
+from undrift.training.torch_flags import use_flags
 from undrift.tree import Tree, tree_finite, tree_to
 
 PLANNED = ("lr", "momentum", "weight_decay")
@@ -45,16 +46,16 @@ class Node:
         """Return the reply to a request, as bytes."""
         sent, notes = decode(request)
         import_plugins(self.experiment.imports)
-        with threads(self.experiment.threads):
+        with use_threads(self.experiment.threads):
             name = str(self.config.get("name", ""))
             if kind == "hello":
                 with about(f"node {quoted(name)}"):
                     return encode((), {"report": holding(self.experiment, self.config).report(), "name": name})
             held = holding(self.experiment, self.config)
             run = node_run(self.experiment, held, notes)
-            exact = arithmetic(self.experiment.precision, self.experiment.deterministic, run.device)
-            with selected(run.device), exact:
-                run = rehearsed(run)
+            exact = use_flags(self.experiment.precision, self.experiment.deterministic, run.device)
+            with current_device(run.device), exact:
+                run = rehearse_model(run)
                 work = Work(run, state_folder(self.config), sent, notes)
                 answers: dict[str, Callable[[], bytes]] = {"train": work.train, "measure": work.measure}
                 return (answers | {"evaluate": work.evaluate})[kind]()

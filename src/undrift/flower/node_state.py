@@ -18,7 +18,7 @@ from torch import Tensor
 
 from undrift.errors import UndriftError, first_line
 from undrift.files import regular, remove_partial
-from undrift.training.trees import own_memory, pack, unpack, write_tensors
+from undrift.training.safetensors_io import own_memory, pack, unpack, write_tensors
 from undrift.tree import Tree
 
 VERSION = re.compile(r"round-(0|[1-9]\d*)\.safetensors")

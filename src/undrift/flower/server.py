@@ -22,16 +22,16 @@ from undrift.metrics.base import Metric
 from undrift.tools.config import Experiment
 from undrift.tools.experiment import arguments, loaded
 from undrift.tools.plugins import import_plugins
-from undrift.training.arithmetic import threads
-from undrift.training.evaluate import forms
+from undrift.training.evaluation import empty_sums, has_own_models
 from undrift.training.loop import train_with
-from undrift.training.model_rehearsal import rehearsed
-from undrift.training.personal import has_own_models
-from undrift.training.result import RUN, Result
+from undrift.training.model_rehearsal import rehearse_model
+from undrift.training.result import Result
 from undrift.training.rounds import broadcast
 from undrift.training.run import Run
+from undrift.training.run_folder import RUN
 from undrift.training.settings import Settings
 from undrift.training.state import State
+from undrift.training.threads import use_threads
 
 log = logging.getLogger("undrift.flower")
 
@@ -58,7 +58,7 @@ class ServerRun(Run):
         if has_own_models(self):
             server = replace(self.server(t, state), cohort=clients, client_weights=self.weights(clients))
             received = broadcast(self, self.bound(t), plan, state, server)
-        inputs, wanted = self.inputs(plan, state, received, state.clients), forms(self, state)
+        inputs, wanted = self.inputs(plan, state, received, state.clients), empty_sums(self, state)
 
         def accept(key: str, reply: bytes) -> Sums:
             sent, notes = decode(reply, REPORT)
@@ -121,7 +121,7 @@ def serve(
     out.mkdir(parents=True, exist_ok=True)
     known, keys = read(out), found()
     federation = met(link, keys) if known is None else known
-    with threads(experiment.threads):
+    with use_threads(experiment.threads):
         given = settings(experiment, federation, out / "run")
         if known is None:
             federation.save(out)  # only now, so that nodes which do not fit together can be corrected and asked again
@@ -152,7 +152,7 @@ def served(run: Run, federation: Federation, link: Link, replies: int) -> Server
         f"{listed(whole)} cannot be computed from sums, which are all that nodes send; leave it out of metrics.",
     )
     # Evaluation must call the model as the nodes do, which rehearse it too. What clients keep is on their nodes.
-    run = replace(rehearsed(run), files=None)
+    run = replace(rehearse_model(run), files=None)
     given = {entry.name: getattr(run, entry.name) for entry in fields(run)}
     engine = FlowerEngine(run, federation, link, replies)
     choices = run.choices | {"engine": "flower", "why": f"{len(federation.members)} nodes train"}

@@ -140,8 +140,8 @@ def resume(
     """
     from undrift.tools import config
     from undrift.tools.experiment import override_for_resume, same_length, settings_to_resume, without_effect
-    from undrift.training.record import repeats
-    from undrift.training.result import RUN, finished, intact, recorded
+    from undrift.training.config_writer import repeats
+    from undrift.training.run_folder import RUN, finished, intact, recorded
 
     if not any((folder / name).exists() for name in ("config.toml", RUN)):
         raise UndriftError(f"{folder} is not the folder of a run: it has no config.toml.")

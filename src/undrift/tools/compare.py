@@ -17,9 +17,9 @@ from undrift.errors import UndriftError, listed, nearest, quoted
 from undrift.method.parse import parse_method
 from undrift.tools.run_folders import RunFolder, count_left_out, main_figure, nonfinite_remarks, runs_in
 from undrift.tools.statistics import average_by_seed, deviation, mean, paired
-from undrift.training.divergence import CHANCE, DIVERGED
-from undrift.training.result import RUN, STOPPED, finished, recorded
-from undrift.training.rows import number
+from undrift.training.history import number
+from undrift.training.learning_checks import CHANCE, DIVERGED
+from undrift.training.run_folder import RUN, STOPPED, finished, recorded
 from undrift.training.settings import KEYS
 
 IGNORED_KEYS = {key for key, role in KEYS.items() if not role.compared}

@@ -33,10 +33,11 @@ from undrift.tools.config import Document, Experiment, Section, checked, overrid
 from undrift.tools.plugins import import_plugins
 from undrift.training import nonfinite
 from undrift.training.checkpoint import parse_interval
-from undrift.training.early import as_rule
+from undrift.training.config_writer import flatten
+from undrift.training.early_stopping import as_rule
 from undrift.training.loop import train_with
-from undrift.training.record import flat
-from undrift.training.result import RUN, Result, recorded
+from undrift.training.result import Result
+from undrift.training.run_folder import RUN, recorded
 from undrift.training.settings import KEYS, ROLES, Settings
 from undrift.training.track import find
 
@@ -78,7 +79,7 @@ def understood(experiment: Experiment) -> tuple[Method, Local, Faults | None]:
     with about("checkpoint_every"):
         parse_interval(experiment.checkpoint_every)
     with about("on_nonfinite"):
-        nonfinite.check(experiment.on_nonfinite)
+        nonfinite.check_on_nonfinite(experiment.on_nonfinite)
     with about("stop_when"):
         as_rule(experiment.stop_when)
     with about("track"):
@@ -149,15 +150,15 @@ def settings_to_resume(folder: Path, allow_version_change: bool = False) -> tupl
     copy = known.get("config") if known else None
     if copy is None:
         return read(folder), read_text(file, "utf-8-sig")
-    before = flat(tomllib.loads(copy))
+    before = flatten(tomllib.loads(copy))
     try:
         given = read(folder)
-        if missing := before.keys() - flat(given).keys() - {"stop_when"}:
+        if missing := before.keys() - flatten(given).keys() - {"stop_when"}:
             raise UndriftError(f"{file} lacks the key {min(missing)!r}.")
     except UndriftError as error:
         log.warning("%s The copy in %s is used instead.", error, RUN)
         return tomllib.loads(copy), copy
-    now = flat(given)
+    now = flatten(given)
     for key in _changed_fixed_keys(before, now, allow_version_change):
         raise UndriftError(
             f"{file}: {key} was {quoted(before.get(key))} when the run started, and is {quoted(now.get(key))} now. "
@@ -176,7 +177,7 @@ def override_for_resume(settings: Document, assignments: list[str], allow_versio
     """The settings of a run, with each `key=value` put in. Raises `UndriftError` for what a resumed run must keep."""
     changed = override(settings, assignments)
     checked(changed, "--set")
-    for key in _changed_fixed_keys(flat(settings), flat(changed), allow_version_change):
+    for key in _changed_fixed_keys(flatten(settings), flatten(changed), allow_version_change):
         if key in DIGITS:
             why = "may change the last digits of the result; to change it anyway, add --allow-version-change."
         else:
@@ -193,7 +194,7 @@ def same_length(settings: Document, config: str) -> bool:
 
 def without_effect(settings: Document, config: str) -> str:
     """A sentence about settings that differ from a finished run's `config.toml`; empty if there are none."""
-    before, now = flat(tomllib.loads(config)), flat(settings)
+    before, now = flatten(tomllib.loads(config)), flatten(settings)
     names = [key for key in before | now if before.get(key) != now.get(key)]
     return (
         f" Without more rounds, the new {listed(names)} {'has' if len(names) == 1 else 'have'} no effect."

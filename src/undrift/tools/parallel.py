@@ -40,10 +40,11 @@ from undrift.tools.config import Document, checked
 from undrift.tools.experiment import about, arguments, run
 from undrift.tools.run_folders import RunFolder
 from undrift.tools.stopping import Stop, stopping
-from undrift.training import arithmetic, beside
-from undrift.training.checks import find_device
+from undrift.training import side_by_side
+from undrift.training.argument_checks import find_device
 from undrift.training.nonfinite import mute
-from undrift.training.result import finished, stopped
+from undrift.training.run_folder import finished, stopped
+from undrift.training.threads import use_threads
 
 if TYPE_CHECKING:
     from undrift.tools.live_table import LiveTable
@@ -171,7 +172,7 @@ def run_points(
         _claim_folder(point, out, kind)
     waiting = [point for point in points if not finished(out / point.name)]
     some: Sequence[str | None] = how.devices or [None] * (how.workers or _count_workers(points[0], where))
-    share = min(beside.MOST, -(-len(points) // len(some)))  # so that every process has some
+    share = min(side_by_side.MAX_RUNS, -(-len(points) // len(some)))  # so that every process has some
     size = how.together or (share if any(_on_gpu(points[0], where, place) for place in some) else 1)
     # Bundles with a run that is not finished are those of the first time: the others' bits depend on the finished ones.
     left = set(waiting)
@@ -262,7 +263,7 @@ def _train_together(
     if len(tasks) == 1:
         return [tasks[0]()]
     messages: list[str | None] = []
-    for message in beside.side_by_side(tasks):
+    for message in side_by_side.side_by_side(tasks):
         if isinstance(message, BaseException):  # only a stop is not a message
             raise message
         messages.append(message)
@@ -283,7 +284,7 @@ def _train_one(
     settings = settings if device is None else {**settings, "device": device}
     try:
         resume = (Path(folder) / "config.toml").exists()
-        with arithmetic.threads(threads):
+        with use_threads(threads):
             result = run(checked(settings, where), folder, resume, on_round=lambda row: check())
     except UndriftError as error:
         return str(error)

@@ -201,7 +201,7 @@ def _recorded_modules(run: Path) -> dict[str, list[str]]:
 
     The file may come from somebody else: what is not an absolute path, or is in the run's own folder, is left out.
     """
-    from undrift.training.result import RUN, recorded
+    from undrift.training.run_folder import RUN, recorded
 
     known = recorded(run) if (run / RUN).exists() else None
     if not isinstance(known, dict):
@@ -227,7 +227,7 @@ def _inside(folder: str, run: Path) -> bool:
 
 def run_folder(file: Path) -> Path | None:
     """The folder of the run that this is, or whose `config.toml` this is; None for other experiment files."""
-    from undrift.training.result import RUN
+    from undrift.training.run_folder import RUN
 
     if file.is_dir():
         return file

@@ -26,8 +26,8 @@ from undrift.tools.report.gather import gather
 from undrift.tools.report.summary import duration, size
 from undrift.tools.run_folders import RunFolder
 from undrift.training.build import module_of
-from undrift.training.record import repeats
-from undrift.training.result import RUN, finished, intact, recorded
+from undrift.training.config_writer import repeats
+from undrift.training.run_folder import RUN, finished, intact, recorded
 
 WORDS = {
     "test": "test set", "validation": "validation data", "client": "clients' own data, mean",

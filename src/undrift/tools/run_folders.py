@@ -24,10 +24,10 @@ from undrift.metrics import METRICS
 from undrift.tools.config import read
 from undrift.tools.experiment import FREE
 from undrift.tools.statistics import average
-from undrift.training.divergence import DIVERGED, Divergence
-from undrift.training.record import flat, repeats
-from undrift.training.result import RUN, as_record, finished, parse_history, stopped
-from undrift.training.rows import number
+from undrift.training.config_writer import flatten, repeats
+from undrift.training.history import number
+from undrift.training.learning_checks import DIVERGED, Divergence
+from undrift.training.run_folder import RUN, as_record, finished, parse_history, stopped
 
 TUNING, FINAL = "tuning", "final"
 """The folders of a study's two phases."""
@@ -62,7 +62,7 @@ class RunFolder:
         if not unfinished and not why and not ended:
             raise UndriftError(f"The run in {folder} is not finished. Finish it first: undrift resume {folder}")
         with reporting_damage(folder, "config.toml"):
-            written = flat(read(folder))
+            written = flatten(read(folder))
             settings = dict(written)
             _check_settings(settings)
             if not repeats(files.read_text(folder / "config.toml", "utf-8-sig")):
@@ -179,7 +179,7 @@ def _refuse_edited(folder: Path, known: dict[str, Any], now: dict[str, Any]) -> 
     """Raise if `config.toml` has other settings than the run was trained with."""
     if "config" not in known:
         return
-    before = flat(tomllib.loads(known["config"]))
+    before = flatten(tomllib.loads(known["config"]))
     changed = [key for key in before | now if before.get(key) != now.get(key) and key not in FREE]
     if changed:
         key = changed[0]

@@ -28,8 +28,8 @@ from undrift.tools.experiment import about, refuse_undecided, understood
 from undrift.tools.parallel import MOST, Point, unique_names, word
 from undrift.tools.run_folders import RunFolder, main_figure
 from undrift.tools.statistics import average, deviation
-from undrift.training.divergence import CHANCE, DIVERGED
-from undrift.training.record import flat
+from undrift.training.config_writer import flatten
+from undrift.training.learning_checks import CHANCE, DIVERGED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +41,7 @@ DIGITS = 4
 
 def file_grid(section: Any) -> Grid:
     """A file's `[sweep]`: keys, dotted or in subsections, with lists of values."""
-    grid = flat(section) if isinstance(section, dict) else {}
+    grid = flatten(section) if isinstance(section, dict) else {}
     if not isinstance(section, dict) or not all(isinstance(values, list) and values for values in grid.values()):
         raise UndriftError("[sweep] must have keys with lists of values, such as local.lr = [0.01, 0.1].")
     return grid

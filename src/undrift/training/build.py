@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +28,7 @@ from undrift.engine.placement import Placement
 from undrift.engine.plain import PlainEngine
 from undrift.engine.ranked import RankedEngine
 from undrift.engine.ranks import ALONE, Ranks
+from undrift.engine.slots import SlotFiles
 from undrift.errors import require
 from undrift.functional.arguments import WHOLE
 from undrift.functional.copying import Factory, has_hooks, unwrapped, without_factory
@@ -42,21 +46,29 @@ from undrift.metrics import get_metrics
 from undrift.models import parse_model
 from undrift.random import derive, torch_seed
 from undrift.training import drift
-from undrift.training.arithmetic import full_precision, threads
-from undrift.training.checks import check_types, cohort_size_of, find_device, warn_of_one_client
-from undrift.training.input_trials import warn_of_labels, warn_of_pixels, warn_of_rounding, warn_of_trained_test
-from undrift.training.labelled import with_labels
-from undrift.training.last_batches import check_singles, warn_of_short
+from undrift.training.argument_checks import check_types, cohort_size_of, find_device, warn_of_one_client
+from undrift.training.batch_checks import check_single_samples, warn_of_short_batches, why_plain
+from undrift.training.client_failures import Conditions
+from undrift.training.hook_rehearsal import find_sums, rehearse_hooks
+from undrift.training.model_checks import (
+    check_augment,
+    check_gradient,
+    check_split,
+    warn_of_labels,
+    warn_of_pixels,
+    warn_of_rounding,
+    warn_of_trained_test,
+    with_shapes,
+)
+from undrift.training.model_loss_data import with_label_inputs
 from undrift.training.model_rehearsal import OwnModule
-from undrift.training.obstacles import reason
-from undrift.training.rehearsal import find_sums, rehearse
 from undrift.training.run import Run
+from undrift.training.run_folder import CHECKPOINT
 from undrift.training.settings import Settings
-from undrift.training.storage import with_files
-from undrift.training.survivors import Conditions
-from undrift.training.threads import thread_count
-from undrift.training.trials import check_augment, check_gradient, check_split, with_shapes
-from undrift.tree import tree_map
+from undrift.training.state import State
+from undrift.training.threads import thread_count, use_threads
+from undrift.training.torch_flags import full_precision
+from undrift.tree import tree_bytes, tree_map
 
 log = logging.getLogger("undrift")
 
@@ -83,11 +95,11 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     chosen_metrics = get_metrics(given.metrics if given.metrics is not None else data.task.metrics, chosen_loss)
     drift.check(given.drift, chosen_metrics)
     own_loss = chosen_loss is model_loss
-    data = with_labels(data) if own_loss else data
+    data = with_label_inputs(data) if own_loss else data
     module = with_shapes(module_of(given.model, data, seed), data, seed)
     function = Model(module, where, given.precision, output_of(given, method, own_loss))
     examined, chosen_loss = check_data(function, data, where, chosen_loss, chosen_metrics)
-    refuse_single(method, chosen_loss)
+    refuse_batch_losses(method, chosen_loss)
     if cohort is None and ranks.leads:  # otherwise, the data are not those of all clients
         warn_of_one_client(given.participation, data.population)
         warn_of_labels(data, chosen_loss, given.loss is None and data.task.loss is None)
@@ -99,17 +111,17 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
     placement = Placement(where, given.data_on)
     place, why_there = placement.reason(data.store)
     device_data = DeviceData(data, where, examined.accum_dtype, placement.stays)
-    with selected(where), full_precision():
+    with current_device(where), full_precision():
         in_lanes = examined.in_lanes()
-        choice = chosen(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
+        choice = choose_engine(given, in_lanes, device_data, -(-cohort_size // ranks.size), method, chosen_loss)
     function = in_lanes if choice.engine == "lanes" else examined
-    check_singles(function, local, data, rounds, method.batches, given.personalize_every is not None)
-    warn_of_short(local, data, rounds, method.batches)
-    program = drift.observed(program_of(function, method, local, data, chosen_loss), given.drift, cohort_size)
+    check_single_samples(function, local, data, rounds, method.batches, given.personalize_every is not None)
+    warn_of_short_batches(local, data, rounds, method.batches)
+    program = drift.observe_program(build_program(function, method, local, data, chosen_loss), given.drift, cohort_size)
     program = conditions.program(program, cohort_size)
     count, why_so_many = thread_count(given.threads, function, choice, where, local.widest(data.size_counts[0]))
-    with threads(count):
-        engine, choices = engine_of(choice, program, examined, device_data, given, ranks)
+    with use_threads(count):
+        engine, choices = build_engine(choice, program, examined, device_data, given, ranks)
     choices |= {"threads": count, "threads_why": why_so_many, "data": place, "data_why": why_there}
     if said := directions(chosen_metrics):  # for whoever reads the run's folder without the metrics themselves
         choices["lower_is_better"] = said
@@ -139,10 +151,10 @@ def prepare(given: Settings, ranks: Ranks = ALONE, cohort: int | None = None) ->
         padded = choice.engine == "lanes" and may_pad(local, data, method)
         run = replace(run, own_module=OwnModule(unwrapped(module), examined, program, padded))
     if given.rehearse and not all(ours(part) for part in method.parts):
-        alone = replace(program_of(function, method, local, data, chosen_loss), sums=program.sums)
+        alone = replace(build_program(function, method, local, data, chosen_loss), sums=program.sums)
         lanes = choice.engine == "lanes"
-        run = replace(run, rehearsal=rehearse(run, alone, lanes, lanes and may_pad(local, data, method)))
-    return with_files(run, given.out)
+        run = replace(run, rehearsal=rehearse_hooks(run, alone, lanes, lanes and may_pad(local, data, method)))
+    return choose_client_storage(run, given.out)
 
 
 def may_pad(local: Local, data: FederatedDataset, method: Method) -> bool:
@@ -150,7 +162,7 @@ def may_pad(local: Local, data: FederatedDataset, method: Method) -> bool:
     return local.may_be_short(data.size_counts[0]) or any(part.measures for part in method.parts)
 
 
-def engine_of(
+def build_engine(
     choice: Choice, program: Program, model: Model, data: DeviceData, given: Settings, ranks: Ranks
 ) -> tuple[Engine, dict[str, Any]]:
     """Return the engine that was chosen, and `Run.choices`. `model` is for the plain engine, in case lanes fail."""
@@ -179,20 +191,22 @@ def engine_of(
         return joined(PlainEngine(replace(program, model=model), data))
 
     spare = plain if given.engine == "auto" else None
-    return Fallback(lanes, choice.lanes, spare, partial(narrowed, choices), partial(switched, choices)), choices
+    return Fallback(
+        lanes, choice.lanes, spare, partial(note_narrowing, choices), partial(note_switch, choices)
+    ), choices
 
 
-def narrowed(choices: dict[str, Any], t: int, lanes: int) -> None:
+def note_narrowing(choices: dict[str, Any], t: int, lanes: int) -> None:
     """Record in a run's choices that it trains with fewer lanes from round `t` on, counted from 0."""
     choices |= {"lanes": lanes, "why": "memory ran out with more lanes", "narrowed": t + 1}
 
 
-def switched(choices: dict[str, Any], t: int, why: str) -> None:
+def note_switch(choices: dict[str, Any], t: int, why: str) -> None:
     """Record in a run's choices that it trains on the plain engine from round `t` on, counted from 0."""
     choices |= {"engine": "plain", "lanes": 1, "compile": False, "why": why, "switched": t + 1}
 
 
-def program_of(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
+def build_program(model: Model, method: Method, local: Local, data: FederatedDataset, loss: Loss) -> Program:
     """Return what one client does, with the method and local training as one chain of parts."""
     personal = method.personal([*model.start, *model.tracked])
     rates, decays = group_factors(local.groups, list(model.start)) if local.groups else ({}, {})
@@ -219,7 +233,7 @@ def output_of(given: Settings, method: Method, own_loss: bool) -> str | None:
     return output
 
 
-def refuse_single(method: Method, loss: Loss) -> None:
+def refuse_batch_losses(method: Method, loss: Loss) -> None:
     """Reject parts that need the losses of single samples if the loss has none."""
     names = [type(part).__name__ for part in method.parts if part.needs_losses] if of_batches(loss) else []
     require(
@@ -269,8 +283,8 @@ def check_data(
         splits |= {f"{name} data's": rows} if rows else {}
     if (tests := data.client_test) is not None and tests.store is not data.store and len(tests.index):
         splits["clients' own tests'"] = Rows(tests.store, tests.index, tests.take)
-    found = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
-    examined, loss = found["clients'"]
+    examinations = {whose: check_split(model, whose, rows, device, loss, metrics) for whose, rows in splits.items()}
+    examined, loss = examinations["clients'"]
     checked = check_gradient(examined, own, device, loss)
     warn_of_rounding(checked, own, device)
     warn_of_pixels(checked, own, device)
@@ -279,12 +293,12 @@ def check_data(
     return checked, loss
 
 
-def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
+def choose_engine(given: Settings, model: Model, data: DeviceData, cohort: int, method: Method, loss: Loss) -> Choice:
     """Return the engine that was asked for, or that suits the model, the data and the device."""
     local, sizes = given.local, data.data.size_counts[0]
     width, steps = local.widest(sizes), local.spread(0, data.data, method.batches)
     padded = may_pad(local, data.data, method)
-    obstacle = None if given.engine == "plain" or model.obstacle else reason(model, loss, data, padded)
+    obstacle = None if given.engine == "plain" or model.obstacle else why_plain(model, loss, data, padded)
     choice = choose(given.engine, given.lanes, model, data, cohort, steps, width, obstacle)
     work = cohort * steps.mean
     choice = replace(choice, compile=compiles(given.compile, choice, data.device, given.rounds, work))
@@ -292,6 +306,44 @@ def chosen(given: Settings, model: Model, data: DeviceData, cohort: int, method:
     return choice
 
 
-def selected(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which `device` is the current GPU, which CUDA graphs and Triton's kernels always use."""
     return torch.cuda.device(device) if captures(device) else contextlib.nullcontext()
+
+
+# ---- where what clients keep is stored -----------------------------------------------------------------------------
+
+HOST_SHARE = 0.25
+"""The share of host memory that clients' states may take. If they might take more, they go to files."""
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The file with the memory limit of a container, on Linux."""
+
+
+def choose_client_storage(run: Run, out: Any) -> Run:
+    """Return the run, with files for what clients keep if the clients of all rounds might keep too much for memory.
+
+    That is known before the first round: by how much a newcomer's state takes, and how many clients can take part.
+    """
+    parts = run.composed.overriding("keep")
+    if not parts or not hasattr(os, "pwrite") or run.ranks.several:  # each process has only its own clients' states
+        return run
+    one = run.data.holders(np.zeros(1, np.int64))
+    plan = replace(run.plan(0), clients=one, steps=np.ones(1, np.int64))
+    with torch.no_grad():
+        state = State(run.model.start, [], run.model.tracked, run.no_states())
+        fresh = run.inputs(plan, state, None, state.clients).kept([0])
+    most = tree_bytes(fresh) * min(run.population, run.cohort_size * run.rounds)
+    if most <= HOST_SHARE * host_memory():
+        return run
+    folder = Path(out) / CHECKPOINT if out else None
+    run.choices["kept"] = f"in {'the run folder' if out else 'temporary files'}: up to {most / 1e9:.3g} GB of states"
+    return replace(run, files=SlotFiles(folder))
+
+
+def host_memory() -> int:
+    """Return the memory of the machine, or the part of it that this process may use, in bytes."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(LIMIT.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # there is no limit, or it is not known
+        return whole

@@ -5,7 +5,7 @@ valid, and the files that it names with their checksums:
 
 - `round-N.safetensors`: parameters, running statistics, the server's state;
 - `clients-M.safetensors`: what clients keep between rounds, each with the states that changed since the one before;
-- `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory (`storage.py`);
+- `slots-N.safetensors`: where these states are in the files `kept-K.bin`, if they are not in memory;
 - `rows-M.jsonl`: the history so far, likewise in pieces.
 
 The two checkpoints share no file: each belongs to its own series, so that a damaged file affects one checkpoint only.
@@ -21,43 +21,35 @@ import contextlib
 import json
 import logging
 import os
-import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from undrift.engine.client_states import ClientStates
-from undrift.engine.ranks import LostError
-from undrift.engine.slots import Slot, SlotFiles, damaged
+from undrift.engine.ranks import LostError, Ranks
+from undrift.engine.slots import Layout, Slot, SlotFiles, damaged
+from undrift.engine.table import Table
 from undrift.errors import UndriftError, first_line
 from undrift.files import DamagedError, digest, regular, remove_partial, replacing, seal, sync, unseal, verify
-from undrift.training.early import COLUMN
-from undrift.training.meeting import companions
-from undrift.training.processes import collected
-from undrift.training.result import as_json, as_record
+from undrift.training.barrier import companions
 from undrift.training.run import Run
-from undrift.training.slot_tables import read_slots, write_slots
+from undrift.training.run_folder import CHECKPOINT, CHECKPOINT_FILES, as_json, as_record
+from undrift.training.safetensors_io import own_memory, pack, unpack, write_tensors
 from undrift.training.state import State
-from undrift.training.trees import own_memory, pack, unpack, write_tensors
-from undrift.tree import Tree, tree_to
+from undrift.tree import Tree, tree_to, tree_unflatten
 
 log = logging.getLogger("undrift")
-
-CHECKPOINT = "checkpoint"
-"""The folder of checkpoints in a run's folder."""
 LAST = 2
 """The number of checkpoints to keep, each in its own series."""
 PIECES = 16
 """The number of files of clients' states, or of the history, from which they are merged into one."""
-OURS = re.compile(
-    r"round-(0|[1-9]\d*)\.(json|safetensors)|(clients|slots)-\d+\.safetensors|rows-\d+\.jsonl|kept-\d+\.bin"
-)
-"""The names of our files in `checkpoint/`. All others are left alone."""
 
 
 @dataclass
@@ -91,7 +83,7 @@ class Checkpoints:
         """Identifies the run in every checkpoint."""
         self.stale: list[int] = []
         """Rounds whose checkpoints cannot be used, so that they are replaced."""
-        self.held: dict[int, list[Slot]] = {}
+        self.protected: dict[int, list[Slot]] = {}
         """By round: the slots that its checkpoint names, which must not be written to."""
         self.closed = False
         """Whether the run's last checkpoint has been written."""
@@ -108,7 +100,7 @@ class Checkpoints:
             return
         ranks, series = self.run.ranks, self.series[0]
         ranks.same((now.params, now.tracked, now.parts))
-        whole = replace(now, clients=collected(ranks, now.clients, self._since(series))) if ranks.several else now
+        whole = replace(now, clients=gather_clients(ranks, now.clients, self._since(series))) if ranks.several else now
         ranks.first(lambda: self._write(whole))
         self.saved_round, self.saved_at = now.round, time.monotonic()
 
@@ -133,7 +125,6 @@ class Checkpoints:
         whole = {
             **self.record,
             "round": now.round,
-            "before_finish": True,
             "total_steps": now.total_steps,
             "constant_steps": now.constant_steps,
             "total_bytes": now.total_bytes,
@@ -151,7 +142,7 @@ class Checkpoints:
             whole |= {"slots": table, "kept": sorted(files.files)}
             whole["files"][table] = write_slots(self.folder / table, files, slots)
         seal(self.folder / f"round-{now.round}.json", whole)
-        self.held[now.round] = [slot for own in slots.values() for slot in own.values()]
+        self.protected[now.round] = [slot for own in slots.values() for slot in own.values()]
         self.series = [*self.series[1:], series]
         if self.run.files:
             self.run.files.side = 1 - self.run.files.side
@@ -220,16 +211,16 @@ class Checkpoints:
         for number in last:
             with contextlib.suppress(DamagedError):
                 needed |= set(files_of(self.folder, number))
-        ours = [file for file in self.folder.iterdir() if OURS.fullmatch(file.name) and regular(file)]
+        ours = [file for file in self.folder.iterdir() if CHECKPOINT_FILES.fullmatch(file.name) and regular(file)]
         for file in sorted(ours, key=lambda f: f.suffix != ".json"):  # files that name others are removed first
             if file.name not in needed:
                 file.unlink()
-        remove_partial(self.folder, OURS)
-        self.held = {number: slots for number, slots in self.held.items() if number in last}
+        remove_partial(self.folder, CHECKPOINT_FILES)
+        self.protected = {number: slots for number, slots in self.protected.items() if number in last}
 
     def recorded(self) -> dict[str, Any] | None:
         """Return the record of the run in the newest checkpoint that can be read."""
-        for number in self._found():
+        for number in self._rounds():
             assert self.folder
             try:
                 file = self.folder / f"round-{number}.json"
@@ -241,9 +232,9 @@ class Checkpoints:
     @property
     def newest(self) -> int:
         """The latest round that has a checkpoint, readable or not; 0 if there is none."""
-        return max(self._found(), default=0)
+        return max(self._rounds(), default=0)
 
-    def _found(self) -> list[int]:
+    def _rounds(self) -> list[int]:
         return rounds_in(self.folder) if self.folder else []
 
     def restore(self, last: int | None = None) -> State | None:
@@ -251,9 +242,9 @@ class Checkpoints:
 
         With `last`, checkpoints of later rounds are not used, and will be replaced.
         """
-        found = self._found()
-        usable = [number for number in found if last is None or number <= last]
-        self.stale = [number for number in found if number not in usable]
+        present = self._rounds()
+        usable = [number for number in present if last is None or number <= last]
+        self.stale = [number for number in present if number not in usable]
         for number in usable:
             assert self.folder
             try:
@@ -261,11 +252,11 @@ class Checkpoints:
             except Exception as error:  # damage may raise anything; the previous checkpoint is used
                 log.warning("the checkpoint of round %d cannot be used: %s", number, error)
                 continue
-            self.stale = [later for later in found if later > number]
+            self.stale = [later for later in present if later > number]
             # The other series may be damaged, or have later rounds that are trained again, so it starts over.
             self.series = [*(Series() for _ in range(LAST - 1)), series]
             self.saved_round = number
-            self._hold(found, now)
+            self._hold(present, now)
             return now
         if usable:
             raise UndriftError(
@@ -276,20 +267,16 @@ class Checkpoints:
     def read(self, number: int) -> tuple[State, Series]:
         """Return a checkpoint, with every file checked. Raises if anything is wrong with it."""
         assert self.folder
-        whole = verified(self.folder, number)
+        whole = read_verified(self.folder, number)
         tensors = own_memory(load_file(self.folder / whole["state"]))
         trees = {name: tree_to(unpack(tree, tensors), self.run.device) for name, tree in whole["trees"].items()}
-        parts = [*trees["states"], *self.run.start().parts[len(trees["states"]) :]]  # local work was no part before
         clients = self._clients(whole, number)
         lines = [line for name in whole["rows"] for line in (self.folder / name).read_text("utf-8").splitlines()]
         counts = (whole["total_steps"], whole["constant_steps"], whole["total_bytes"])
         history = [json.loads(line) for line in lines]
-        now = State(trees["params"], parts, trees["tracked"], clients, number, *counts, history)
+        now = State(trees["params"], trees["states"], trees["tracked"], clients, number, *counts, history)
         if whole["round"] != number or len(now.history) != number:
             raise DamagedError(f"round-{number}.json belongs to another round.")
-        last = str(number) == whole["identity"]["rounds"] or COLUMN in now.history[-1]
-        if last and "before_finish" not in whole:
-            raise DamagedError("an earlier version of undrift wrote it after the method's finish.")
         return now, Series(whole["clients"], whole["rows"], number, whole["files"])
 
     def _clients(self, whole: dict[str, Any], number: int) -> ClientStates:
@@ -312,16 +299,16 @@ class Checkpoints:
         trees = {i: {c: slot.read() for c, slot in own.items() if owns(c)} for i, own in slots.items()}
         return clients.updated(trees, number + 1)  # so that the next checkpoint has them
 
-    def _hold(self, found: list[int], now: State) -> None:
+    def _hold(self, present: list[int], now: State) -> None:
         """Protect what checkpoints on disk name from being overwritten, after one of them has been restored."""
         files = self.run.files
         if files is None:
             return
-        for number in found:
+        for number in present:
             with contextlib.suppress(Exception):  # damage may raise anything; that checkpoint cannot be used
                 assert self.folder
                 slots = self._slots(unseal(self.folder / f"round-{number}.json"), files)
-                self.held[number] = [slot for own in slots.values() for slot in own.values()]
+                self.protected[number] = [slot for own in slots.values() for slot in own.values()]
         files.settle(slot for own in now.clients.slots().values() for slot in own.values())
 
     def _slots(self, whole: dict[str, Any], files: SlotFiles) -> dict[int, dict[int, Slot]]:
@@ -330,17 +317,17 @@ class Checkpoints:
         if "slots" not in whole:
             return {}
         name = whole["slots"]
-        if not OURS.fullmatch(name):
+        if not CHECKPOINT_FILES.fullmatch(name):
             raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
         verify(self.folder / name, whole["files"][name])
         return read_slots(self.folder / name, files)
 
 
-def verified(folder: Path, number: int) -> dict[str, Any]:
+def read_verified(folder: Path, number: int) -> dict[str, Any]:
     """Return what `round-N.json` says. Raises `DamagedError` if a file that it names is not what was written."""
     whole: dict[str, Any] = unseal(folder / f"round-{number}.json")
     for name, sha256 in whole["files"].items():
-        if not OURS.fullmatch(name):
+        if not CHECKPOINT_FILES.fullmatch(name):
             raise DamagedError(f"it names the file {name!r}, which no checkpoint writes.")
         verify(folder / name, sha256)
     return whole
@@ -351,13 +338,15 @@ def companions_in(folder: Path) -> dict[int, list[Path] | None]:
 
     A checkpoint that is damaged is not among them; None stands for one that does not say.
     """
-    found: dict[int, list[Path] | None] = {}
+    companions: dict[int, list[Path] | None] = {}
     place = folder / CHECKPOINT
     for number in rounds_in(place):
         with contextlib.suppress(Exception):  # damage may raise anything
-            others = verified(place, number).get("beside")
-            found[number] = None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
-    return found
+            others = read_verified(place, number).get("beside")
+            companions[number] = (
+                None if others is None else [Path(os.path.normpath(folder / other)) for other in others]
+            )
+    return companions
 
 
 def files_of(folder: Path, number: int) -> list[str]:
@@ -370,8 +359,8 @@ def rounds_in(folder: Path) -> list[int]:
     """Return the rounds that have a checkpoint in a folder, newest first."""
     if not folder.is_dir():
         return []
-    found = [(OURS.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
-    return sorted((int(match[1]) for match, file in found if match and regular(file)), reverse=True)
+    matches = [(CHECKPOINT_FILES.fullmatch(file.name), file) for file in folder.iterdir() if file.suffix == ".json"]
+    return sorted((int(match[1]) for match, file in matches if match and regular(file)), reverse=True)
 
 
 def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
@@ -379,11 +368,11 @@ def _read_clients(file: Path, wanted: list[int]) -> dict[int, dict[int, Tree]]:
     with safe_open(file, framework="pt") as opened:
         tensors = own_memory({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - not a dict
         trees = json.loads(opened.metadata()["trees"])
-    found: dict[int, dict[int, Tree]] = {}
+    states_by_part: dict[int, dict[int, Tree]] = {}
     for name, tree in trees.items():
         part, client = map(int, name.split("/"))
-        found.setdefault(part, {})[client] = unpack(tree, tensors)
-    return {part: {client: states[client] for client in wanted} for part, states in found.items()}
+        states_by_part.setdefault(part, {})[client] = unpack(tree, tensors)
+    return {part: {client: states[client] for client in wanted} for part, states in states_by_part.items()}
 
 
 def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
@@ -402,3 +391,79 @@ def parse_interval(every: int | str | None) -> tuple[int | None, float | None]:
     raise UndriftError(
         f'checkpoint_every must be a number of rounds such as 10, or of seconds such as "30s", not {every!r}.'
     )
+
+
+# ---- states in files -----------------------------------------------------------------------------------------------
+
+Slots = dict[int, dict[int, Slot]]
+"""By part and client."""
+
+
+def write_slots(file: Path, files: SlotFiles, slots: Slots) -> str:
+    """Write these slots' states to the disk, and then the table; returns its checksum."""
+    files.seal(slot for own in slots.values() for slot in own.values())
+    names = list(files.files)
+    places = {id(files.files[name]): i for i, name in enumerate(names)}
+    tensors, layouts = {}, {}
+    for part, own in slots.items():
+        every = list(own.values())
+        layouts[part] = _describe_layout(every[0].layout)
+        sums = b"".join(slot.sha256 or b"" for slot in every)
+        rows = [[client, places[id(slot.file)], slot.number] for client, slot in own.items()]
+        tensors[f"{part} slots"] = torch.tensor(rows, dtype=torch.int64)
+        tensors[f"{part} sha256"] = torch.from_numpy(np.frombuffer(sums, np.uint8).copy()).reshape(len(every), 32)
+    return write_tensors(file, tensors, {"files": json.dumps(names), "layouts": json.dumps(layouts)})
+
+
+def read_slots(file: Path, files: SlotFiles) -> Slots:
+    """Return the slots that a table names. Raises if `files` cannot have them."""
+    slots: Slots = {}
+    with safe_open(file, framework="pt") as opened:
+        about = opened.metadata()
+        names = json.loads(about["files"])
+        for part, described in json.loads(about["layouts"]).items():
+            layout = _layout_of(described)
+            rows, sums = (opened.get_tensor(f"{part} {what}") for what in ("slots", "sha256"))
+            slots[int(part)] = {
+                client: files.known(names[place], number, layout, sha256.tobytes())
+                for (client, place, number), sha256 in zip(rows.tolist(), sums.numpy(), strict=True)
+            }
+    return slots
+
+
+def _describe_layout(layout: Layout) -> dict[str, Any]:
+    """Return the layout as JSON."""
+    tensors: dict[str, torch.Tensor] = {}
+    blank = [torch.empty(shape, dtype=dtype) for dtype, shape in layout.kinds]
+    tree = pack(tree_unflatten(blank, layout.structure), "", tensors)
+    kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    return {"tree": tree, "kinds": kinds}
+
+
+def _layout_of(described: dict[str, Any]) -> Layout:
+    kinds = described["kinds"].items()
+    blank = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in kinds}
+    return Layout.of(unpack(described["tree"], blank))
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------
+
+
+def gather_clients(ranks: Ranks, clients: ClientStates, since: int) -> ClientStates:
+    """Return, in the first process, all states of clients that changed after `since` rounds, for a checkpoint.
+
+    The first process determines `since`.
+    """
+    since = ranks.said(lambda: since)
+    host = torch.device("cpu")
+    changed = clients.changed_since(since)
+    own = {i: {c: tree_to(states[c], host) for c in changed & states.keys()} for i, states in clients.parts.items()}
+    handed_in = ranks.handed_in((own, {c: clients.changed[c] for c in changed}))
+    parts: dict[int, dict[int, Any]] = {i: {} for i in clients.parts}
+    when: dict[int, int] = {}
+    for states, rounds in handed_in:
+        for i, of_part in states.items():
+            parts[i] |= of_part
+        when |= rounds
+    tables = {i: Table().updated(states) for i, states in parts.items()}
+    return replace(clients, parts=tables, changed=Table().updated(when), device=host)

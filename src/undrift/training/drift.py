@@ -41,7 +41,7 @@ LAYERS = "layers"
 LONGEST = 5
 """How many clients a row names with the norms of their updates, the longest first."""
 LEAST = 1e-30
-"""What is divided by is at least this, which no weight and hardly any norm is."""
+"""The smallest divisor. No weight is as small, and hardly any norm."""
 LOSS = "the loss of this step"
 """A buffer's name that no model has: the loss leaves the gradient's computation among the buffers."""
 
@@ -68,7 +68,7 @@ class Drifting(Program):
 
     @classmethod
     def of(cls, program: Program, **more: Any) -> Drifting:
-        """The program as one of this class."""
+        """Return the program as one of this class."""
         return cls(**{entry.name: getattr(program, entry.name) for entry in fields(program)} | more)
 
     def initial(self, given: Tree) -> Tree:
@@ -82,7 +82,7 @@ class Drifting(Program):
         if not self.cohort:
             return super().step(state, given, batches, k, differentiate)
         losses: list[Tensor] = []
-        after = super().step(state, given, batches, k, noting(differentiate, losses))
+        after = super().step(state, given, batches, k, recording_losses(differentiate, losses))
         loss = losses[0].to(given["weight"].dtype)  # the first one is the step's own
         return after | {"loss_first": torch.where(k == 0, loss, state["loss_first"]), "loss": loss}
 
@@ -105,24 +105,24 @@ class Drifting(Program):
         return sent._replace(sums=(weighted, [*sums, own], tracked))
 
     def split(self, sums: Tensor) -> list[Tensor]:
-        """What `conclude` has put into one vector: losses, lengths, of the layers too, norms by place, directions."""
+        """Split what `conclude` put into one vector: losses, lengths (of layers too), norms by place, directions."""
         layers = len(self.model.start) if self.layers else 0
         rest = len(sums) - 3 - layers - self.cohort
         return list(sums.split([2, 1 + layers, self.cohort, rest]))
 
 
 def flat(tree: dict[str, Tensor]) -> Tensor:
-    """All values of a tree as one vector, in at least float32: squares of half-precision updates would overflow."""
+    """Return a tree as one vector, in at least float32: squares of half-precision updates would overflow."""
     return torch.cat([t.flatten().to(torch.promote_types(t.dtype, torch.float32)) for t in tree.values()])
 
 
-def observed(program: Program, drift: bool | str, cohort: int) -> Program:
-    """The program of clients that send figures of their drift, if that is asked for."""
+def observe_program(program: Program, drift: bool | str, cohort: int) -> Program:
+    """Return the program of clients that send figures of their drift, if asked for."""
     return Drifting.of(program, cohort=cohort, layers=drift == LAYERS) if drift else program
 
 
-def noting(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
-    """`differentiate`, which also appends the value of each function to `losses`."""
+def recording_losses(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
+    """Return `differentiate`, which also appends the value of each function to `losses`."""
 
     def noted(loss: Any, params: Params) -> tuple[Params, Params]:
         def with_value(w: Params) -> tuple[Tensor, Params]:
@@ -137,7 +137,7 @@ def noting(differentiate: Differentiate, losses: list[Tensor]) -> Differentiate:
 
 
 def with_places(inputs: RoundInputs) -> RoundInputs:
-    """The inputs with each client's place in the cohort; those that fill it up have places after it."""
+    """Return the inputs with each client's place in the cohort; clients that fill it up have later places."""
     like = inputs.clients["weight"]
     missing = len(like) - inputs.cohort
     end = len(inputs.plan.clients) + torch.arange(missing)
@@ -145,13 +145,13 @@ def with_places(inputs: RoundInputs) -> RoundInputs:
     return replace(inputs, clients=inputs.clients | {"place": to_device(places, like.device)})
 
 
-def taken(outcome: Outcome) -> tuple[Outcome, Tensor]:
-    """The outcome without what `Drifting` clients sent about themselves, and that."""
+def split_off_drift(outcome: Outcome) -> tuple[Outcome, Tensor]:
+    """Return the outcome without what `Drifting` clients sent about themselves, and what that is."""
     return replace(outcome, sums=outcome.sums[:-1]), outcome.sums[-1]
 
 
 def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, after: Params) -> dict[str, Tensor]:
-    """A round's figures, on the device. `before` and `after` are the global weights."""
+    """Return a round's figures, on the device. `before` and `after` are the global weights."""
     losses, lengths, norms, directions = program.split(sums)
     mean, whole = flat(outcome.update), torch.where(outcome.weight > 0, outcome.weight, 1)
     length, step = torch.linalg.vector_norm(mean), torch.linalg.vector_norm(flat(after) - flat(before))
@@ -162,34 +162,34 @@ def figures(program: Drifting, sums: Tensor, outcome: Outcome, before: Params, a
         ratio(torch.stack([length, *own]) * whole, lengths),
         outcome.weight[None],
     ]
-    found = {"numbers": torch.cat(numbers), "norms": norms}
+    on_device = {"numbers": torch.cat(numbers), "norms": norms}
     if outcome.finite is not None:
-        found["counting"] = outcome.finite
+        on_device["counting"] = outcome.finite
     if outcome.updates:
         rows = torch.cat([t.flatten(1) for t in outcome.updates.values()], 1).to(mean.dtype)
-        found["cosines"] = ratio(rows @ mean, torch.linalg.vector_norm(rows, dim=1) * length)
-    return found
+        on_device["cosines"] = ratio(rows @ mean, torch.linalg.vector_norm(rows, dim=1) * length)
+    return on_device
 
 
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    """`top / bottom`, and 0 where `bottom` is 0."""
+    """Return `top / bottom`, and 0 where `bottom` is 0."""
     return torch.where(bottom > 0, top / torch.where(bottom > 0, bottom, 1), 0)
 
 
 def columns(
-    found: dict[str, Tensor], clients: np.ndarray, excused: np.ndarray, names: list[str], by_layer: bool
+    figures: dict[str, Tensor], clients: np.ndarray, excused: np.ndarray, names: list[str], by_layer: bool
 ) -> dict[str, Any]:
-    """The figures as columns of the history. Waits for the device.
+    """Return the figures as columns of the history. Waits for the device.
 
     Args:
-        found: What `figures` returned.
+        figures: What the function `figures` returned.
         clients: The cohort.
         excused: By place in it: whether the client is known not to count.
         names: The parameters.
         by_layer: Whether there are figures for each of them.
     """
     layers = len(names) if by_layer else 0
-    *values, weight = found["numbers"].tolist()
+    *values, weight = figures["numbers"].tolist()
     lengths, (mean, step, cosine, agreement, *own) = values[2 : 3 + layers], values[3 + layers :]
     if not weight:  # nobody counts
         return {"server_step": step}
@@ -199,8 +199,8 @@ def columns(
     }  # fmt: skip
     if by_layer:  # those that do not move, such as personal ones, neither agree nor disagree
         row["layer_agreement"] = {name: x for name, x, far in zip(names, own, lengths[1:], strict=True) if far}
-    counting = ~excused & (found["counting"].cpu().numpy() if "counting" in found else True)
-    norms, cosines = found["norms"].tolist(), found["cosines"].tolist() if "cosines" in found else []
+    counting = ~excused & (figures["counting"].cpu().numpy() if "counting" in figures else True)
+    norms, cosines = figures["norms"].tolist(), figures["cosines"].tolist() if "cosines" in figures else []
     if len(clients) <= len(norms):  # a part's plan may have more clients than there are places
         by_client = {c: x for c, x, counts in zip(clients.tolist(), norms, counting, strict=False) if counts}
         longest = sorted(by_client, key=lambda client: -by_client[client])[:LONGEST]

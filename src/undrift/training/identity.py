@@ -2,7 +2,7 @@
 
 It is stored in the run's folder and in every checkpoint, and compared before a resumed run changes anything. Numbers
 are written in full, arrays and weights as checksums. Users' functions and classes are described by a digest of their
-code (`syntax.py`), and by the values in their closure and the simple values of their module that they use.
+code (`code_digest.py`), and by the values in their closure and the simple values of their module that they use.
 
 A run may be continued with more rounds. So a value that is called `rounds`, or something with `rounds` in it, and that
 equals the run's number of rounds, is described as just that: such a schedule is the same schedule of a longer run.
@@ -30,9 +30,9 @@ from undrift.functional.borrowed import LENT
 from undrift.functional.layouts import components
 from undrift.method.part import Method
 from undrift.metrics.base import streams
+from undrift.training.code_digest import code_of, from_library
 from undrift.training.run import Run
 from undrift.training.settings import ROLES, Settings
-from undrift.training.syntax import code_of, from_library
 
 SHOWN = 120
 """The maximum length of a difference in a message."""
@@ -40,7 +40,7 @@ CODE = re.compile(r"([\w.<>]+) \(code ([0-9a-f]{16})\)")
 """How a description names a user's function or class."""
 
 ATTRIBUTES = "attributes of the model, the method, the loss, the metrics or the data"
-"""Values that only code uses, such as `self.scale` of a module. Runs of earlier versions do not have them."""
+"""Values that only code uses, such as `self.scale` of a module."""
 ELSEWHERE = ("participation", "data")
 """Settings that a run's identity has under other names: "clients a round", and what `data` consists of."""
 
@@ -50,9 +50,9 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
 
     `before` is the number of rounds that the run was started with, if it is compared with one that has another.
     """
-    shown = functools.partial(describe, rounds=lengths(run, before))
+    shown = functools.partial(describe, rounds=possible_lengths(run, before))
     trained = {*run.model.start, *run.model.tracked}
-    found = {
+    entries = {
         "rounds": str(run.rounds),
         "seed": str(run.seed),
         "method": shown(run.method),
@@ -69,27 +69,27 @@ def identity(run: Run, given: Settings, before: int | None = None) -> dict[str, 
     }
     owners = [given.model, run.method, run.loss, run.metrics, run.data.take, run.data.augment]
     with LENT:
-        found[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
+        entries[ATTRIBUTES] = _digest(CODE.sub(r"\1", shown(owners, deep=True)))  # code is compared elsewhere
     decisive = [name for name, role in ROLES.items() if role.resume == "same" and name not in ELSEWHERE]
-    return found | {name: shown(getattr(given, name)) for name in decisive if name not in found}
+    return entries | {name: shown(getattr(given, name)) for name in decisive if name not in entries}
 
 
-def lengths(run: Run, before: int | None) -> frozenset[int]:
+def possible_lengths(run: Run, before: int | None) -> frozenset[int]:
     return frozenset({run.rounds, run.rounds if before is None else before})
 
 
-def relative(run: Run, before: int) -> list[str]:
+def depending_on_rounds(run: Run, before: int) -> list[str]:
     """Return the schedules, parts and functions that depend on the number of rounds, by their values' names."""
-    shown = functools.partial(describe, rounds=lengths(run, before))
+    shown = functools.partial(describe, rounds=possible_lengths(run, before))
     owners: list[Any] = [run.local, *run.method.parts, *([run.conditions.faults] if run.conditions.faults else [])]
-    found = []
+    names = []
     for owner in owners:
         name = type(owner).__name__
         fields = {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
-        found += [f"{name}({key})" for key, value in fields.items() if shown({key: value}) != describe({key: value})]
-        found += [name] if shown(type(owner)) != describe(type(owner)) else []
+        names += [f"{name}({key})" for key, value in fields.items() if shown({key: value}) != describe({key: value})]
+        names += [name] if shown(type(owner)) != describe(type(owner)) else []
     functions = {"the loss": run.loss, "the metrics": run.metrics, "the augmentation": run.data.augment}
-    return found + [name for name, function in functions.items() if shown(function) != describe(function)]
+    return names + [name for name, function in functions.items() if shown(function) != describe(function)]
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -105,23 +105,18 @@ def versions(device: torch.device) -> dict[str, str]:
     }
 
 
-def compare(
-    before: dict[str, str], now: dict[str, str], where: Any, by_tree: bool = True, hints: Iterable[str] = ()
-) -> list[str]:
+def compare_identities(before: dict[str, str], now: dict[str, str], where: Any, hints: Iterable[str] = ()) -> list[str]:
     """Return the functions and classes whose code is not what it was when the run in the folder `where` was started.
 
-    `by_tree` is whether code is known by its syntax tree; earlier versions of undrift recorded compiled code. Raises
-    `UndriftError` if the run has another identity in anything else but its number of rounds; `hints` are sentences for
-    another method.
+    Raises `UndriftError` if the run has another identity in anything else but its number of rounds; `hints` are
+    sentences for another method.
     """
     changed: list[str] = []
     for what in now | before:
-        if what in ROLES and ROLES[what].resume == "free":  # of an earlier version, which compared it
-            continue
         then, asked = str(before.get(what)), str(now.get(what))
-        if what == "rounds" or then == asked or (what == ATTRIBUTES and what not in before):
+        if what == "rounds" or then == asked:
             continue
-        others = _changed_code(then, asked) if by_tree else _unknown_code(then, asked)
+        others = _changed_code(then, asked)
         if not others:
             then, asked = _difference(then, asked)
             raise UndriftError(
@@ -140,16 +135,7 @@ def _changed_code(before: str, now: str) -> list[str]:
     return [name for (name, then), (_, asked) in pairs if then != asked]
 
 
-def _unknown_code(before: str, now: str) -> list[str]:
-    """The names of code that an earlier version of undrift described in its own way, if nothing else has changed.
-
-    Its digests included what now follows as " with …", and a model's those of its classes.
-    """
-    alike = CODE.sub(r"\1", before) == CODE.sub(r"\1", now) or " with {" in now or " of " in now
-    return [name for name, _ in CODE.findall(now)] if alike and before.split()[:1] == now.split()[:1] else []
-
-
-def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def version_differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Return versions and hardware that differ from those of another session."""
     return [f"{what} {before.get(what)}, now {now[what]}" for what in now if before.get(what) != now[what]]
 
@@ -166,12 +152,12 @@ def _difference(a: str, b: str) -> tuple[str, str]:
     )
 
 
-def plainly(x: Any) -> str:
+def repr_without_addresses(x: Any) -> str:
     """Return `repr(x)` without addresses, which change from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
-def deeply(x: Any) -> str:
+def describe_deeply(x: Any) -> str:
     """Return a description of `x` with the attributes of modules and of objects that do not describe themselves.
 
     But for the values of weights: two modules that differ in nothing else have the same.
@@ -184,7 +170,7 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
     """Return a complete description of `x`, the same in every process.
 
     `within` are the ids of the enclosing objects; `rounds` is what the run's number of rounds may be. `deep`: see
-    `deeply`.
+    `describe_deeply`.
     """
     if id(x) in within:
         return "…"
@@ -224,7 +210,7 @@ def describe(x: Any, within: tuple[int, ...] = (), rounds: frozenset[int] = froz
     silent = deep and getattr(type(x), "__repr__", None) is object.__repr__
     if (callable(x) or streams(x) or silent) and hasattr(x, "__dict__"):
         return f"{inner(type(x))}({inner(vars(x))})"
-    return plainly(x)
+    return repr_without_addresses(x)
 
 
 def _plain(module: nn.Module, numbers: dict[int, int]) -> dict[str, Any]:
@@ -232,8 +218,8 @@ def _plain(module: nn.Module, numbers: dict[int, int]) -> dict[str, Any]:
 
     Torch counts the hooks of a process, so these get `numbers` that count those of the model.
     """
-    empty, found = vars(nn.Module()), _hooks(module)
-    renamed = {name: {numbers[i]: hook for i, hook in hooks.items()} for name, hooks in found.items()}
+    empty, hooks_by_kind = vars(nn.Module()), _hooks(module)
+    renamed = {name: {numbers[i]: hook for i, hook in hooks.items()} for name, hooks in hooks_by_kind.items()}
     own = vars(module).items()
     return {name: renamed.get(name, value) for name, value in own if name not in empty or ("hook" in name and value)}
 
@@ -248,9 +234,9 @@ def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
 
 
 def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
-    """Return whether a field that earlier versions lack is as they behaved, so that their runs can be resumed.
+    """Return whether a description leaves a field out: marked as "added", with its default, or as "before", with that.
 
-    That is its default, or the value that its metadata has as "before".
+    So runs that were described without the field can be resumed.
     """
     value = getattr(owner, field.name)
     if "before" in field.metadata:
@@ -259,9 +245,9 @@ def _unused(field: dataclasses.Field[Any], owner: Any) -> bool:
 
 
 def changed_defaults(method: Method, before: str) -> list[str]:
-    """Return what to write for parts that have other defaults than when a run was described as `before`."""
+    """Return what descriptions without some field stand for, for parts that have another value in it now."""
     return [
-        f"{type(part).__name__}() of earlier versions is {type(part).__name__}({f.name}={f.metadata['before']!r}) now."
+        f"Written without {f.name}, it stands for {type(part).__name__}({f.name}={f.metadata['before']!r})."
         for part in method.parts
         for f in dataclasses.fields(part)  # type: ignore[arg-type]
         if "before" in f.metadata and not _unused(f, part) and f"{f.name}=" not in before
@@ -301,5 +287,5 @@ def _module(module: nn.Module, trained: set[str], inner: Any) -> str:
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     rest = {name: _array(t) if name not in trained else (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     own = [inner(kind) for kind in classes if not from_library(kind)]
-    layers = _digest(repr([plainly(module), names, rest]))
+    layers = _digest(repr([repr_without_addresses(module), names, rest]))
     return f"{type(module).__qualname__} {layers}" + (f" of {', '.join(own)}" if own else "")

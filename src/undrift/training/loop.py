@@ -21,31 +21,29 @@ from undrift.method.faults import Faults
 from undrift.method.local import Local
 from undrift.method.part import Method, Part
 from undrift.methods.fedavg import FedAvg
-from undrift.training import arithmetic, divergence, model_file, nonfinite, nothing_trained
-from undrift.training.beside import check_interrupted, join
-from undrift.training.build import prepare, selected
+from undrift.training import learning_checks, nonfinite, safetensors_io, threads, torch_flags
+from undrift.training.argument_checks import check_listening
+from undrift.training.barrier import Interrupted, announce_checkpoints
+from undrift.training.build import current_device, prepare
 from undrift.training.callbacks import Callback, RoundRecord, as_callbacks
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.checks import check_listening
-from undrift.training.clock import Clock
-from undrift.training.early import COLUMN, Rule, as_rule, check_possible, warn_if_late
-from undrift.training.evaluate import Columns, evaluate, warn_without_test
+from undrift.training.config_writer import config_toml
+from undrift.training.early_stopping import COLUMN, Rule, as_rule, check_possible, stop_reason, warn_if_late
+from undrift.training.evaluation import Columns, Personal, evaluate, has_own_models, own_model, warn_without_test
+from undrift.training.history import Clock, history_row, late_columns
 from undrift.training.identity import identity, versions
-from undrift.training.meeting import Interrupted, announce
-from undrift.training.model_rehearsal import few_outputs, rehearsed, warn_of_another_evaluation
+from undrift.training.model_rehearsal import few_outputs, rehearse_model, warn_of_another_evaluation
 from undrift.training.observers import Observers
-from undrift.training.personal import Personal, has_own_models, own_model
-from undrift.training.processes import agree, opened
-from undrift.training.progress import shown
+from undrift.training.progress import progress_of
 from undrift.training.provenance import session
-from undrift.training.record import record
-from undrift.training.replace import ReplacedFolder
-from undrift.training.result import Folder, Result
-from undrift.training.resume import resumed_by_all, stops
+from undrift.training.rank_checks import check_agreement
+from undrift.training.result import Result
+from undrift.training.resume import resume_everywhere
 from undrift.training.rounds import Round, federated_round, finish
-from undrift.training.rows import history_row, late_figures
 from undrift.training.run import Run
+from undrift.training.run_folder import Folder, ReplacedFolder, enter_folder
 from undrift.training.settings import Settings
+from undrift.training.side_by_side import check_interrupted, join
 from undrift.training.state import State
 from undrift.training.track import Trackers
 from undrift.tree import tree_finite
@@ -195,66 +193,66 @@ def train(
 
 
 def train_with(given: Settings, put: Callable[[Run], Run] = lambda run: run) -> Result:
-    """The run with these settings: prepared, resumed where that is asked for, and trained.
+    """Return the result of a run with these settings: prepared, resumed where that is asked for, and trained.
 
     `put` may put another engine in the place of the one that was chosen.
     """
     with torch.inference_mode(False), launched() as ranks:  # within it, nothing has a gradient
-        run, rule = ranks.together(lambda: checked(given, ranks, put))
-        agree(run, given)
+        run, rule = ranks.together(lambda: prepare_run(given, ranks, put))
+        check_agreement(run, given)
         ranks.use(run.device)
-        with arithmetic.threads(run.choices["threads"]):
+        with threads.use_threads(run.choices["threads"]):
             join(run, given)
-            with selected(run.device), arithmetic.arithmetic(given.precision, given.deterministic, run.device):
-                run = rehearsed(run)
-            return trained(run, rule, given)
+            with current_device(run.device), torch_flags.use_flags(given.precision, given.deterministic, run.device):
+                run = rehearse_model(run)
+            return train_run(run, rule, given)
 
 
-def checked(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
-    """The run, and the rule that ends it early."""
+def prepare_run(given: Settings, ranks: Ranks, put: Callable[[Run], Run]) -> tuple[Run, Rule | None]:
+    """Return the run, and the rule that ends it early. Raises `UndriftError` for what it cannot be."""
     run = put(prepare(given, ranks))
     check_listening(given)
-    nonfinite.check(given.on_nonfinite)
+    nonfinite.check_on_nonfinite(given.on_nonfinite)
     rule = as_rule(given.stop_when, directions(run.metrics))
     check_possible(rule, run)
     warn_if_late(rule, run, given)
     nonfinite.check_start(run.model.start)
     if given.out is not None:
-        model_file.check(run.model.module)
+        safetensors_io.check_savable(run.model.module)
     return run, rule
 
 
-def trained(run: Run, rule: Rule | None, given: Settings) -> Result:
-    """The run's result, and its files. Of several processes, the first writes and tells; all read a checkpoint."""
+def train_run(run: Run, rule: Rule | None, given: Settings) -> Result:
+    """Train the run, and write its files. Of several processes, the first writes and tells; all read a checkpoint."""
     ranks, where = run.ranks, run.device
     files = ranks.first(lambda: (ReplacedFolder if given.replace else Folder)(given.out, given.resume)) or Folder(None)
     checkpoints = Checkpoints(Path(given.out) if given.out else None, run, given.checkpoint_every)
     trackers = ranks.first(lambda: Trackers(given.track, files.path)) or Trackers(None, None)
     with (
-        opened(files, ranks) as folder,
-        selected(where),
-        arithmetic.arithmetic(given.precision, given.deterministic, where),
+        enter_folder(files, ranks) as folder,
+        current_device(where),
+        torch_flags.use_flags(given.precision, given.deterministic, where),
         trackers,
     ):
         first = run.start()
-        config = record(run, given) if folder.path or trackers else ""
+        config = config_toml(run, given) if folder.path or trackers else ""
         if folder.path:
             checkpoints.record = {
                 "identity": identity(run, given), "versions": versions(where), "config": config, "choices": run.choices
             }  # fmt: skip
-        earlier = resumed_by_all(run, given, folder, checkpoints, rule) if given.resume else None
+        earlier = resume_everywhere(run, given, folder, checkpoints, rule) if given.resume else None
         if isinstance(earlier, Result):
             return earlier
         if folder.path and not given.resume:
             checkpoints.record["started"] = session(checkpoints.record["versions"], run.choices)
-        announce(run, checkpoints.due)
-        watch = nonfinite.Watch(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
+        announce_checkpoints(run, checkpoints.due)
+        guard = nonfinite.FiniteGuard(run, first.parts, skip=given.on_nonfinite == nonfinite.SKIP)
         callbacks = as_callbacks(given.callbacks)
         impatient = bool(given.track or given.on_round or any(not callback.late for callback in callbacks))
         state = earlier or first
-        progress = shown(run, state.round) if given.progress and ranks.leads else None
+        progress = progress_of(run, state.round) if given.progress and ranks.leads else None
         observers = Observers(folder, checkpoints, trackers, given.on_round, callbacks, ranks, impatient, progress)
-        loop = Loop(run, watch, observers, given.evaluate_every, given.personalize_every, rule, state)
+        loop = Loop(run, guard, observers, given.evaluate_every, given.personalize_every, rule, state)
         ranks.first(lambda: observers.begin(config, loop.rows, given.resume))
         if given.out and not loop.state.round:
             ranks.first(lambda: folder.partition(partition_summary(run.data)))
@@ -267,7 +265,7 @@ class Loop:
     """A run under way: one round after another, each with its row of the history."""
 
     run: Run
-    watch: nonfinite.Watch
+    guard: nonfinite.FiniteGuard
     observers: Observers
     evaluate_every: int
     personalize_every: int | None
@@ -301,7 +299,7 @@ class Loop:
         return self.state.round >= self.run.rounds or self.why is not None
 
     def train(self) -> Result:
-        """All rounds that are left, or as many as stay finite and as the rule allows."""
+        """Train all rounds that are left, or as many as stay finite and as the rule allows."""
         try:
             if self.at_end:
                 self.conclude_resumed()
@@ -311,18 +309,18 @@ class Loop:
             if self.run.ranks.several and machine_trouble(error):  # of one process: the others are elsewhere
                 raise
             # Undone here, not where the flag is read: that is on another stream, beside rounds still under way.
-            found = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
-            self.state, self.stopped = self.watch.undo(found)
+            failure = error if isinstance(error, nonfinite.NonFiniteError) else self.blamed(error)
+            self.state, self.stopped = self.guard.undo(failure)
         outputs = few_outputs(self.run, self.state)
         trained = self.run.model.at(self.state.tracked).load(self.state.params)
         warn_of_another_evaluation(self.run, outputs, trained)
         ranks, folder = self.run.ranks, self.observers.folder
         ranks.same((self.state.params, self.state.tracked, self.state.parts))
-        diverged = None if self.stopped else divergence.warned_of(self.run, self.state.history)
+        diverged = None if self.stopped else learning_checks.warn_of_divergence(self.run, self.state.history)
         if not self.stopped:
-            divergence.warn_of_nan(self.run, self.state.history)
+            learning_checks.warn_of_nan_metrics(self.run, self.state.history)
             if not self.noticed:
-                nothing_trained.warn_at_the_end(self.run, self.state)
+                learning_checks.warn_if_nothing_trained(self.run, self.state)
         if self.stopped:
             self.observers.stopped(self.state, self.stopped)
         else:
@@ -349,16 +347,16 @@ class Loop:
         self.clock.start()
         try:
             check_interrupted()
-            self.state, self.done = federated_round(run, before, self.watch.skip)
+            self.state, self.done = federated_round(run, before, self.guard.skip)
         except Interrupted:
             self.settle(wait=True)
             self.observers.save(before)
             raise
         state, method = self.state, self.done.method
         if before.round == 0:
-            self.unchanged = nothing_trained.unchanged(run, before.params, self.state.params)
-        self.watch.add(before, self.done.answers)
-        self.watch.left(state)
+            self.unchanged = learning_checks.weights_unchanged(run, before.params, self.state.params)
+        self.guard.add(before, self.done.answers)
+        self.guard.left(state)
 
         self.clock.stop()
         self.complete = last and not method.overriding("finish")
@@ -366,7 +364,7 @@ class Loop:
         if run.rehearsal and run.rehearsal.due(last):
             run.ranks.together(run.rehearsal.repeat)
         row = history_row(run, state, self.done)
-        self.clock.add(row, partial(late_figures, self.run, self.watch, row, self.done, state.parts, figures))
+        self.clock.add(row, partial(late_columns, self.run, self.guard, row, self.done, state.parts, figures))
         state.history.append(row)
         due = self.observers.due(state)
         self.settle(wait=last or due or self.observers.impatient or self.rule is not None)
@@ -374,23 +372,23 @@ class Loop:
             self.observers.save(self.state)
 
     def figures(self, method: Method, last: bool) -> tuple[Columns, set[str]]:
-        """How the model does on the test and validation data and on clients' own, as far as that is due.
+        """Evaluate the model on the test and validation data and on clients' own, as far as that is due.
 
         Returns a function that returns the columns, and the names of those that only a last round has.
         """
-        state, found, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
+        state, columns, tuned, evaluated = self.state, {}, {}, dict  # type: State, Any, Any, Columns
         due = state.round % self.evaluate_every == 0
         tuning = bool(self.personalize_every and state.round % self.personalize_every == 0)
         if last or due:
-            found = self.run.held_out(state, last)
-            if found is None:
-                evaluated, found = evaluate(self.run, state), self.personal.shared(state, last)
+            columns = self.run.held_out(state, last)
+            if columns is None:
+                evaluated, columns = evaluate(self.run, state), self.personal.shared(state, last)
         if last:  # the names of all columns are needed
-            found, evaluated = evaluated() | found, dict
+            columns, evaluated = evaluated() | columns, dict
         if last or tuning:
             tuned = self.personal.tuned(state, method, state.round - 1)
-        extra = {"by_client"} | (set() if due else found.keys()) | (set() if tuning else tuned.keys())
-        return lambda: evaluated() | found | tuned, extra
+        extra = {"by_client"} | (set() if due else columns.keys()) | (set() if tuning else tuned.keys())
+        return lambda: evaluated() | columns | tuned, extra
 
     def settle(self, wait: bool) -> None:
         """Hand on the rows of rounds that the device is done with. Raises `NonFiniteError`."""
@@ -400,7 +398,7 @@ class Loop:
             self.observers.row(self.seen(self.ended(row)), self.state)
 
     def seen(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row after callbacks have seen it, who may end the run with this round."""
+        """Return the row after callbacks have seen it, which may end the run with this round."""
         why = self.observers.asks_to_stop(row, self.state)
         return self.conclude(row, why) if why and not self.over else row
 
@@ -408,16 +406,16 @@ class Loop:
         """Warn if the first round has not changed the weights, and no later one will."""
         same, self.unchanged = self.unchanged, None
         if (
-            nothing_trained.trained(row)
+            learning_checks.clients_trained(row)
             and same is not None
             and bool(same)
-            and nothing_trained.from_the_first_round(self.run)
+            and learning_checks.every_round_must_change(self.run)
         ):
-            nothing_trained.warn(self.run, 1)
+            learning_checks.warn_nothing_trained(self.run, 1)
             self.noticed = True
 
     def ended(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row, after what follows a last round if the run ends with it."""
+        """Return the row, after what follows a last round if the run ends with it."""
         if self.state.history[-1] is not row:  # there are later rounds
             return row
         last = row["round"] == self.run.rounds
@@ -425,8 +423,8 @@ class Loop:
         return self.conclude(row, why) if last or why else row
 
     def stops(self) -> str | None:
-        """Why the rule ends the run here, if it does. The first process decides: rows have times, which are its own."""
-        return self.run.ranks.said(lambda: stops(self.rule, self.state)) if self.rule else None
+        """Return why the rule ends the run here, if it does. The first process decides: times in rows are its own."""
+        return self.run.ranks.said(lambda: stop_reason(self.rule, self.state.history)) if self.rule else None
 
     def conclude(self, row: dict[str, Any], why: str | None) -> dict[str, Any]:
         """Do what follows the last round, which this is, if not by number then because the rule says so.
@@ -444,7 +442,7 @@ class Loop:
             final |= {"bytes_down": done.bytes_down, "bytes_up": done.bytes_up, "total_bytes": self.state.total_bytes}
             finite = bool(tree_finite((self.state.params, self.state.tracked)))
             final |= self.figures(done.method, last=True)[0]() if finite else {}
-            self.stopped = nonfinite.at_the_end(final, finite, bool(done.method.overriding("finish")))
+            self.stopped = nonfinite.problem_at_end(final, finite, bool(done.method.overriding("finish")))
         if self.stopped:
             self.state = state
             return longer
@@ -458,10 +456,10 @@ class Loop:
         self.observers.row(self.conclude(row, self.why), self.state)
 
     def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
-        """The round that left something non-finite, which is why a hook or a metric failed; else raises `error`."""
+        """Return the round that left something non-finite, which made a hook or a metric fail; else raise `error`."""
         try:
             self.settle(wait=True)
-            self.watch.check()
-        except nonfinite.NonFiniteError as found:
-            return found
+            self.guard.check()
+        except nonfinite.NonFiniteError as failure:
+            return failure
         raise error

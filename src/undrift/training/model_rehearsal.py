@@ -44,14 +44,13 @@ from undrift.functional.loss_draws import repeating
 from undrift.functional.model import Model, Params
 from undrift.method.context import Plan
 from undrift.random import normal_like
+from undrift.training.model_checks import OF_THE_MODEL, relative_distance
 from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.training.trials import OF_THE_MODEL
-from undrift.tree import Tree, tree_leaves, tree_map, tree_unstack
+from undrift.tree import Tree, tree_map, tree_unstack
 
 log = logging.getLogger("undrift")
-
 FEW = 3
 """The number of samples of a batch, unless lanes must not pad it or the model needs more."""
 STEPS = 2
@@ -109,7 +108,7 @@ class Verdict(NamedTuple):
 AS_CHOSEN, ON_PLAIN, IN_PLACE, REFUSED, UNKNOWN = "as chosen", "on the plain engine", "in place", "refused", "unknown"
 
 
-def rehearsed(run: Run) -> Run:
+def rehearse_model(run: Run) -> Run:
     """Return the run, on another engine if the one that was chosen does not train the model as PyTorch does.
 
     Raises `UndriftError` if none does. Of several processes, the first compares.
@@ -117,16 +116,16 @@ def rehearsed(run: Run) -> Run:
     own = run.own_module
     if own is None or type(run) is not Run:  # a federation's server has done so, and its nodes do
         return run
-    found = run.ranks.said(partial(compared, run, own))
-    if found.how == REFUSED:
-        raise MismatchError(found.why)
-    if found.how == UNKNOWN:
-        log.warning("%s", found.why)
-        run.choices["rehearsal"] = found.why
-    return run if found.how in (AS_CHOSEN, UNKNOWN) else on_plain(run, own, found)
+    verdict = run.ranks.said(partial(compare_with_pytorch, run, own))
+    if verdict.how == REFUSED:
+        raise MismatchError(verdict.why)
+    if verdict.how == UNKNOWN:
+        log.warning("%s", verdict.why)
+        run.choices["rehearsal"] = verdict.why
+    return run if verdict.how in (AS_CHOSEN, UNKNOWN) else fall_back_to_plain(run, own, verdict)
 
 
-def compared(run: Run, own: OwnModule) -> Verdict:
+def compare_with_pytorch(run: Run, own: OwnModule) -> Verdict:
     """Return how to train the model, from a few samples or, if it does not take those, from whole batches."""
     failed: Exception | None = None
     if own.padded or run.choices["engine"] == "plain":  # otherwise lanes have batches of one size
@@ -157,22 +156,22 @@ KEPT = "Trying to backward through the graph a second time"
 """Words of torch's error."""
 
 
-def on_plain(run: Run, own: OwnModule, found: Verdict) -> Run:
+def fall_back_to_plain(run: Run, own: OwnModule, verdict: Verdict) -> Run:
     """Return the run on the plain engine, with the module as the verdict says."""
-    log.warning("the run trains on the plain engine: %s", found.why)
-    model, engine = own.model if found.how == ON_PLAIN else own.model.in_place(WHY), run.engine
+    log.warning("the run trains on the plain engine: %s", verdict.why)
+    model, engine = own.model if verdict.how == ON_PLAIN else own.model.in_place(WHY), run.engine
     if isinstance(engine, Fallback):
-        if found.how == IN_PLACE:
-            engine.plain = partial(plain, run, own, model)
-        engine.switch(0, found.why)
+        if verdict.how == IN_PLACE:
+            engine.plain = partial(plain_engine, run, own, model)
+        engine.switch(0, verdict.why)
     else:
-        run = replace(run, engine=plain(run, own, model))
-    run.choices.update(engine="plain", lanes=1, compile=False, why=found.why)
+        run = replace(run, engine=plain_engine(run, own, model))
+    run.choices.update(engine="plain", lanes=1, compile=False, why=verdict.why)
     run.choices.pop("switched", None)  # which says from which round on
     return replace(run, model=model)
 
 
-def plain(run: Run, own: OwnModule, model: Model) -> PlainEngine:
+def plain_engine(run: Run, own: OwnModule, model: Model) -> PlainEngine:
     """Return the plain engine with this model."""
     return PlainEngine(replace(own.program, model=model), run.device_data)
 
@@ -191,13 +190,13 @@ class Comparison:
     def __init__(self, run: Run, own: OwnModule, few: int | None) -> None:
         several = run.ranks.several
         # What clients keep now is not for the run's folder, and other processes are not asked.
-        self.run = run = replace(run, files=None, ranks=ALONE, engine=unranked(run.engine))
+        self.run = run = replace(run, files=None, ranks=ALONE, engine=without_ranks(run.engine))
         self.own, self.few, self.several = own, few, several
         self.start = run.start()
         self.inputs = self._inputs()
         sizes = run.data.sizes_of(self.inputs.filled.clients[: self.inputs.cohort])
         self.place = int(sizes.argmax())
-        self.low = low(run)
+        self.low = is_low_precision(run)
         try:
             self.wanted = self.by_pytorch()
             if (move := self._move()) < SHORT:
@@ -232,11 +231,11 @@ class Comparison:
             )
 
         with torch.no_grad():
-            found = inputs_of(run, run.bound(0), self.start, short)[0]
+            inputs = inputs_of(run, run.bound(0), self.start, short)[0]
         if self.few is None:
-            return found
-        counts = np.minimum(found.batches.counts, self.few)
-        return replace(found, batches=replace(found.batches, counts=counts))
+            return inputs
+        counts = np.minimum(inputs.batches.counts, self.few)
+        return replace(inputs, batches=replace(inputs.batches, counts=counts))
 
     def _move(self) -> float:
         """Return by which share of its norm the weight moves that moves most; NaN counts as far."""
@@ -268,7 +267,7 @@ class Comparison:
             yield module
 
     def _plainly(self, model: Model, inputs: RoundInputs) -> Trained:
-        engine = plain(self.run, self.own, model)
+        engine = plain_engine(self.run, self.own, model)
         state = engine.train(inputs, self.place, engine.given(inputs, self.place))
         return Trained(tree_map(torch.clone, state["params"]), tree_map(torch.clone, state.get("statistics", {})))
 
@@ -276,7 +275,7 @@ class Comparison:
         """Return the loss alone, of a batch of the client's, as a function of the weights."""
         loss, key, tracked = repeating(model, self.run.loss), fixed_key(self.run.device), self.inputs.shared["tracked"]
         client, first = int(self.inputs.filled.clients[self.place]), int(self.inputs.batches.first[self.place])
-        batch = plain(self.run, self.own, model).batch_at(self.inputs, client, first)
+        batch = plain_engine(self.run, self.own, model).batch_at(self.inputs, client, first)
 
         def value(weights: Params) -> Tensor:
             x = tree_map(torch.clone, batch.x)  # which a forward pass may write to
@@ -288,11 +287,11 @@ class Comparison:
 
     def _gradients(self, model: Model) -> list[Params]:
         """Return the gradient of the loss, at the first weights and near them."""
-        value, found = self._value(model), []
+        value, gradients = self._value(model), []
         for weights in (model.start, model.perturbed()):
             with model.seeding(fixed_key(self.run.device)):
-                found.append(model.gradient(value, tree_map(torch.clone, weights)))
-        return found
+                gradients.append(model.gradient(value, tree_map(torch.clone, weights)))
+        return gradients
 
     def _keeps(self) -> bool:
         """Return whether the loss of the same batch at the same weights is another one the next time.
@@ -315,16 +314,16 @@ class Comparison:
         """Return what an engine makes of the client."""
         if isinstance(engine, PlainEngine):
             return self._plainly(engine.program.model, self.inputs)
-        found: list[Params] = []
+        after: list[Params] = []
         client = self.inputs.filled.clients[self.place]
 
         def visit(params: Params, clients: np.ndarray) -> None:  # of lanes, whose memory others will use
             each = zip(tree_unstack(params), clients, strict=True)
-            found.extend(tree_map(torch.clone, own) for own, c in each if c == client)
+            after.extend(tree_map(torch.clone, own) for own, c in each if c == client)
 
         engine.run(self.inputs, visit)
         names = self.own.model.start.keys()
-        return Trained(*({n: t for n, t in found[0].items() if (n in names) == which} for which in (True, False)))
+        return Trained(*({n: t for n, t in after[0].items() if (n in names) == which} for which in (True, False)))
 
     # ---- what differs ---------------------------------------------------------------------------------------------
     def off(self, engine: Engine, model: Model, alone: Model) -> Off | None:
@@ -337,27 +336,27 @@ class Comparison:
         calls = isinstance(engine, PlainEngine)
         if calls:
             self._evaluated(model)
-        found = self.by(engine)
+        trained = self.by(engine)
         if not calls:
             self._evaluated(model)
-        for each in (self._training(found), self._descending(alone)):
+        for each in (self._training(trained), self._descending(alone)):
             if each:
                 return max(each, key=lambda off: off.share)
         return self._evaluation(model)
 
-    def _training(self, found: Trained) -> list[Off]:
+    def _training(self, trained: Trained) -> list[Off]:
         """Return the tensors that an engine has trained otherwise, by more than rounding explains."""
-        off = list(self._different(found, None))
+        off = list(self._different(trained, None))
         if not off or self._keeps():  # which changes from call to call, as rounding does not
             return off
-        return list(self._different(found, self.by_pytorch(self._in_last_digits())))
+        return list(self._different(trained, self.by_pytorch(self._in_last_digits())))
 
     def _descending(self, model: Model) -> list[Off]:
         """Return the weights whose gradient is another one. It is the same computation, in the same order."""
-        found = self._gradients(model.in_own_precision())
+        gradients = self._gradients(model.in_own_precision())
         coarse, off = self.low or self.own.model.dtype in (torch.float16, torch.bfloat16), []
         tolerance, rounding = (COARSE, COARSE) if coarse else (self.eps**0.5, ROUNDING * self.eps)
-        for mine, theirs in zip(found, self.gradients, strict=True):
+        for mine, theirs in zip(gradients, self.gradients, strict=True):
             sizes = {n: g.double().norm() for n, g in theirs.items()}
             floor = rounding * max(sizes.values(), default=torch.zeros(()))
             for name, size in sizes.items():
@@ -366,11 +365,11 @@ class Comparison:
                     off.append(Off(f"the gradient of {name!r}", float(gap / torch.maximum(size, gap))))
         return off
 
-    def _different(self, found: Trained, nearby: Trained | None) -> Iterator[Off]:
+    def _different(self, trained: Trained, nearby: Trained | None) -> Iterator[Off]:
         """Yield the tensors that differ by more than rounding explains; `nearby` shows what it may do."""
         tolerance, noise = (LOW_TOLERANCE, LOW_NOISE) if self.low else (self.eps**0.5, NOISE)
         for kind, before in (("params", self.inputs.shared["start"]), ("buffers", self.inputs.shared["tracked"])):
-            mine, theirs, near = (getattr(one, kind) if one else {} for one in (found, self.wanted, nearby))
+            mine, theirs, near = (getattr(one, kind) if one else {} for one in (trained, self.wanted, nearby))
             moves = {n: (t.double() - before[n].double()).norm() for n, t in theirs.items()}
             floor = ROUNDING * self.eps * max(moves.values(), default=torch.zeros(()))
             for name, wanted in theirs.items():
@@ -386,8 +385,8 @@ class Comparison:
         """Return how outputs in evaluation mode differ from those of the caller's own module; None if they do not."""
         with torch.no_grad():
             mine = self._outputs(model, *self._after())
-        share = apart(mine, self._outputs_by_pytorch())
-        return Off("the output in evaluation mode", share) if share > bound(self.run) else None
+        share = relative_distance(mine, self._outputs_by_pytorch())
+        return Off("the output in evaluation mode", share) if share > tolerance(self.run) else None
 
     def _evaluated(self, model: Model) -> None:
         """Evaluate the first weights."""
@@ -400,9 +399,9 @@ class Comparison:
 
     def _outputs(self, model: Model, params: Params, buffers: Params) -> Tree:
         params = tree_map(torch.clone, params)  # which a forward pass may write to
-        found = model.at(buffers)(params, few_samples(self.run, self.few or FEW))
+        outputs = model.at(buffers)(params, few_samples(self.run, self.few or FEW))
         # It may be a view of a weight, and the module gets its own weights back.
-        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, found)
+        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, outputs)
 
     def _outputs_by_pytorch(self) -> Tree:
         with torch.no_grad(), self._module() as module:
@@ -438,7 +437,7 @@ class Comparison:
     def _trains(self, model: Model) -> bool:
         """Return whether the plain engine trains this model as PyTorch does."""
         try:
-            return not self.off(plain(self.run, self.own, model), model, model)
+            return not self.off(plain_engine(self.run, self.own, model), model, model)
         except Exception as error:
             if machine_trouble(error):
                 raise
@@ -454,8 +453,8 @@ class Comparison:
         parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
         if leads_to(run.loss, parts, everywhere=True):
             return OF_THE_MODEL
-        again = apart(self._outputs_by_pytorch(), self._outputs_by_pytorch())
-        if self._keeps() or again > bound(run):
+        again = relative_distance(self._outputs_by_pytorch(), self._outputs_by_pytorch())
+        if self._keeps() or again > tolerance(run):
             return (
                 "Two trials with PyTorch alone differ as well: the forward pass or the loss keeps something in Python "
                 "from one call to the next (a counter, a cache). Keep it in a buffer, or compute it anew."
@@ -479,19 +478,6 @@ class Comparison:
 FACTORY = "Write it as a method that uses self; or give a function that makes the model, model=lambda: Net(…)."
 
 
-def apart(found: Tree, wanted: Tree) -> float:
-    """Return the distance between two outputs, as a share of the second."""
-    pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
-    shares = [0.0]
-    for a, b in pairs:
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_floating_point() or b.is_floating_point()):
-            if a.shape != b.shape:
-                return float("inf")
-            gap, size = (a.double() - b.double()).nan_to_num().norm(), b.double().nan_to_num().norm()
-            shares.append(float(gap / size) if size else float(gap > 0))
-    return max(shares)
-
-
 def few_outputs(run: Run, state: State) -> Tree:
     """Return the model's outputs for a few held-out samples, as evaluation has them; None if they are not compared."""
     if run.own_module is None or not (run.test or run.validation):
@@ -506,11 +492,11 @@ def warn_of_another_evaluation(run: Run, outputs: Tree, trained: nn.Module) -> N
         return
     try:
         with torch.no_grad(), borrowed(trained, run.device, frozen=True):  # observers record in evaluation mode, too
-            share = apart(outputs, run.model.called(trained, few_samples(run)))
+            share = relative_distance(outputs, run.model.called(trained, few_samples(run)))
     except Exception as error:  # whatever a user's module may raise
         log.warning("result.model fails on samples that undrift has evaluated it on: %s", first_sentence(error))
         return
-    if share > bound(run):
+    if share > tolerance(run):
         log.warning(
             "result.model's outputs in evaluation mode differ by %.2g%% from those that the history's last loss is "
             "about; its forward pass may keep something in Python from one call to the next.", 100 * share,
@@ -524,17 +510,17 @@ def few_samples(run: Run, few: int = FEW) -> Tree:
     return tree_map(torch.clone, x)  # which a forward pass may write to
 
 
-def unranked(engine: Engine) -> Engine:
+def without_ranks(engine: Engine) -> Engine:
     """Return the engine of this process alone."""
     inner = engine.engine if isinstance(engine, Fallback) else engine
     return inner.engine if isinstance(inner, RankedEngine) else engine
 
 
-def low(run: Run) -> bool:
+def is_low_precision(run: Run) -> bool:
     """Return whether the run computes in a lower precision than that of its weights."""
     return run.model.low or run.choices["precision"] == "tf32"
 
 
-def bound(run: Run) -> float:
+def tolerance(run: Run) -> float:
     """Return by which share outputs may differ."""
-    return LOW_TOLERANCE if low(run) else 10 * float(torch.finfo(run.model.dtype).eps) ** 0.5
+    return LOW_TOLERANCE if is_low_precision(run) else 10 * float(torch.finfo(run.model.dtype).eps) ** 0.5

@@ -22,10 +22,10 @@ from undrift.errors import UndriftError, listed, quoted
 from undrift.functional.model import Params
 from undrift.method.calls import name, ours
 from undrift.method.rules import overrides
+from undrift.training.client_failures import Answers
 from undrift.training.rounds import inputs_of
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.training.survivors import Answers
 from undrift.tree import Tree, to_device, tree_finite
 
 log = logging.getLogger("undrift.nonfinite")
@@ -47,7 +47,7 @@ class NonFiniteError(Exception):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PendingRound:
     """A round that may turn out not to be finite."""
 
     before: State
@@ -56,7 +56,7 @@ class Attempt:
     """Whether all that the round left is finite."""
 
 
-class Watch:
+class FiniteGuard:
     """Keeps the state before each round until the round is known to be finite.
 
     `states` are the parts' states at the start: one that is not finite there, such as a minimum so far, may stay so.
@@ -65,7 +65,7 @@ class Watch:
     def __init__(self, run: Run, states: list[Tree], skip: bool) -> None:
         self.run, self.skip = run, skip
         self.watched = [i for i, state in enumerate(states) if bool(tree_finite(state))]
-        self.attempts: list[Attempt] = []
+        self.attempts: list[PendingRound] = []
         """Rounds that are not yet known to be finite, oldest first."""
 
     def add(self, before: State, answers: Answers) -> None:
@@ -79,7 +79,7 @@ class Watch:
             finite = finite & (outcome.finite | excused).all()
         if self.run.keeps:  # what clients keep is in one process
             finite = self.run.ranks.every(finite)
-        self.attempts.append(Attempt(before, answers, finite))
+        self.attempts.append(PendingRound(before, answers, finite))
 
     def left(self, state: State) -> None:
         """Also check the state that the latest round leaves at the server."""
@@ -98,7 +98,7 @@ class Watch:
         if bad := bad_loss(row):
             raise NonFiniteError(row["round"], bad)
         self.attempts.pop(0)
-        return (self._skipped(attempt.answers, row) if self.skip else {}) | survived(attempt.answers, row)
+        return (self._skipped(attempt.answers, row) if self.skip else {}) | survivor_columns(attempt.answers, row)
 
     def _skipped(self, answers: Answers, row: Row) -> Row:
         """Return who was left out for NaN or an infinity."""
@@ -106,7 +106,7 @@ class Watch:
             return {"skipped": []}
         skipped = answers.clients[~(answers.outcome.finite.cpu().numpy() | answers.excused)].tolist()
         if skipped:
-            log.warning("round %d: skipped %s (non-finite update or state)", row["round"], named(skipped))
+            log.warning("round %d: skipped %s (non-finite update or state)", row["round"], name_clients(skipped))
         return {"skipped": skipped}
 
     def check(self) -> None:
@@ -141,7 +141,7 @@ class Watch:
         if len(bad) == answered.sum():
             who = "of the cohort" if answered.all() else "that answered"
             return f"every client {who} sent non-finite values. {DIVERGES}"
-        return f"{named(bad)} sent or kept non-finite values. {DIVERGES} {LEAVE_OUT}"
+        return f"{name_clients(bad)} sent or kept non-finite values. {DIVERGES} {LEAVE_OUT}"
 
     def _reason_without_clients(self) -> str:
         hooks = ("transform", "refine", "observe")
@@ -160,7 +160,7 @@ def bad_loss(row: Row) -> str | None:
     return f"{bad[0]}, although all weights are finite" if bad else None
 
 
-def at_the_end(row: Row, finite: bool, finishes: bool) -> str | None:
+def problem_at_end(row: Row, finite: bool, finishes: bool) -> str | None:
     """Return what is wrong with the end of a run, whose last row this is, if its weights or a loss are not finite."""
     bad = bad_loss(row) if finite else "the weights are not finite"
     if not bad:
@@ -173,12 +173,12 @@ DIVERGES = "Training may have diverged: try a smaller learning rate."
 LEAVE_OUT = 'Or leave such clients out, with on_nonfinite="skip".'
 
 
-def survived(answers: Answers, row: Row) -> Row:
+def survivor_columns(answers: Answers, row: Row) -> Row:
     """Return how many clients count, and whether they suffice for the round, in a run with faults or rules."""
     if answers.survivors is None:
         return {}
     if row.get("left_out"):
-        log.warning("round %d: left out %s (update too long)", row["round"], named(row["left_out"]))
+        log.warning("round %d: left out %s (update too long)", row["round"], name_clients(row["left_out"]))
     count = int(answers.survivors)
     if count < answers.least:
         log.warning(
@@ -193,7 +193,7 @@ def mute() -> None:
     log.setLevel(logging.ERROR)
 
 
-def check(on_nonfinite: Any) -> None:
+def check_on_nonfinite(on_nonfinite: Any) -> None:
     if on_nonfinite not in ("stop", SKIP):
         raise UndriftError(f'on_nonfinite must be "stop" or "skip", not {quoted(on_nonfinite)}.')
 
@@ -205,7 +205,7 @@ def check_start(params: Params) -> None:
         raise UndriftError(f"The model's parameter {bad[0]!r} is NaN or infinite before training starts.")
 
 
-def named(clients: list[int]) -> str:
+def name_clients(clients: list[int]) -> str:
     """`client 3`, `clients 3 and 7`, `clients 1, 2, 3, 4, 5 and 20 more`."""
     if len(clients) == 1:
         return f"client {clients[0]}"

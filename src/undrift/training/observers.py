@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from undrift.engine.ranks import Ranks
+from undrift.training.barrier import checkpoint_due
 from undrift.training.callbacks import Callback, RoundRecord, name_of
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.meeting import due
 from undrift.training.progress import Progress
-from undrift.training.result import Folder, Result
+from undrift.training.result import Result
+from undrift.training.run_folder import Folder
 from undrift.training.state import State
 from undrift.training.track import Trackers
 
@@ -100,8 +101,8 @@ class Observers:
         """Return whether a checkpoint is due; by the first process's clock, where the time decides."""
         checkpoints = self.checkpoints
         if checkpoints.seconds is None:
-            return due(checkpoints.run, state.round, checkpoints.due)
-        return self.ranks.said(lambda: due(checkpoints.run, state.round, checkpoints.due))
+            return checkpoint_due(checkpoints.run, state.round, checkpoints.due)
+        return self.ranks.said(lambda: checkpoint_due(checkpoints.run, state.round, checkpoints.due))
 
     def save(self, state: State) -> None:
         self.sync()

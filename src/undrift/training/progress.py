@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from undrift.errors import first_line
-from undrift.training.rows import number
+from undrift.training.history import number
 from undrift.training.run import Run
 
 log = logging.getLogger("undrift")
@@ -126,14 +126,14 @@ class Progress:
 
     def _figures(self, row: dict[str, Any]) -> list[str]:
         """Return the leading metric and the loss, as far as the row has them."""
-        found = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
-        return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in found if name]
+        leading = [next((name for name in names if number(row.get(name))), None) for names in (self.names, self.losses)]
+        return [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in leading if name]
 
     def _left(self, t: int, now: float) -> str:
         trained = t - self.done
         if t >= self.rounds:
-            return f"{duration(now - self.began)} in all"
-        return f"{duration((now - self.began) / trained * (self.rounds - t))} left" if trained > 0 else ""
+            return f"{format_duration(now - self.began)} in all"
+        return f"{format_duration((now - self.began) / trained * (self.rounds - t))} left" if trained > 0 else ""
 
     def log_line(self, t: int, now: float) -> str:
         """Return a line for a file: the round, the leading metric, the loss, and the time left."""
@@ -193,7 +193,7 @@ class RichLine:
         self.live.stop()
 
 
-def shown(run: Run, done: int) -> Progress:
+def progress_of(run: Run, done: int) -> Progress:
     """Return the display of a run's progress."""
     clients = f"{run.cohort_size:,} of {run.data.population:,} clients per round"
     again = f", resumed after round {done:,}" if done else ""
@@ -214,8 +214,8 @@ def width_of(stream: TextIO) -> int:
     return shutil.get_terminal_size((100, 24)).columns if stream.isatty() else 100
 
 
-def duration(seconds: float) -> str:
-    """`1:05`, `2:03:04`."""
+def format_duration(seconds: float) -> str:
+    """Return `1:05`, `2:03:04`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

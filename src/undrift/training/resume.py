@@ -10,16 +10,22 @@ from torch import Tensor
 
 from undrift.engine.fallback import Fallback
 from undrift.errors import UndriftError, first_line
+from undrift.training.barrier import resume_round
 from undrift.training.checkpoint import Checkpoints
-from undrift.training.divergence import of_run
-from undrift.training.early import COLUMN, Rule, check_column, reason
-from undrift.training.identity import changed_defaults, compare, differences, identity, relative
-from undrift.training.meeting import place
-from undrift.training.personal import has_own_models
+from undrift.training.early_stopping import COLUMN, Rule, stop_reason
+from undrift.training.evaluation import has_own_models
+from undrift.training.identity import (
+    changed_defaults,
+    compare_identities,
+    depending_on_rounds,
+    identity,
+    version_differences,
+)
+from undrift.training.learning_checks import find_divergence
 from undrift.training.provenance import session
-from undrift.training.record import same_settings
-from undrift.training.result import Folder, Result, complete, intact
+from undrift.training.result import Result
 from undrift.training.run import Run
+from undrift.training.run_folder import Folder, complete, intact
 from undrift.training.settings import Settings
 from undrift.training.state import State
 
@@ -32,25 +38,25 @@ EVALUATED = ("evaluate_every", "personalize_every")
 """Settings that decide which rounds have figures, and so when a rule ends the run."""
 
 
-def resumed_by_all(
+def resume_everywhere(
     run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
 ) -> Result | State | None:
-    """Return what `resumed` finds. The first of several processes compares and chooses; the others read the same."""
+    """Return what `resume_run` finds. The first of several processes compares and chooses; the others read the same."""
     ranks = run.ranks
-    found = ranks.first(lambda: resumed(run, given, folder, checkpoints, rule))
+    outcome = ranks.first(lambda: resume_run(run, given, folder, checkpoints, rule))
     if not ranks.several:
-        return found
-    where = ranks.said(lambda: FINISHED if isinstance(found, Result) else found.round if found else None)
-    return ranks.together(lambda: found if ranks.leads else read_there(run, given, checkpoints, where))
+        return outcome
+    where = ranks.said(lambda: FINISHED if isinstance(outcome, Result) else outcome.round if outcome else None)
+    return ranks.together(lambda: outcome if ranks.leads else read_on_other_rank(run, given, checkpoints, where))
 
 
-def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int | None) -> Result | State | None:
+def read_on_other_rank(run: Run, given: Settings, checkpoints: Checkpoints, where: int | None) -> Result | State | None:
     """Return what another process has found in the run's folder: a result, or the checkpoint of a round."""
     if where is None:
         return None
     try:
         if where == FINISHED:
-            return finished(run, Folder(given.out, resume=True))
+            return finished_result(run, Folder(given.out, resume=True))
         state, _ = checkpoints.read(where)
     except Exception as error:  # the files here may be damaged in any way
         raise UndriftError(
@@ -58,11 +64,11 @@ def read_there(run: Run, given: Settings, checkpoints: Checkpoints, where: int |
             f"({first_line(error)}); all processes need access to the same folder."
         ) from error
     checkpoints.saved_round = where
-    take_up(run, state)
+    restore_engine(run, state)
     return state
 
 
-def resumed(
+def resume_run(
     run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, rule: Rule | None
 ) -> Result | State | None:
     """Return the result of a finished run, the state from which to continue, or None if there is no checkpoint.
@@ -76,41 +82,39 @@ def resumed(
             f"{folder.path} has no readable run.json or checkpoint, so it cannot be resumed; start in another folder."
         )
     before = int(known["identity"]["rounds"])
-    allowed = compared(run, given, folder, checkpoints, known)
+    allowed = allowed_differences(run, given, folder, checkpoints, known)
     refuse_fewer(run, folder, checkpoints)
-    if same_settings(known["config"], checkpoints.record["config"]):
-        checkpoints.record["config"] = known["config"]
     assert folder.path
     whole = folder.finished and bool(known.get("results")) and intact(folder.path, known)
     rows = folder.rows() if whole else []
-    shared = place(run)
+    shared = resume_round(run)
     if shared is not None and shared < len(rows):  # it ended after the last round that all runs side by side have
         whole, rows = False, []
     early = rows[-1].get(COLUMN) if rows else None
     if whole and not early and len(rows) == run.rounds:
-        return finished(run, folder)
+        return finished_result(run, folder)
     state = checkpoints.restore(shared)
     if whole and early:
-        if state is None or state.round < len(rows):  # written by an earlier version, or damaged
+        if state is None or state.round < len(rows):  # the last checkpoint could not be written, or is damaged
             if run.rounds == before:
-                return finished(run, folder)
-        elif state.round < run.rounds and stops(rule, state):
+                return finished_result(run, folder)
+        elif state.round < run.rounds and stop_reason(rule, state.history):
             if run.rounds > before:
                 log.warning(
                     "%s ended after round %d (%s), and stop_when would end it there again; to train further, change or "
                     "remove stop_when", folder.path, len(rows), early,
                 )  # fmt: skip
-            return finished(run, folder)
+            return finished_result(run, folder)
     if state is not None:
-        take_up(run, state)
+        restore_engine(run, state)
     if state is None and folder.finished and shared is None:
-        raise UndriftError(nothing_to_continue_from(folder, whole))
+        raise UndriftError(no_checkpoint_message(folder, whole))
     if state is None:
         log.warning(
             "%s has no checkpoint%s, so training starts over from round 1 (%d rounds were done)",
             folder.path,
             "" if shared is None else " of a round that all runs beside it have",
-            rows_of(folder),
+            rounds_in_history(folder),
         )
     if run.rounds != before:
         warn_of_schedules(run, before, known["config"], folder)
@@ -122,7 +126,7 @@ def resumed(
     return state
 
 
-def take_up(run: Run, state: State) -> None:
+def restore_engine(run: Run, state: State) -> None:
     """Continue with the engine that the run had in this state."""
     for row in state.history:
         if "lanes" in row and isinstance(run.engine, Fallback) and run.engine.width > row["lanes"]:
@@ -131,18 +135,15 @@ def take_up(run: Run, state: State) -> None:
             run.engine.switch(row["round"] - 1, row["switched"])
 
 
-def compared(run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, known: dict[str, Any]) -> list[str]:
+def allowed_differences(
+    run: Run, given: Settings, folder: Folder, checkpoints: Checkpoints, known: dict[str, Any]
+) -> list[str]:
     """Return the differences from the run so far that are allowed. Raises `UndriftError` for any others."""
     now = identity(run, given, int(known["identity"]["rounds"]))
     hints = changed_defaults(run.method, known["identity"]["method"])
-    changed = compare(known["identity"], now, folder.path, by_tree="started" in known, hints=hints)
-    versions = differences(known["versions"], checkpoints.record["versions"])
+    changed = compare_identities(known["identity"], now, folder.path, hints=hints)
+    versions = version_differences(known["versions"], checkpoints.record["versions"])
     names = " and ".join(changed)
-    if changed and "started" not in known and not given.allow_version_change:
-        raise UndriftError(
-            f"{folder.path} is from an earlier version of undrift, so there is no telling whether the code of {names} "
-            f"has changed; to resume anyway: {FLAG}."
-        )
     if changed and not given.allow_version_change:
         raise UndriftError(
             f"The code of {names}, or code that it uses, has changed since the run in {folder.path} was started, so "
@@ -169,7 +170,7 @@ def changed_evaluation(given: Settings, config: str) -> list[str]:
 
 
 def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
-    done = max(rows_of(folder), checkpoints.newest)
+    done = max(rounds_in_history(folder), checkpoints.newest)
     if done > run.rounds:
         raise UndriftError(
             f"The run in {folder.path} has already trained {done} rounds, but rounds is {run.rounds}; ask for at least "
@@ -177,7 +178,7 @@ def refuse_fewer(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
         )
 
 
-def rows_of(folder: Folder) -> int:
+def rounds_in_history(folder: Folder) -> int:
     """Return how many rounds the history has, as far as it can be read."""
     try:
         return len(folder.rows())
@@ -185,13 +186,13 @@ def rows_of(folder: Folder) -> int:
         return 0
 
 
-def finished(run: Run, folder: Folder) -> Result:
+def finished_result(run: Run, folder: Folder) -> Result:
     """Return the result of a finished run, as its folder has it."""
     folder.load(run.model.module)
     weights = dict(run.model.module.named_parameters())
     params = {name: weights[name].detach().clone() for name in run.model.start}
     rows = folder.rows()
-    diverged = of_run(run, rows)
+    diverged = find_divergence(run, rows)
     return Result(
         params=params,
         model=run.model.released(),
@@ -199,40 +200,32 @@ def finished(run: Run, folder: Folder) -> Result:
         choices=run.choices,
         stopped_early=rows[-1].get(COLUMN),
         diverged=str(diverged) if diverged else None,
-        find_own=unknown_own_model if has_own_models(run) else None,
+        find_own=refuse_own_model if has_own_models(run) else None,
     )
 
 
-def unknown_own_model(client: int) -> dict[str, Tensor]:
+def refuse_own_model(client: int) -> dict[str, Tensor]:
     """Raise, since the folder of a finished run only has the global model."""
     raise UndriftError(
         "A run's folder does not have clients' own weights; only the result of the call that trained them has."
     )
 
 
-def stops(rule: Rule | None, state: State) -> str | None:
-    """Return why the rule ends a run that stands here, if it does."""
-    if rule is None or not state.history:
-        return None
-    check_column(rule, state.history)
-    return reason(rule, state.history)
-
-
-def nothing_to_continue_from(folder: Folder, whole: bool) -> str:
+def no_checkpoint_message(folder: Folder, whole: bool) -> str:
     if not whole:
         return (
             f"The results in {folder.path} are damaged, and there is no checkpoint to restore them from; run it "
             "again in another folder."
         )
     return (
-        f"The run in {folder.path} is finished and has no checkpoint to continue from, which earlier versions of "
-        "undrift did not leave; train all rounds in another folder."
+        f"The run in {folder.path} is finished and has no checkpoint to continue from; train all rounds in another "
+        "folder."
     )
 
 
 def warn_of_schedules(run: Run, before: int, config: str, folder: Folder) -> None:
     """Warn about values that depend on the number of rounds, which was different in the rounds that are done."""
-    names = relative(run, before)
+    names = depending_on_rounds(run, before)
     chosen = tomllib.loads(config).get("compile")
     if chosen is not None and chosen != run.choices["compile"]:
         names.append(f"compile, which is now {run.choices['compile']}")

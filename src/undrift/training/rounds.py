@@ -12,15 +12,15 @@ from undrift.engine.client import Program
 from undrift.method.context import Plan, Server, Totals
 from undrift.method.part import Method
 from undrift.training import drift
+from undrift.training.client_failures import Answers
 from undrift.training.run import Run
 from undrift.training.state import State
-from undrift.training.survivors import Answers
 from undrift.tree import Tree, tree_add, tree_bytes, tree_leaves, tree_map, tree_structure, tree_to, tree_where
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round's record, beside the state that it left."""
+    """What a round leaves beside its state."""
 
     method: Method
     """With the round's numbers bound."""
@@ -42,13 +42,13 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     inputs, server, planned = inputs_of(run, method, state)
     measured = server.totals.sums if server.totals else ()
     answers = run.conditions.collect(run.engine, inputs, skip)  # run.engine trains; who must not count is left out
-    answers, drifted = observed(run, answers)
+    answers, drifted = take_drift(run, answers)
     outcome = answers.outcome
 
-    update, parts = aggregated(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
+    update, parts = aggregate_updates(method, planned, outcome, replace(server, totals=None))  # type: ignore[arg-type]
     server = replace(server, totals=Totals(outcome.sums, outcome.size, outcome.weight, update, measured))
     update, parts, server = method.transform(update, parts, server)
-    server.model.track(unless_nobody(outcome, outcome.statistics, shared_buffers(run, state)))
+    server.model.track(keep_if_no_clients(outcome, outcome.statistics, shared_buffers(run, state)))
     params, parts = method.refine(tree_add(state.params, update), parts, server)
     params |= {name: state.params[name] for name in run.engine.program.personal & params.keys()}  # as they began
     parts = tree_to(method.observe(params, parts, server), run.device)
@@ -56,9 +56,9 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
     down, up = traffic(run, inputs, answers, measured)
     after = replace(
         state,
-        params=unless_nobody(outcome, params, state.params),
-        parts=[unless_nobody(outcome, new, old) for new, old in zip(parts, state.parts, strict=True)],
-        tracked=unless_nobody(outcome, server.model.tracked, state.tracked),
+        params=keep_if_no_clients(outcome, params, state.params),
+        parts=[keep_if_no_clients(outcome, new, old) for new, old in zip(parts, state.parts, strict=True)],
+        tracked=keep_if_no_clients(outcome, server.model.tracked, state.tracked),
         clients=state.clients.updated(outcome.kept, t + 1),
         round=t + 1,
         total_steps=state.total_steps + int(answers.work.steps.sum()),
@@ -69,25 +69,25 @@ def federated_round(run: Run, state: State, skip: bool) -> tuple[State, Round]:
 
 
 def figures(run: Run, drifted: Tree, outcome: Outcome, before: State, after: State) -> dict[str, torch.Tensor]:
-    """Figures of client drift, on the device, where a run asks for them."""
+    """Return figures of client drift, on the device, where a run asks for them."""
     program = run.engine.program
     if not isinstance(program, drift.Drifting) or not run.drift:
         return {}
     return drift.figures(program, drifted, outcome, before.params, after.params)
 
 
-def observed(run: Run, answers: Answers) -> tuple[Answers, Tree]:
-    """The answers without what clients sent about their drift, and that, where a run asks for it."""
+def take_drift(run: Run, answers: Answers) -> tuple[Answers, Tree]:
+    """Return the answers without what clients sent about their drift, and what that is, where a run asks for it."""
     if not run.drift:
         return answers, ()
-    outcome, drifted = drift.taken(answers.outcome)
+    outcome, drifted = drift.split_off_drift(answers.outcome)
     return replace(answers, outcome=outcome), drifted
 
 
 def inputs_of(
     run: Run, method: Method, state: State, changed: Callable[[Plan], Plan] = lambda plan: plan
 ) -> tuple[RoundInputs, Server, list[Tree]]:
-    """The next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
+    """Return the next round's inputs to the engine: the cohort, its work, and what clients receive beside the weights.
 
     `changed` may change the plan. Also returns the server as it stands before training, with what parts measured over
     the cohort, and the parts' states after `plan`.
@@ -98,18 +98,18 @@ def inputs_of(
         plan = run.checked(plan, state.round)
     plan = changed(run.conditions.with_fates(plan, run.seed))
     server = replace(server, cohort=plan.clients, client_weights=run.weights(plan.clients))
-    server = measured_by(run, method, plan, state, server)
+    server = with_measurements(run, method, plan, state, server)
     received = method.broadcast(state.params, parts, server)
     return run.inputs(plan, state, received, state.clients), server, parts
 
 
 def broadcast(run: Run, method: Method, plan: Plan, state: State, server: Server) -> list[Tree]:
-    """What clients receive beside the weights; parts that measure the cohort do so first, at the weights sent."""
-    return method.broadcast(state.params, state.parts, measured_by(run, method, plan, state, server))
+    """Return what clients receive beside the weights; parts that measure the cohort do so first, at these weights."""
+    return method.broadcast(state.params, state.parts, with_measurements(run, method, plan, state, server))
 
 
-def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Server) -> Server:
-    """The server with what parts measure over the cohort, if they do."""
+def with_measurements(run: Run, method: Method, plan: Plan, state: State, server: Server) -> Server:
+    """Return the server with what parts measure over the cohort, if they do."""
     if not method.measuring("cohort"):
         return server
     sums = run.engine.measure_all(run.inputs(plan, state, None, state.clients), "cohort")
@@ -117,8 +117,8 @@ def measured_by(run: Run, method: Method, plan: Plan, state: State, server: Serv
     return replace(server, totals=Totals(sums, size, server.client_weights.sum(), None, sums))
 
 
-def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
-    """The update and the parts' states: the mean, or what the part that aggregates makes of the single updates."""
+def aggregate_updates(method: Method, parts: list[Tree], outcome: Outcome, server: Server) -> tuple[Tree, list[Tree]]:
+    """Return the update and the parts' states: the mean, or what the part that aggregates makes of all updates."""
     updates = outcome.updates
     if not updates:
         return outcome.update, parts
@@ -133,12 +133,12 @@ def aggregated(method: Method, parts: list[Tree], outcome: Outcome, server: Serv
 
 
 def shared_buffers(run: Run, state: State) -> Tree:
-    """The buffers that clients send: those that training changes and that are not personal."""
+    """Return the buffers that clients send: those that training changes and that are not personal."""
     return {name: t for name, t in state.tracked.items() if name not in run.engine.program.personal}
 
 
 def traffic(run: Run, inputs: RoundInputs, answers: Answers, measured: Tree) -> tuple[int, int]:
-    """Bytes to the clients that were sampled, and from those that answered. Personal parameters are not sent.
+    """Return the bytes to the sampled clients, and from those that answered. Personal parameters are not sent.
 
     `measured` is what all of the cohort measured and sent before they trained.
     """
@@ -154,7 +154,7 @@ def traffic(run: Run, inputs: RoundInputs, answers: Answers, measured: Tree) -> 
 
 
 def sent_bytes(program: Program, tree: Tree) -> int:
-    """The size of the tree without what is personal, which is not sent."""
+    """Return the size of the tree without what is personal, which is not sent."""
     return tree_bytes(program.without_personal(tree, drop=True))
 
 
@@ -176,8 +176,8 @@ def finish(run: Run, state: State, done: Round) -> tuple[State, Round]:
     return replace(state, params=params, tracked=server.model.tracked, total_bytes=total), done
 
 
-def unless_nobody(outcome: Outcome, new: Tree, old: Tree) -> Tree:
-    """`new`, or `old` where no client of the cohort counts; decided on the device."""
+def keep_if_no_clients(outcome: Outcome, new: Tree, old: Tree) -> Tree:
+    """Return `new`, or `old` if no client of the cohort counts; decided on the device."""
     if outcome.finite is None:
         return new
     new = tree_to(new, outcome.size.device)

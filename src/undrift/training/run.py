@@ -31,15 +31,15 @@ from undrift.method.work import Momentum
 from undrift.metrics import measure
 from undrift.random import Key, choose, derive
 from undrift.schedule import check_number, value
+from undrift.training.batch_checks import check_batch_sizes
+from undrift.training.client_failures import Conditions
 from undrift.training.drift import with_places
-from undrift.training.last_batches import check_round
 from undrift.training.state import State
-from undrift.training.survivors import Conditions
 from undrift.tree import Tree, to_device, tree_clone, tree_to
 
 if TYPE_CHECKING:
+    from undrift.training.hook_rehearsal import Rehearsal
     from undrift.training.model_rehearsal import OwnModule
-    from undrift.training.rehearsal import Rehearsal
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Run:
             self.seed, self.fills,
         )  # fmt: skip
         inputs = replace(inputs, plan=plan, mine=mine, all_counts=counts)
-        check_round(self.model, inputs.counts)
+        check_batch_sizes(self.model, inputs.counts)
         if self.drift or not self.conditions.ordinary:
             inputs = with_places(inputs)
         return self.conditions.with_factors(inputs)

@@ -1,9 +1,9 @@
 """The settings of a run, each defined once: its type, its default, and the role it plays around the training.
 
 Derived from here are the keys of experiment files (`tools/config.py`), the lines of a run's `config.toml`
-(`record.py`), what must stay the same when a run is resumed (`identity.py`, `tools/experiment.py`), and which runs are
-repetitions of one experiment (`tools/compare.py`). Only `ud.train` repeats the settings, in its signature and its
-docstring, for editors, `help` and type checkers; `tests/test_settings.py` compares the two.
+(`config_writer.py`), what must stay the same when a run is resumed (`identity.py`, `tools/experiment.py`), and which
+runs are repetitions of one experiment (`tools/compare.py`). Only `ud.train` repeats the settings, in its signature and
+its docstring, for editors, `help` and type checkers; `tests/test_settings.py` compares the two.
 
 Imports nothing heavy: an experiment file is checked before torch is loaded.
 """

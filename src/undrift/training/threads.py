@@ -7,9 +7,13 @@ all of them, which costs multiples. So a run gets one thread, unless a step is l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -20,11 +24,12 @@ from undrift.functional.arguments import batch_size
 from undrift.functional.copying import deep_copy
 from undrift.functional.draws import Trial
 from undrift.functional.model import Model
-from undrift.training.arithmetic import FORKS, present_threads
+from undrift.training.torch_flags import LOCK
 from undrift.tree import tree_leaves, tree_map
 
-log = logging.getLogger("undrift")
+# ---- the rule ------------------------------------------------------------------------------------------------------
 
+log = logging.getLogger("undrift")
 FORKED = "a process that is forked from one that has trained can only use one of torch's threads"
 STEP_FLOPS = 1e8
 """Work of all lanes' forward passes in one step from which sharing operations pays (`python -m benchmarks.threads`).
@@ -79,3 +84,64 @@ def forward_flops(model: Model, width: int) -> float:
     with Flops() as counter, torch.no_grad(), draws:
         twin(twin.trial(), x)
     return float(counter.counts.total()) * width / batch_size(x)
+
+
+# ---- the setting ---------------------------------------------------------------------------------------------------
+
+_numbers: list[tuple[int, int, int]] = []
+"""The active runs' threads, their numbers of torch's CPU threads, and the numbers that they restore."""
+
+
+def present_threads() -> int:
+    """Return torch's number of CPU threads here, without what runs in other threads have set.
+
+    A Python thread that is started while a run is active has that run's number.
+    """
+    present, me = torch.get_num_threads(), threading.get_ident()
+    with LOCK:
+        if all(thread != me for thread, *_ in _numbers):
+            return next((before for _, number, before in _numbers if number == present), present)
+    return present
+
+
+@dataclass
+class Forks:
+    """Whether this process was forked from one in which torch had several threads.
+
+    A fork has none of them, and OpenMP would wait for them forever. So such a process gets one thread, as the workers
+    of torch's `DataLoader` do.
+    """
+
+    several: bool = False
+    """Whether torch may have had several threads here."""
+    forked: bool = False
+
+    def look(self, *numbers: int) -> None:
+        if not self.several and max(numbers) > 1:
+            self.several = True
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        self.forked = True
+        torch.set_num_threads(1)
+
+
+FORKS = Forks()
+
+
+@contextlib.contextmanager
+def use_threads(number: int | None) -> Iterator[None]:
+    """A context with this number of torch's CPU threads; None changes nothing."""
+    with LOCK:
+        before = present_threads()
+        holder = threading.get_ident(), number or before, before
+        FORKS.look(*holder[1:])
+        _numbers.append(holder)
+        torch.set_num_threads(holder[1])
+    try:
+        yield
+    finally:
+        with LOCK:
+            _numbers.remove(holder)
+            torch.set_num_threads(before)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from undrift.tools.run_folders import RunFolder
-from undrift.training.rows import number
+from undrift.training.history import number
 
 Numbers = np.ndarray
 

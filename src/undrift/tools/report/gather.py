@@ -31,8 +31,8 @@ from undrift.tools.report.curves import (
     round_digits,
 )
 from undrift.tools.run_folders import RunFolder, read_runs, reporting_damage
-from undrift.training.result import finished
-from undrift.training.rows import number
+from undrift.training.history import number
+from undrift.training.run_folder import finished
 from undrift.training.track import BY_CLIENT
 
 Row = dict[str, Any]

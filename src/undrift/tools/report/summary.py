@@ -17,7 +17,7 @@ from undrift.tools.compare import IGNORED_KEYS, brief_method
 from undrift.tools.report.curves import SOURCES
 from undrift.tools.run_folders import RunFolder, count_left_out, nonfinite_remarks, read_labels
 from undrift.tools.statistics import average, deviation
-from undrift.training.result import finished
+from undrift.training.run_folder import finished
 
 LONGEST = 60
 """The most characters of a name that is made of settings."""

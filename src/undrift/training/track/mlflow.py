@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from undrift.files import write_text
-from undrift.training.record import flat
+from undrift.training.config_writer import flatten
 from undrift.training.track import Scalars
 
 MOST = 1000
@@ -87,7 +87,7 @@ class Tracker:
     def _created(self, config: str) -> str:
         name = self.folder.resolve().name if self.folder else None
         run = str(self.client.create_run(self._experiment(), run_name=name).info.run_id)
-        settings = flat(tomllib.loads(config))
+        settings = flatten(tomllib.loads(config))
         try:
             self.client.log_batch(run, params=[Param(key, str(value)) for key, value in settings.items()])
             if self.folder:

@@ -87,27 +87,27 @@ class Conditions:
         plan = inputs.plan
         counts = inputs.counts
         if self.ordinary:
-            outcome = _hooks_go_on(engine.run(inputs, skip=skip), plan)
-            lost = lost_of(outcome, plan)
-            work, samples = _of_those(~lost, plan, counts, inputs)
+            outcome = _count_empty_cohort(engine.run(inputs, skip=skip), plan)
+            lost = lost_clients(outcome, plan)
+            work, samples = _work_of(~lost, plan, counts, inputs)
             return Answers(outcome, plan.clients, work, samples, lost, columns=outcome.columns)
         fates, ratio = plan.fates, self.max_norm_ratio
         assert fates is not None
         outcome = engine.run(inputs, skip=True)
         if self.min_clients is None:
-            outcome = _hooks_go_on(outcome, plan)
+            outcome = _count_empty_cohort(outcome, plan)
         columns: dict[str, Any] = {}
         if self.faults:
             columns = {name: plan.clients[getattr(fates, name)].tolist() for name in ("dropped", "stragglers")}
         columns |= {} if ratio is None else {"left_out": []}
-        excused = fates.dropped | lost_of(outcome, plan)
+        excused = fates.dropped | lost_clients(outcome, plan)
         if ratio is not None and outcome.finite is not None:
             norms = outcome.sums[-1].cpu().numpy()[: len(plan.clients)]  # a plan may have fewer clients than usual
             far = outliers(norms, outcome.finite.cpu().numpy(), ratio)
             if far.any():  # a round is a function of its inputs, so it can be run once more without them
                 again = _with_factor(inputs, np.where(far, np.nan, fates.factor))
                 outcome = engine.run(again, skip=True)
-            excused, columns["left_out"] = excused | far | lost_of(outcome, plan), plan.clients[far].tolist()
+            excused, columns["left_out"] = excused | far | lost_clients(outcome, plan), plan.clients[far].tolist()
         outcome = replace(outcome, sums=outcome.sums if ratio is None else outcome.sums[:-1])
         gone = set(plan.clients[excused].tolist())
         own = {i: {c: state for c, state in states.items() if c not in gone} for i, states in outcome.kept.items()}
@@ -115,22 +115,22 @@ class Conditions:
         least = 0 if outcome.finite is None else least
         if least > 1 and int(outcome.size) < least:  # a round without survivors is found on the device, without waiting
             outcome = replace(outcome, size=torch.zeros_like(outcome.size), kept={})
-        work, samples = _of_those(~(fates.dropped | lost_of(outcome, plan)), plan, counts, inputs)
+        work, samples = _work_of(~(fates.dropped | lost_clients(outcome, plan)), plan, counts, inputs)
         return Answers(outcome, plan.clients, work, samples, excused, least, survivors, columns | outcome.columns)
 
 
-def lost_of(outcome: Outcome, plan: Plan) -> Array:
+def lost_clients(outcome: Outcome, plan: Plan) -> Array:
     """By place in the cohort: whose answer is missing."""
     return np.zeros(len(plan.clients), bool) if outcome.lost is None else outcome.lost
 
 
-def _of_those(answered: Array, plan: Plan, counts: Array, inputs: RoundInputs) -> tuple[Plan, int]:
+def _work_of(answered: Array, plan: Plan, counts: Array, inputs: RoundInputs) -> tuple[Plan, int]:
     """Return the plan of those that answered, and on how many samples they trained."""
     work = replace(plan, clients=plan.clients[answered], steps=plan.steps[answered])
     return work, int(counts[np.repeat(answered, plan.steps * inputs.batches.per_step)].sum())
 
 
-def _hooks_go_on(outcome: Outcome, plan: Plan) -> Outcome:
+def _count_empty_cohort(outcome: Outcome, plan: Plan) -> Outcome:
     """Let a round with an empty cohort that a part planned count: the server's hooks get a zero update."""
     return outcome if len(plan.clients) else replace(outcome, finite=None)
 
@@ -162,12 +162,12 @@ class Unreliable(Drifting):
             return sent
         update, sums, tracked = sent.sums
         places, weight = torch.arange(self.norms, device=factor.device), given["weight"]
-        length = norm(update) / torch.where(weight > 0, weight, 1.0)
+        length = tree_norm(update) / torch.where(weight > 0, weight, 1.0)
         norms = torch.where(places == given["place"], length, 0.0)
         return sent._replace(sums=(update, [*sums, norms], tracked))
 
 
-def norm(tree: Tree) -> Tensor:
+def tree_norm(tree: Tree) -> Tensor:
     """Return the Euclidean norm of all of the tree, whose squares may overflow where the norm does not."""
     leaves = [t for t in tree_leaves(tree) if t.numel()]
     largest = torch.stack([t.abs().amax() for t in leaves]).amax()

@@ -47,13 +47,13 @@ def find_device(device: Any) -> torch.device:
     if automatic:
         return torch.device("cuda" if gpu else "cpu")
     try:
-        found = torch.empty(0, device=device).device
+        chosen = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UndriftError(
             f"device {quoted(device)} is not available ({first_line(error)}); leave it out to choose one automatically."
         ) from error
-    require(found.type != "meta", "device 'meta' holds no values, so nothing can be trained on it; choose another.")
-    return found
+    require(chosen.type != "meta", "device 'meta' holds no values, so nothing can be trained on it; choose another.")
+    return chosen
 
 
 def check_types(given: Settings) -> None:

@@ -14,8 +14,6 @@ from undrift.errors import UndriftError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 """The environment variable that torch requires to consider cuBLAS deterministic."""
-
-
 PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 """Backends and operations as torch 2.9 and later name them, from which others that say "none" inherit."""
 CHILDREN = tuple((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn"))
@@ -90,7 +88,7 @@ def write_operations(values: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Switches:
+class Flags:
     """The switches. `lenient`: only warn about operations that are not deterministic."""
 
     rounding: Rounding
@@ -99,7 +97,7 @@ class Switches:
     cublas: str | None
 
     @classmethod
-    def current(cls) -> Switches:
+    def current(cls) -> Flags:
         return cls(
             Rounding.current(),
             torch.are_deterministic_algorithms_enabled(),
@@ -108,7 +106,7 @@ class Switches:
         )
 
     def set(self) -> None:
-        now = Switches.current()
+        now = Flags.current()
         if now.rounding != self.rounding:
             self.rounding.set()
         if (now.deterministic, now.lenient) != (self.deterministic, self.lenient):  # torch imports its compiler for it
@@ -120,23 +118,24 @@ class Switches:
 
 
 LOCK = threading.RLock()
-_before: list[Switches] = []
+"""Held while a run changes what applies to the whole process, its number of threads included."""
+_before: list[Flags] = []
 """The switches as they were before the first active run."""
-_holders: list[tuple[int, Switches]] = []
+_holders: list[tuple[int, Flags]] = []
 """The active runs' threads and switches, in the order in which they started."""
 
 
 @contextlib.contextmanager
-def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
+def use_flags(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
     """A context with a run's switches, and without autocast and gradients; the last active run restores them.
 
     Raises `UndriftError` if a run in another thread needs different switches.
     """
     me = threading.get_ident()
     with LOCK:
-        before = _before[0] if _before else Switches.current()
+        before = _before[0] if _before else Flags.current()
         tf32, strict = precision == "tf32", deterministic or before.deterministic
-        wanted = Switches(
+        wanted = Flags(
             Rounding.of(tf32), strict, before.lenient and not deterministic,
             before.cublas or (":4096:8" if deterministic else None),
         )  # fmt: skip
@@ -167,7 +166,7 @@ def full_precision() -> Iterator[None]:
     meanwhile wait. If one is active, its switches remain.
     """
     with LOCK:
-        before = Switches.current()
+        before = Flags.current()
         alone = all(thread == threading.get_ident() for thread, _ in _holders)
         if alone:
             replace(before, rounding=Rounding.of(tf32=False)).set()
@@ -176,62 +175,3 @@ def full_precision() -> Iterator[None]:
         finally:
             if alone:
                 before.set()
-
-
-_numbers: list[tuple[int, int, int]] = []
-"""The active runs' threads, their numbers of torch's CPU threads, and the numbers that they restore."""
-
-
-def present_threads() -> int:
-    """Return torch's number of CPU threads here, without what runs in other threads have set.
-
-    A Python thread that is started while a run is active has that run's number.
-    """
-    present, me = torch.get_num_threads(), threading.get_ident()
-    with LOCK:
-        if all(thread != me for thread, *_ in _numbers):
-            return next((before for _, number, before in _numbers if number == present), present)
-    return present
-
-
-@dataclass
-class Forks:
-    """Whether this process was forked from one in which torch had several threads.
-
-    A fork has none of them, and OpenMP would wait for them forever. So such a process gets one thread, as the workers
-    of torch's `DataLoader` do.
-    """
-
-    several: bool = False
-    """Whether torch may have had several threads here."""
-    forked: bool = False
-
-    def look(self, *numbers: int) -> None:
-        if not self.several and max(numbers) > 1:
-            self.several = True
-            if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self.begin)
-
-    def begin(self) -> None:
-        self.forked = True
-        torch.set_num_threads(1)
-
-
-FORKS = Forks()
-
-
-@contextlib.contextmanager
-def threads(number: int | None) -> Iterator[None]:
-    """A context with this number of torch's CPU threads; None changes nothing."""
-    with LOCK:
-        before = present_threads()
-        holder = threading.get_ident(), number or before, before
-        FORKS.look(*holder[1:])
-        _numbers.append(holder)
-        torch.set_num_threads(holder[1])
-    try:
-        yield
-    finally:
-        with LOCK:
-            _numbers.remove(holder)
-            torch.set_num_threads(before)

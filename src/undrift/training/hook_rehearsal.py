@@ -42,8 +42,8 @@ from undrift.method.part import Part, by_stage
 from undrift.method.rules import overrides
 from undrift.method.work import Momentum, Optimize
 from undrift.random import normal_like
-from undrift.training.arithmetic import full_precision
 from undrift.training.run import Run
+from undrift.training.torch_flags import full_precision
 from undrift.tree import Tree, tree_leaves, tree_map, tree_sub, tree_to
 
 log = logging.getLogger("undrift")
@@ -63,10 +63,10 @@ LEADING = (("logits", "objective", "gradient", "step"), ("begin", "prepare", "ca
 def find_sums(run: Run, program: Program) -> None:
     """Complete a program whose parts measure in "training": find the form of their sums, with which clients begin."""
     if program.measuring:
-        Trial(replace(run, ranks=ALONE), program, None).find_sums()
+        HookTrial(replace(run, ranks=ALONE), program, None).find_sums()
 
 
-def rehearse(run: Run, program: Program, lanes: bool, padded: bool) -> Rehearsal | None:
+def rehearse_hooks(run: Run, program: Program, lanes: bool, padded: bool) -> Rehearsal | None:
     """Rehearse a round of one client. Raises `UndriftError` if a hook of the user's would be wrong without a word.
 
     Args:
@@ -80,10 +80,10 @@ def rehearse(run: Run, program: Program, lanes: bool, padded: bool) -> Rehearsal
     """
     for few in (FEW, None):
         try:
-            trial = Trial(replace(run, ranks=ALONE), program, few)
+            trial = HookTrial(replace(run, ranks=ALONE), program, few)
             with torch.no_grad(), full_precision():
                 first = trial.result(looks=True)
-                compare(trial, first, PADDING if padded else 0)
+                refuse_impure_hooks(trial, first, PADDING if padded else 0)
             warn_of_frozen(run, trial)
             return Rehearsal(trial, tree_to(first, torch.device("cpu"))) if lanes else None
         except (HookError, RehearsalError) as error:
@@ -101,7 +101,7 @@ def rehearse(run: Run, program: Program, lanes: bool, padded: bool) -> Rehearsal
 class Rehearsal:
     """The rehearsal of a run whose hooks are traced, to be repeated while it goes on."""
 
-    trial: Trial
+    trial: HookTrial
     first: dict[str, Tree]
     """What came out of it before the run, in the host's memory."""
     rounds: int = 0
@@ -131,7 +131,7 @@ class RehearsalError(UndriftError):
 
 
 @dataclass(frozen=True)
-class Rehearsed(Program):
+class RehearsedProgram(Program):
     """A client's program that looks at what users' hooks make of what they are given."""
 
     looks: bool = False
@@ -139,7 +139,7 @@ class Rehearsed(Program):
     """The hooks that have been looked at."""
 
     @classmethod
-    def of(cls, program: Program, **more: Any) -> Rehearsed:
+    def of(cls, program: Program, **more: Any) -> RehearsedProgram:
         known = {entry.name: getattr(program, entry.name) for entry in fields(Program)}
         return cls(**known | {"model": program.model.in_own_precision()} | more)
 
@@ -154,44 +154,44 @@ class Rehearsed(Program):
     def changed_losses(
         self, part: Part, client: Client, losses: Tensor, z: Tensor, batch: Batch, params: Params
     ) -> Tensor:
-        found = super().changed_losses(part, client, losses, z, batch, params)
+        changed = super().changed_losses(part, client, losses, z, batch, params)
         if not self.looks_at(part, "objective"):
-            return found
-        if losses.requires_grad and not found.requires_grad:
+            return changed
+        if losses.requires_grad and not changed.requires_grad:
             raise RehearsalError(
                 f"{name(part)}.objective returns losses that do not depend on the weights, so nothing would be "
                 "trained; compute them without torch.no_grad() and .detach()."
             )
-        if losses.requires_grad and not part.replaces_losses and not connected(found, [losses]):
+        if losses.requires_grad and not part.replaces_losses and not is_connected(changed, [losses]):
             raise RehearsalError(
                 f"{name(part)}.objective ignores the losses that it is given, or detaches them, so they would not be "
                 "trained, nor what other parts have added to them. Return losses + a term of your own; or, if it is "
                 "meant to replace them, set replaces_losses: ClassVar = True."
             )
-        return found
+        return changed
 
     def changed_gradient(self, part: Part, client: Client, g: Params, params: Params) -> Params:
         def hook(client: Client, g: Params) -> Params:
-            return super(Rehearsed, self).changed_gradient(part, client, g, params)
+            return super(RehearsedProgram, self).changed_gradient(part, client, g, params)
 
         self._refuse_ignoring(part, "gradient", client, g, hook)
         return super().changed_gradient(part, client, g, params)
 
     def taken_step(self, part: Part, client: Client, g: Params, carry: Tree, params: Params) -> tuple[Params, Tree]:
         def hook(client: Client, g: Params) -> Params:
-            return super(Rehearsed, self).taken_step(part, client, g, carry, params)[0]
+            return super(RehearsedProgram, self).taken_step(part, client, g, carry, params)[0]
 
         self._refuse_ignoring(part, "step", client, g, hook)
-        found = super().taken_step(part, client, g, carry, params)
+        taken = super().taken_step(part, client, g, carry, params)
         rates = [rate.to(client.lr.dtype) for rate in client.rates.values()]
         if self.looks and not ours(part) and not all(bool((rate == client.lr).all()) for rate in rates):
             other = replace(client, lr=2 * client.lr + 1)
-            if not same(found[1], super().taken_step(part, other, g, carry, params)[1]):
+            if not trees_equal(taken[1], super().taken_step(part, other, g, carry, params)[1]):
                 raise RehearsalError(
                     f"{name(part)}.step takes client.lr for the rate of its own weights, which leaves out the factors "
                     "of `rate` hooks, step schedules and parameter groups; take client.rates[name], by parameter."
                 )
-        return found
+        return taken
 
     def _refuse_ignoring(self, part: Part, hook: str, client: Client, g: Params, call: Any) -> None:
         """Refuse a hook whose result has nothing to do with the gradient it is given, unless it says so.
@@ -200,16 +200,16 @@ class Rehearsed(Program):
         """
         if part.replaces_gradient or not self.looks_at(part, hook):
             return
-        taken = Taken(client.gradients_of)
+        taken = RecordedGradients(client.gradients_of)
         client = replace(client, gradients_of=taken)
         with torch.enable_grad():
             leaves = {n: t.detach().clone().requires_grad_() for n, t in g.items()}
-            found = call(client, leaves)
-        if connected(found, list(leaves.values())):
+            result = call(client, leaves)
+        if is_connected(result, list(leaves.values())):
             return
         # Inside torch.no_grad() nothing is connected; but what uses the gradient returns something else for another.
         taken.again()
-        if not same(found, call(client, tree_map(lambda t: 1 - 2 * t, g))):
+        if not trees_equal(result, call(client, tree_map(lambda t: 1 - 2 * t, g))):
             return
         raise RehearsalError(
             f"{name(part)}.{hook} ignores the gradient that it is given, so weight decay and what other parts have "
@@ -231,8 +231,8 @@ class Rehearsed(Program):
             return
         with torch.enable_grad():
             leaves = {n: t.detach().clone().requires_grad_() for n, t in delta.items()}
-            found = super().uploaded(part, client, leaves)
-        if connected(found, list(leaves.values())):
+            result = super().uploaded(part, client, leaves)
+        if is_connected(result, list(leaves.values())):
             raise RehearsalError(
                 f"{name(part)}.upload uses its `delta`, the update before any `update` hook, but {name(part)}.update "
                 f"was given what {before[-1]}.update returned. Return (update, tree) from `update`, and use that tree "
@@ -240,7 +240,7 @@ class Rehearsed(Program):
             )
 
 
-class Taken:
+class RecordedGradients:
     """The gradients that a hook has asked for, which it gets again when it is called again, whatever it asks for."""
 
     def __init__(self, gradients: Any) -> None:
@@ -259,8 +259,8 @@ class Taken:
         return self._next("gradient", weights, batch)
 
     def gradient_and_buffers(self, weights: Tree, buffers: Tree, batch: int) -> tuple[Tree, Tree]:
-        found: tuple[Tree, Tree] = self._next("gradient_and_buffers", weights, buffers, batch)
-        return found
+        result: tuple[Tree, Tree] = self._next("gradient_and_buffers", weights, buffers, batch)
+        return result
 
     def per_sample(self, weights: Tree, batch: int) -> Tree:
         return self._next("per_sample", weights, batch)
@@ -271,15 +271,15 @@ def in_transform() -> bool:
     return peek_interpreter_stack() is not None
 
 
-def same(a: Tree, b: Tree) -> bool:
+def trees_equal(a: Tree, b: Tree) -> bool:
     """Return whether two trees of the same form are equal."""
     pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
     return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs)
 
 
-def connected(found: Tree, inputs: list[Tensor]) -> bool:
+def is_connected(results: Tree, inputs: list[Tensor]) -> bool:
     """Return whether autograd finds a way from some of the inputs to some of the results."""
-    outputs = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+    outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
     if not outputs:
         return False
     ways = torch.autograd.grad(
@@ -288,12 +288,12 @@ def connected(found: Tree, inputs: list[Tensor]) -> bool:
     return any(way is not None for way in ways)
 
 
-class Trial(PlainEngine):
+class HookTrial(PlainEngine):
     """One client's round on a few samples: its first and its last local step."""
 
     def __init__(self, run: Run, program: Program, few: int | None) -> None:
         """`few` is the number of samples of a batch; None takes whole ones, of which none is short."""
-        super().__init__(Rehearsed.of(program), run.device_data)
+        super().__init__(RehearsedProgram.of(program), run.device_data)
         self.method, self.few, self.padding = run.method, few, 0
         self.whole = run.local.widest(run.data.size_counts[0])
         with torch.no_grad(), full_precision():
@@ -334,17 +334,17 @@ class Trial(PlainEngine):
         real = positions[: self.few]
         others = np.setdiff1d(everyone, real)
         padding = np.resize(others if len(others) else real, self.padding)
-        found = super().batch(client, np.concatenate([real, padding]))
-        mask = torch.arange(len(found.mask), device=found.mask.device) < len(real)
-        return replace(found, mask=mask.to(found.mask.dtype))
+        padded = super().batch(client, np.concatenate([real, padding]))
+        mask = torch.arange(len(padded.mask), device=padded.mask.device) < len(real)
+        return replace(padded, mask=mask.to(padded.mask.dtype))
 
     def measure(self, params: Params, given: Tree, client: int, when: str) -> list[Tree]:
         if not self.program.method.measuring(when):
             return [() for _ in self.program.method.parts]
         most = min(self.size(client), self.data.measure_width)
         batch, number = self.batch(client, np.arange(most)[: self.few]), torch.zeros_like(given["id"])
-        found: list[Tree] = self.program.measure(params, given, batch, when, number)
-        return found
+        measured: list[Tree] = self.program.measure(params, given, batch, when, number)
+        return measured
 
     def size(self, client: int) -> int:
         return int(self.data.data.sizes_of(np.array([client]))[0])
@@ -370,8 +370,8 @@ class Trial(PlainEngine):
         training = dict(zip(program.measuring, state.get("measured", ()), strict=True))
         late = [training.get(i, tree) for i, tree in enumerate(given["measured"])]
         moved = tree_sub(state["params"], program.starting(given))
-        found = {"early": early, "moved": moved, "late": late, "sums": sent.sums[1], "kept": sent.kept, "own": own}
-        return passes | found
+        result = {"early": early, "moved": moved, "late": late, "sums": sent.sums[1], "kept": sent.kept, "own": own}
+        return passes | result
 
     def find_sums(self) -> None:
         """Find the form of what parts measure in "training", which the training state has to begin with."""
@@ -383,8 +383,8 @@ class Trial(PlainEngine):
             batches = [self.batch_at(inputs, client, j) for j in range(inputs.batches.per_step)]
             views, gradient = program.clients(given, k, local=True), program.model.gradient_and_buffers
             gradients = StepGradients(program, given, batches, k, gradient, views)
-            _, _, found = gradients.first(program.starting(given), given["tracked"])
-        program.sums.update(zip(program.measuring, tree_map(torch.zeros_like, found), strict=True))
+            _, _, sums = gradients.first(program.starting(given), given["tracked"])
+        program.sums.update(zip(program.measuring, tree_map(torch.zeros_like, sums), strict=True))
 
 
 def repeatable(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -398,7 +398,7 @@ def repeatable(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return flags
 
 
-def compare(trial: Trial, first: dict[str, Tree], padding: int) -> None:
+def refuse_impure_hooks(trial: HookTrial, first: dict[str, Tree], padding: int) -> None:
     """Refuse hooks that return something else for the same arguments, or for a batch with this much padding."""
     again = trial.result(padding)
     if next(differences(trial, first, again, first), None) is None:
@@ -434,11 +434,11 @@ def refuse_lasting_momentum(program: Program, given: Tree, state: Tree) -> None:
     optimizers = [i for i, part in enumerate(program.method.parts) if isinstance(part, Momentum | Optimize)]
     if not rating or not optimizers:
         return
-    first, last = (standing(program, given, state, k) for k in ends(given))
+    first, last = (frozen_parameters(program, given, state, k) for k in first_and_last_step(given))
     if len(first) == len(state["params"]):  # a schedule that begins at 0, as PyTorch's may
         return
     for n in sorted(first - last):
-        if any(bool(t.any()) for i in optimizers for t in entries(state["carry"][i], n)):
+        if any(bool(t.any()) for i in optimizers for t in tensors_below(state["carry"][i], n)):
             raise RehearsalError(
                 f"{name(rating[0])}.rate is 0 for {n!r} in the first step and not in the last, but its gradients enter "
                 "the local optimizer's momentum meanwhile; return zeros for it from `gradient`, too, as long as its "
@@ -446,19 +446,19 @@ def refuse_lasting_momentum(program: Program, given: Tree, state: Tree) -> None:
             )
 
 
-def ends(given: Tree) -> tuple[Tensor, Tensor]:
+def first_and_last_step(given: Tree) -> tuple[Tensor, Tensor]:
     """Return the indices of a client's first and last local step."""
     return torch.zeros_like(given["id"]), (given["steps"] - 1).to(given["id"].dtype)
 
 
-def standing(program: Program, given: Tree, state: Tree, k: Tensor) -> set[str]:
+def frozen_parameters(program: Program, given: Tree, state: Tree, k: Tensor) -> set[str]:
     """Return the parameters whose rate is 0 in step `k`."""
     clients = with_carries(program.clients(given, k, local=True), state.get("carry", []))
     rates = program.rates(k, clients, state["params"], given)[2]
     return {n for n, rate in rates.items() if not bool(rate.any())}
 
 
-def warn_of_frozen(run: Run, trial: Trial) -> None:
+def warn_of_frozen(run: Run, trial: HookTrial) -> None:
     """Warn if a user's `rate` freezes parameters even where clients' own models are tuned, for `tuned_*` alone."""
     program, own = trial.program, run.data.client_test
     rating = [part for part in program.method.parts if overrides(part, "rate") and not ours(part)]
@@ -469,7 +469,7 @@ def warn_of_frozen(run: Run, trial: Trial) -> None:
         trial.begin(given, int(trial.inputs.filled.clients[0]))
         given["tuning"] = torch.ones_like(given["tuning"])
         state = program.initial(given)
-        still = set.intersection(*(standing(program, given, state, k) for k in ends(given)))
+        still = set.intersection(*(frozen_parameters(program, given, state, k) for k in first_and_last_step(given)))
     if 0 < len(still) < len(state["params"]):
         log.warning(
             "%s.rate is 0 for %s, also in the epoch before the history's tuned_* columns; if it is meant to be tuned "
@@ -477,15 +477,15 @@ def warn_of_frozen(run: Run, trial: Trial) -> None:
         )  # fmt: skip
 
 
-def entries(tree: Tree, key: str) -> list[Tensor]:
+def tensors_below(tree: Tree, key: str) -> list[Tensor]:
     """Return all tensors below this key in a tree."""
     if not isinstance(tree, dict):
-        return [t for child in tree for t in entries(child, key)] if isinstance(tree, list | tuple) else []
-    return tree_leaves(tree[key]) if key in tree else [t for child in tree.values() for t in entries(child, key)]
+        return [t for child in tree for t in tensors_below(child, key)] if isinstance(tree, list | tuple) else []
+    return tree_leaves(tree[key]) if key in tree else [t for child in tree.values() for t in tensors_below(child, key)]
 
 
 def differences(
-    trial: Trial, first: dict[str, Tree], other: dict[str, Tree], nearby: dict[str, Tree]
+    trial: HookTrial, first: dict[str, Tree], other: dict[str, Tree], nearby: dict[str, Tree]
 ) -> Iterator[tuple[str, float]]:
     """Yield the users' hooks whose results differ, in the order in which they are called, and by which share.
 
@@ -498,7 +498,7 @@ def differences(
 
     def far(*path: Any) -> float:
         shares = [0.0]
-        each = (groups(_at(tree, path), trial.program.model.start) for tree in (first, other, nearby))
+        each = (parameter_groups(_at(tree, path), trial.program.model.start) for tree in (first, other, nearby))
         for group in zip(*each, strict=True):
             before, after, noise = ([t.double() for t in leaves] for leaves in group)
             if [t.shape for t in before] != [t.shape for t in after]:
@@ -529,13 +529,13 @@ def differences(
         yield " or ".join(f"{name(p)}.own" for p in parts if overrides(p, "own")), share
 
 
-def groups(tree: Tree, params: Params) -> Iterator[list[Tensor]]:
+def parameter_groups(tree: Tree, params: Params) -> Iterator[list[Tensor]]:
     """Yield the tensors of a tree: those of a dict by parameter together, all others one by one."""
     if isinstance(tree, dict) and tree.keys() == params.keys():
         yield tree_leaves(tree)
     elif isinstance(tree, dict | list | tuple):
         for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from groups(child, params)
+            yield from parameter_groups(child, params)
     else:
         yield [tree]
 

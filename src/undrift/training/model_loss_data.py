@@ -49,7 +49,7 @@ class AroundLabels:
         return {"labels": x["labels"], **({POSITIONAL: changed} if POSITIONAL in rest else changed)}
 
 
-def with_labels(data: FederatedDataset) -> FederatedDataset:
+def with_label_inputs(data: FederatedDataset) -> FederatedDataset:
     """Return the data with labels as arguments, in all splits."""
 
     def labelled(rows: Rows | None) -> Rows | None:
@@ -62,5 +62,5 @@ def with_labels(data: FederatedDataset) -> FederatedDataset:
         test_rows=labelled(data.test_rows),
         validation_rows=labelled(data.validation_rows),
         server_rows=labelled(data.server_rows),
-        client_test=data.client_test and with_labels(data.client_test),
+        client_test=data.client_test and with_label_inputs(data.client_test),
     )

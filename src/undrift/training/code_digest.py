@@ -45,7 +45,7 @@ def code_of(x: Definition) -> tuple[str, dict[str, Any]]:
         A digest of the syntax trees of `x` and of the user's code that it uses, or of compiled code where there is no
         source; and, by name, the values that they use of closures, default arguments and module variables.
     """
-    found: list[Any] = []
+    parts: list[Any] = []
     values: dict[str, Any] = {}
     waiting: list[Definition] = [x]
     seen = {id(x)}
@@ -60,8 +60,8 @@ def code_of(x: Definition) -> tuple[str, dict[str, Any]]:
             elif id(value) not in seen:
                 seen.add(id(value))
                 waiting.append(value)
-        found.append((owner.__qualname__, _tree_or_code(owner) if package is None else package, sorted(names)))
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16], values
+        parts.append((owner.__qualname__, _tree_or_code(owner) if package is None else package, sorted(names)))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16], values
 
 
 def _new_label(label: str, value: Any, taken: dict[str, Any]) -> str:
@@ -200,12 +200,12 @@ Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 @functools.lru_cache(maxsize=64)
 def _definitions(text: str) -> dict[str, list[Node]]:
     """Return the functions and classes of a source file, by their qualified names."""
-    found: dict[str, list[Node]] = {}
+    definitions: dict[str, list[Node]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         if isinstance(node, Node):
             name = prefix + ("<lambda>" if isinstance(node, ast.Lambda) else node.name)
-            found.setdefault(name, []).append(node)
+            definitions.setdefault(name, []).append(node)
             prefix = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
         for child in ast.iter_child_nodes(node):
             visit(child, prefix)
@@ -214,7 +214,7 @@ def _definitions(text: str) -> dict[str, list[Node]]:
         visit(ast.parse(text), "")
     except (SyntaxError, ValueError, RecursionError):
         return {}
-    return found
+    return definitions
 
 
 def _read(file: str) -> dict[str, list[Node]]:

@@ -27,9 +27,9 @@ from undrift.errors import listed
 from undrift.method.local import Spread
 from undrift.method.part import Method
 from undrift.schedule import nested
+from undrift.training.barrier import Interrupted, RunGroup
 from undrift.training.checkpoint import LAST, companions_in
-from undrift.training.identity import ATTRIBUTES, deeply, identity
-from undrift.training.meeting import Group, Interrupted
+from undrift.training.identity import ATTRIBUTES, describe_deeply, identity
 from undrift.training.run import Run
 from undrift.training.settings import Settings
 from undrift.tree import tree_map
@@ -38,9 +38,9 @@ T = TypeVar("T")
 _here = threading.local()
 log = logging.getLogger("undrift")
 
-MOST = 8
+MAX_RUNS = 8
 """The largest number of runs that `undrift sweep` and `undrift reproduce` train as one program."""
-OWN = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when", ATTRIBUTES}
+MAY_DIFFER = {"rounds", "seed", "method", "local", "metrics", "clients a round", "stop_when", ATTRIBUTES}
 """The entries of a run's identity in which runs side by side may differ, in addition to the partition."""
 
 
@@ -65,22 +65,22 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
     Returns:
         What each function returned, or the exception that it raised.
     """
-    stage = Stage(len(tasks))
+    coordinator = Coordinator(len(tasks))
     results: list[Any] = [None] * len(tasks)
     cpus = torch.get_num_threads()
 
     def work(i: int) -> None:
         torch.set_num_threads(cpus)
-        _here.place = stage, i
-        with stage.lock:
+        _here.place = coordinator, i
+        with coordinator.lock:
             try:
                 results[i] = tasks[i]()
             except BaseException as error:  # returned to the caller
                 results[i] = error
                 if isinstance(error, KeyboardInterrupt):  # all stop where they are: in the same round
-                    stage.interrupt()
+                    coordinator.interrupt()
             finally:
-                stage.leave(i)
+                coordinator.leave(i)
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(tasks))]
     for thread in threads:
@@ -89,7 +89,7 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:
-        stage.interrupt()
+        coordinator.interrupt()
         for thread in threads:
             thread.join()
         raise
@@ -101,8 +101,8 @@ def join(run: Run, given: Settings) -> None:
     place = getattr(_here, "place", None)
     if place is None:
         return
-    stage, i = place
-    if others := stage.join(i, run, given):
+    coordinator, i = place
+    if others := coordinator.join(i, run, given):
         run.choices["beside"] = others
 
 
@@ -113,7 +113,7 @@ def check_interrupted() -> None:
         raise Interrupted
 
 
-class Stage:
+class Coordinator:
     """The runs that are side by side, and whose turn it is."""
 
     def __init__(self, tasks: int) -> None:
@@ -127,7 +127,7 @@ class Stage:
         self.runs: dict[int, tuple[Run, str, str]] = {}
         self.folders: dict[int, Path | None] = {}
         self.resumed: dict[int, bool] = {}
-        self.groups: dict[int, Group] | None = None
+        self.groups: dict[int, RunGroup] | None = None
         self.switches: dict[int, tuple[str, bool, int]] = {}
         """The process-wide settings of each run."""
 
@@ -165,31 +165,31 @@ class Stage:
         self.interrupted = True
         with self.lock:
             for group in (self.groups or {}).values():
-                for seat in group.seats.values():
-                    seat.turn.notify()
+                for engine in group.engines.values():
+                    engine.turn.notify()
 
     def _arrive(self, i: int) -> None:
         self.missing.discard(i)
         if not self.missing:
             self.complete.notify_all()
 
-    def _formed(self) -> dict[int, Group]:
+    def _formed(self) -> dict[int, RunGroup]:
         """Return the groups of runs that train as one, by run."""
         alike: dict[str, list[int]] = {}
         for i, (run, shape, _) in sorted(self.runs.items()):
             if shape and i not in self.ended and isinstance(run.engine, Fallback):
                 alike.setdefault(shape, []).append(i)
-        found: dict[int, Group] = {}
+        groups: dict[int, RunGroup] = {}
         for members in alike.values():
             runs = {i: self.runs[i][0] for i in members}
-            if len(runs) > 1 and (engine := engine_of(list(runs.values()))):
-                group = Group(self, runs, engine, self.folders)
-                group.places = places({i: self.folders[i] for i in members if self.resumed[i]})
-                found |= dict.fromkeys(members, group)
-        return found
+            if len(runs) > 1 and (engine := stacked_engine(list(runs.values()))):
+                group = RunGroup(self, runs, engine, self.folders)
+                group.resume_rounds = resume_rounds({i: self.folders[i] for i in members if self.resumed[i]})
+                groups |= dict.fromkeys(members, group)
+        return groups
 
 
-def places(folders: dict[int, Path | None]) -> dict[int, int]:
+def resume_rounds(folders: dict[int, Path | None]) -> dict[int, int]:
     """Return the round from which runs that are resumed continue, as their checkpoints say who trained together.
 
     The bits of a run side by side depend on the others. So all that trained the latest round of which each has a
@@ -224,8 +224,10 @@ def signature(run: Run, given: Settings) -> str:
     if run.choices["engine"] != "lanes" or given.lanes is not None:
         return ""
     program = run.engine.program
-    known = {name: value for name, value in identity(run, given).items() if name not in OWN | run.data.digests.keys()}
-    return deeply(
+    known = {
+        name: value for name, value in identity(run, given).items() if name not in MAY_DIFFER | run.data.digests.keys()
+    }
+    return describe_deeply(
         {
             **known,
             "model itself": given.model,
@@ -262,7 +264,7 @@ def constants(owner: Any) -> list[Any]:
     return [own, *(constants(inner) for _, inner in nested(owner))]
 
 
-def engine_of(runs: list[Run]) -> StackedEngine | None:
+def stacked_engine(runs: list[Run]) -> StackedEngine | None:
     """Return the engine for the cohorts of all these runs, or None if it would have fewer lanes than one run alone."""
     first, data = runs[0], data_of([run.device_data for run in runs])
     each = [run.local.spread(0, run.data, run.composed.batches) for run in runs]

@@ -24,7 +24,7 @@ from undrift.training.run import Run
 from undrift.tree import Tree
 
 if TYPE_CHECKING:
-    from undrift.training.beside import Stage
+    from undrift.training.side_by_side import Coordinator
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,59 +39,64 @@ def meet(run: Run, item: T, function: Callable[[list[T]], list[R | BaseException
         item: What the function needs from it.
         function: Returns a result per item, or an exception, which is raised in the run whose item it is.
     """
-    seat = getattr(run.engine, "engine", None)
-    return seat.meet(item, function) if isinstance(seat, Seat) else raised(function([item])[0])
+    barrier = barrier_of(run)
+    return barrier.meet(item, function) if barrier else unwrap(function([item])[0])
 
 
-def raised(answer: R | BaseException) -> R:
+def unwrap(answer: R | BaseException) -> R:
     """Return the answer, or raise it if it is an exception."""
     if isinstance(answer, BaseException):
         raise answer
     return answer
 
 
-def due(run: Run, t: int, own: Callable[[int], bool]) -> bool:
+def checkpoint_due(run: Run, t: int, own: Callable[[int], bool]) -> bool:
     """Return whether a run saves a checkpoint after this round: by its `own` rule, or as the others side by side."""
-    seat = getattr(run.engine, "engine", None)
-    return seat.group.due(t) if isinstance(seat, Seat) else own(t)
+    barrier = barrier_of(run)
+    return barrier.group.due(t) if barrier else own(t)
 
 
-def announce(run: Run, own: Callable[[int], bool]) -> None:
+def announce_checkpoints(run: Run, own: Callable[[int], bool]) -> None:
     """Tell the runs side by side when this one wants a checkpoint. It ends with one, which the others then have too."""
-    seat = getattr(run.engine, "engine", None)
-    if isinstance(seat, Seat):
-        seat.due = lambda t: t == run.rounds or own(t)
+    if barrier := barrier_of(run):
+        barrier.due = lambda t: t == run.rounds or own(t)
 
 
 def companions(run: Run, t: int) -> list[str] | None:
     """Return the folders of the runs that trained this round side by side with a run; None if there are none."""
-    seat = getattr(run.engine, "engine", None)
-    return seat.group.companions(seat.i, t) if isinstance(seat, Seat) else None
+    barrier = barrier_of(run)
+    return barrier.group.companions(barrier.i, t) if barrier else None
 
 
-def place(run: Run) -> int | None:
+def resume_round(run: Run) -> int | None:
     """Return the round of the checkpoint from which a run side by side must continue; None if it is free to choose."""
-    seat = getattr(run.engine, "engine", None)
-    return seat.group.places.get(seat.i) if isinstance(seat, Seat) else None
+    barrier = barrier_of(run)
+    return barrier.group.resume_rounds.get(barrier.i) if barrier else None
+
+
+def barrier_of(run: Run) -> BarrierEngine | None:
+    """Return the engine that waits for the runs side by side; None for a run that trains alone."""
+    engine = getattr(run.engine, "engine", None)
+    return engine if isinstance(engine, BarrierEngine) else None
 
 
 class Interrupted(KeyboardInterrupt):
     """Raised in a run side by side between two rounds, once all must stop."""
 
 
-class Group:
+class RunGroup:
     """Runs that train as one."""
 
     def __init__(
-        self, stage: Stage, runs: dict[int, Run], engine: StackedEngine, folders: dict[int, Path | None]
+        self, coordinator: Coordinator, runs: dict[int, Run], engine: StackedEngine, folders: dict[int, Path | None]
     ) -> None:
-        self.stage, self.members, self.folders = stage, list(runs), folders
+        self.coordinator, self.members, self.folders = coordinator, list(runs), folders
         self.engine: StackedEngine | None = engine
         """None once it has failed: then each run trains alone."""
-        self.seats = {i: Seat(self, i, run.engine.engine) for i, run in runs.items()}  # type: ignore[attr-defined]
+        self.engines = {i: BarrierEngine(self, i, run.engine.engine) for i, run in runs.items()}  # type: ignore[attr-defined]
         self.holders: dict[int, Any] = {i: run.engine for i, run in runs.items()}
         for i, holder in self.holders.items():
-            holder.engine = self.seats[i]
+            holder.engine = self.engines[i]
         firsts = np.cumsum([0, *(len(run.data) for run in runs.values())]).tolist()
         self.firsts: dict[int, int] = dict(zip(runs, firsts, strict=False))
         self.waiting: dict[int, Call] = {}
@@ -100,26 +105,30 @@ class Group:
         """The latest round, from 1, and the runs that train it."""
         self.decided: tuple[int, bool] = (0, False)
         """The latest round after which somebody asked whether to save a checkpoint, and the answer."""
-        self.places: dict[int, int] = {}
+        self.resume_rounds: dict[int, int] = {}
         """By run: the round of the checkpoint from which it must continue, so that all do so from one round."""
 
     @property
     def present(self) -> list[int]:
         """The runs that may reach another round, without those that have switched to the plain engine."""
-        return [i for i, holder in self.holders.items() if i not in self.stage.ended and holder.engine is self.seats[i]]
+        return [
+            i
+            for i, holder in self.holders.items()
+            if i not in self.coordinator.ended and holder.engine is self.engines[i]
+        ]
 
     def call(self, i: int, call: Call) -> Any:
         """Return the answer to a run's call, once the others have come as far."""
         self.waiting[i] = call
         self.proceed()
         while i not in self.answers:
-            if self.stage.interrupted and call.trains and call.item.inputs.plan.round >= self.latest[0]:
+            if self.coordinator.interrupted and call.trains and call.item.inputs.plan.round >= self.latest[0]:
                 raise Interrupted  # what belongs to the others' latest round is still done
             if self.ready and i == self.present[0]:
                 self.serve()
             else:
-                self.seats[i].turn.wait()
-        return raised(self.answers.pop(i))
+                self.engines[i].turn.wait()
+        return unwrap(self.answers.pop(i))
 
     @property
     def ready(self) -> bool:
@@ -128,7 +137,7 @@ class Group:
     def proceed(self) -> None:
         """Wake up the first run if all wait, so that the same thread always trains."""
         if self.ready:
-            self.seats[self.present[0]].turn.notify()
+            self.engines[self.present[0]].turn.notify()
 
     def serve(self) -> None:
         """Answer calls. Training comes last: a run that evaluates its model will reach its next round, too.
@@ -148,18 +157,18 @@ class Group:
         for i, call in served.items():
             kinds.setdefault(call.kind, []).append(i)
         for members in kinds.values():
-            self.answers |= dict(zip(members, answered([served[i] for i in members]), strict=True))
+            self.answers |= dict(zip(members, answer_together([served[i] for i in members]), strict=True))
         for i in served:
-            self.seats[i].turn.notify()
+            self.engines[i].turn.notify()
 
     def due(self, t: int) -> bool:
-        """Whether the runs save a checkpoint after this round: all or none, so that they have a round in common."""
+        """Return whether the runs save a checkpoint after this round: all or none, so that they share a round."""
         if self.decided[0] != t:
-            self.decided = t, any(self.seats[i].due(t) for i in self.latest[1])
+            self.decided = t, any(self.engines[i].due(t) for i in self.latest[1])
         return self.decided[1]
 
     def companions(self, i: int, t: int) -> list[str] | None:
-        """The folders of the other runs that trained this round, seen from a run's own; None if that is not known."""
+        """Return the folders of the other runs that trained this round, seen from a run's own; None if unknown."""
         own = self.folders[i]
         others = [self.folders[j] for j in self.latest[1] if j != i]
         if own is None or self.latest[0] != t or i not in self.latest[1] or None in others:
@@ -168,8 +177,10 @@ class Group:
 
     def train(self, rounds: list[Training]) -> list[Outcome | BaseException]:
         """Train the rounds of several runs, as one program if possible."""
-        found = self._train_together(rounds) if self.engine else None
-        return found or [attempt(partial(self.seats[one.i].own.run, one.inputs, one.visit, one.skip)) for one in rounds]
+        outcomes = self._train_together(rounds) if self.engine else None
+        return outcomes or [
+            result_or_error(partial(self.engines[one.i].own.run, one.inputs, one.visit, one.skip)) for one in rounds
+        ]
 
     def _train_together(self, rounds: list[Training]) -> list[Outcome | BaseException] | None:
         def visit(place: int, params: Params, clients: np.ndarray) -> None:
@@ -186,7 +197,7 @@ class Group:
         return None
 
 
-def attempt(function: Callable[[], R]) -> R | BaseException:
+def result_or_error(function: Callable[[], R]) -> R | BaseException:
     """Return a function's result, or the exception that it raised."""
     try:
         return function()
@@ -194,14 +205,14 @@ def attempt(function: Callable[[], R]) -> R | BaseException:
         return error
 
 
-def answered(calls: list[Call]) -> list[Any]:
+def answer_together(calls: list[Call]) -> list[Any]:
     """Return the answers to calls of the same kind. If it fails for all, each on its own shows which of them fails."""
     function = calls[0].function
-    found = attempt(lambda: function([call.item for call in calls]))
-    if not isinstance(found, BaseException):
-        return found
-    del found  # its traceback keeps tensors alive
-    return [attempt(lambda call=call: raised(function([call.item])[0])) for call in calls]  # type: ignore[misc]
+    answers = result_or_error(lambda: function([call.item for call in calls]))
+    if not isinstance(answers, BaseException):
+        return answers
+    del answers  # its traceback keeps tensors alive
+    return [result_or_error(lambda call=call: unwrap(function([call.item])[0])) for call in calls]  # type: ignore[misc]
 
 
 class Training(NamedTuple):
@@ -222,13 +233,13 @@ class Call(NamedTuple):
     trains: bool = False
 
 
-class Seat:
-    """The engine of a run that trains side by side with others."""
+class BarrierEngine:
+    """The engine of a run that trains side by side with others: it waits until all of them have come as far."""
 
-    def __init__(self, group: Group, i: int, own: Engine) -> None:
+    def __init__(self, group: RunGroup, i: int, own: Engine) -> None:
         """`own` is the engine that trains the run alone."""
         self.group, self.i, self.own = group, i, own
-        self.turn = threading.Condition(group.stage.lock)
+        self.turn = threading.Condition(group.coordinator.lock)
         self.due: Callable[[int], bool] = lambda t: False
         """Whether the run itself wants a checkpoint after a round."""
 

@@ -86,16 +86,16 @@ class EarlyStopping:
         return f"{self.column} has not improved for {rounds}; it was {sign * best:.4g} in round {since}"
 
 
-def as_rule(stop_when: Any, said: Directions = MappingProxyType({})) -> Rule | None:
+def as_rule(stop_when: Any, known: Directions = MappingProxyType({})) -> Rule | None:
     """Return the rule that `ud.train` was given: a function, or an expression in a string.
 
-    `said` is what the run's metrics say themselves about whether lower values are better.
+    `known` is what the run's metrics say themselves about whether lower values are better.
     """
     if isinstance(stop_when, str):
         example = "EarlyStopping('validation_loss', patience=10)"
         stop_when = parse(stop_when, "rule", {"EarlyStopping": EarlyStopping}, example)
     if isinstance(stop_when, EarlyStopping) and stop_when.better is None:
-        return replace(stop_when, better="lower" if lower_is_better(stop_when.column, said) else "higher")
+        return replace(stop_when, better="lower" if lower_is_better(stop_when.column, known) else "higher")
     require(
         stop_when is None or callable(stop_when),
         f"stop_when must be a function of the history, such as ud.EarlyStopping(…), not {stop_when!r}.",
@@ -103,19 +103,22 @@ def as_rule(stop_when: Any, said: Directions = MappingProxyType({})) -> Rule | N
     return stop_when
 
 
-def reason(rule: Rule, history: History) -> str | None:
-    """Return why the rule ends the run now, or None if it does not."""
+def stop_reason(rule: Rule | None, history: History) -> str | None:
+    """Return why the rule ends a run with this history, or None if it does not."""
+    if rule is None or not history:
+        return None
+    check_column(rule, history)
     why = rule(history)
     if not why:
         return None
     return why if isinstance(why, str) else f"stop_when returned {quoted(why)}"
 
 
-def check_column(rule: Rule | None, history: History) -> None:
+def check_column(rule: Rule, history: History) -> None:
     """Raise if an evaluated round does not have the rule's column, since the rule would never stop the run."""
     row = history[-1]
     if isinstance(rule, EarlyStopping) and rule.column not in row and ("loss" in row or "validation_loss" in row):
-        raise no_column(rule, [name for name, value in row.items() if isinstance(value, float)])
+        raise missing_column(rule, [name for name, value in row.items() if isinstance(value, float)])
 
 
 def check_possible(rule: Rule | None, run: Run) -> None:
@@ -133,7 +136,7 @@ def check_possible(rule: Rule | None, run: Run) -> None:
         endings = [f"{name}{figure}" for name in names for figure in FIGURES]
         known += [f"{prefix}_{name}" for prefix in ("client", "tuned") for name in endings]
     if rule.column not in known and rule.column not in {name for name in COLUMNS if reserved(name)} - {"loss"}:
-        raise no_column(rule, known)
+        raise missing_column(rule, known)
 
 
 def warn_if_late(rule: Rule | None, run: Run, given: Settings) -> None:
@@ -153,7 +156,7 @@ def warn_if_late(rule: Rule | None, run: Run, given: Settings) -> None:
         )  # fmt: skip
 
 
-def no_column(rule: EarlyStopping, known: Sequence[str]) -> UndriftError:
+def missing_column(rule: EarlyStopping, known: Sequence[str]) -> UndriftError:
     hint = " Hold data out for it: ud.load(…, validation_fraction=0.1)." if "validation" in rule.column else ""
     has = f" It has {listed(known)}." if known else ""
     return UndriftError(f"The history has no column {rule.column!r} to stop by.{hint}{has}")
