@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from undrift.tools import output as launch
 from undrift.tools.cli_helpers import Command, Group, Import, Trust, examples
+from undrift.tools.output import say
 
 flower = typer.Typer(cls=Group, no_args_is_help=True, help="Run the same experiment on real nodes, with Flower.")
 
@@ -36,7 +36,7 @@ def new(
     from undrift.flower.new import write_app
 
     write_app(folder, file, nodes=nodes, deadline=deadline, imports=imports or [], trust=trust)
-    launch.say(f"written: {folder}; start it with: flwr run {folder} SUPERLINK --stream")
+    say(f"written: {folder}; start it with: flwr run {folder} SUPERLINK --stream")
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower up experiment.toml --nodes 3"))
@@ -63,7 +63,7 @@ def up(
     from undrift.flower.launch import simulated
 
     started = simulated if simulate else real
-    started(file, nodes, out, deadline, launch.say, imports or [], trust)
+    started(file, nodes, out, deadline, say, imports or [], trust)
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower certificates certs --host superlink.example.org"))
@@ -80,7 +80,7 @@ def certificates(
     from undrift.flower.certificates import make_certificates
 
     make_certificates(folder, host)
-    launch.say(f"written: ca.crt (for every node), server.crt and server.key (for the SuperLink alone), in {folder}")
+    say(f"written: ca.crt (for every node), server.crt and server.key (for the SuperLink alone), in {folder}")
 
 
 @flower.command(cls=Command, epilog=examples("undrift flower key keys hospital-1"))
@@ -92,4 +92,4 @@ def key(
     from undrift.flower.certificates import make_key
 
     private, public = make_key(folder, name)
-    launch.say(f"written: {private} (stays on the node) and {public} (register it with the SuperLink)")
+    say(f"written: {private} (stays on the node) and {public} (register it with the SuperLink)")
