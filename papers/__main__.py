@@ -15,6 +15,7 @@ from papers.catalogue import Cell, Table
 from papers.results import DEFAULT, Results
 from undrift.errors import DEBUG, UndriftError, printable
 
+CLONE = Path(__file__).parent.parent
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
 
@@ -81,8 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def command(asked: argparse.Namespace) -> int:
     began = time.monotonic()
-    out = asked.out or (QUICK / "results" if asked.quick else DEFAULT)
-    parts = asked.parts or (QUICK / "parts" if asked.quick else PARTS)
+    out = asked.out or (QUICK / "results" if asked.quick else CLONE / DEFAULT)
+    parts = asked.parts or (QUICK / "parts" if asked.quick else CLONE / PARTS)
     if asked.show:
         print(experiment_file(catalogue.cell(asked.show, asked.quick)), end="")
         return 0
@@ -118,6 +119,7 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
 
     from papers import comparison
     from papers.archive import Archive
+    from papers.queue import held_back
     from papers.runner import PAUSED, Runner
     from undrift.tools.stopping import stopping
     from undrift.training.threads import use_threads
@@ -149,6 +151,8 @@ def run(asked: argparse.Namespace, tables: list[Table], results: Results, parts:
     for table in tables:
         if any(results.get(cell) for cell in table.cells):
             print(f"\n{comparison.text_table(table, results)}")
+    for other, count in held_back(tables, results).items():
+        print(f"\n{count} cells have as many samples as those of {other}, which must be run before them")
     print(
         f"\n{len(runner.finished)} cells finished, {len(runner.paused)} paused, {len(runner.failed)} failed "
         f"in {time.monotonic() - began:.0f} s"
@@ -184,7 +188,7 @@ def prepare(tables: list[Table], folder: Path) -> int:
 def listing(tables: list[Table], results: Results, parts: Path, cells: bool, device: str) -> str:
     """Per table, what is done, what remains and how long that takes; then the next cells."""
     from papers import work
-    from papers.queue import Costs, ordered
+    from papers.queue import Costs, held_back, ordered
 
     costs = Costs(results, work.hardware(device))
     wide = max(len(f"{table.paper}/{table.name}") for table in tables)
@@ -195,7 +199,8 @@ def listing(tables: list[Table], results: Results, parts: Path, cells: bool, dev
         seconds = costs.total(waiting)
         left = "unknown" if seconds is None else f"{seconds / 60:.0f} min"
         name = f"{table.paper}/{table.name}"
-        lines.append(f"{name:{wide}}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else '-'}")
+        later = "".join(f"{count} after {other}" for other, count in held_back([table], results).items())
+        lines.append(f"{name:{wide}}{done:6}{len(table.cells):6}{len(waiting):8}   {left if waiting else later or '-'}")
         if cells:
             lines += [f"    {_state(cell, results, parts):8} {cell.key}" for cell in table.cells]
     waiting = list(ordered(tables, results))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 from papers.catalogue import FOLDER, Cell, Table, cells, papers
 from papers.readings import chosen_variant, undecided
 from papers.results import Results
+from undrift.errors import UndriftError
 
 REFERENCE = "H200"
 """The GPU to which the files' estimates apply."""
@@ -42,9 +44,20 @@ def first_needed(cell: Cell, results: Results) -> list[Cell]:
     return [other for other in _decisive(cell) if results.get(other) is None]
 
 
+def held_back(tables: list[Table], results: Results) -> dict[str, int]:
+    """Return how many cells must wait for another table, by its name."""
+    waiting = (cell for table in tables for cell in _open(table, results) if results.get(cell) is None)
+    return dict(Counter(cell.options["samples_of"] for cell in waiting if first_needed(cell, results)))
+
+
 def with_samples(cell: Cell, results: Results) -> Cell:
     """Return the cell with as many samples as the longest of those that decide it has used."""
-    used = [results.by_digest[other.digest]["processed"] for other in _decisive(cell)]
+    decisive = [(other, results.by_digest[other.digest]) for other in _decisive(cell)]
+    for other, result in decisive:
+        if result["stopped"] or (result["rounds"] >= int(other.settings["rounds"]) and not cell.quick):
+            why = "became non-finite" if result["stopped"] else "reached its last round"
+            raise UndriftError(f"{other.key} decides how many samples {cell.key} may use, but it {why}.")
+    used = [result["processed"] for _, result in decisive]
     return replace(cell, options={**cell.options, "samples": max(used)}) if used else cell
 
 

@@ -18,7 +18,7 @@ class Diary(ud.Callback):
         self.began, self.rows, self.weights, self.results = [], [], [], []
 
     def begin(self, history):
-        self.began.append(list(history))
+        self.began.append(history)
 
     def round(self, record):
         assert record.round == record.row["round"] and record.rounds == 6
@@ -48,12 +48,19 @@ def test_callbacks_are_told_of_every_round_once(method, late):
 def test_a_callback_sees_the_weights_after_its_round_and_cannot_change_them():
     diary = Diary()
 
-    def spoil(record):
-        for weights in record.params.values():
-            weights.zero_()
-        record.row["loss"] = -1.0
+    class Spoil(ud.Callback):
+        def begin(self, history):
+            self.rows = history
 
-    result = ud.train(net(), DATA, callbacks=[spoil, diary], **OPTIONS)
+        def round(self, record):
+            for weights in record.params.values():
+                weights.zero_()
+            record.row["loss"] = -1.0
+            record.row["clients"].append(99)
+            self.rows.append(record.row)
+
+    result = ud.train(net(), DATA, callbacks=[Spoil(), diary], **OPTIONS)
+    assert len(result.history) == 6 and all(len(row["clients"]) == 3 for row in result.history)
     for t in (1, 3, 6):
         assert same_bits(diary.weights[t - 1], ud.train(net(), DATA, **OPTIONS | {"rounds": t}).params)
     assert all(row["loss"] > 0 for row in result.history)
@@ -76,7 +83,8 @@ def test_a_callback_ends_the_run_as_a_rule_does(tmp_path, why):
 
 
 def test_a_late_callback_does_not_end_the_run_and_has_no_weights():
-    assert len(ud.train(net(), DATA, callbacks=[Diary(late=True, until=2)], **OPTIONS).history) == 6
+    with pytest.raises(ud.UndriftError, match="Diary is late, so it cannot end the run; leave `late` out"):
+        ud.train(net(), DATA, callbacks=[Diary(late=True, until=2)], **OPTIONS)
 
     class Curious(ud.Callback):
         late = True
@@ -112,7 +120,9 @@ def test_runs_side_by_side_have_callbacks_of_their_own():
 
 @pytest.mark.parametrize("given", [Diary, 5, [print, "no"], {"a": 1}])
 def test_what_is_no_callback_is_refused(given):
-    with pytest.raises(ud.UndriftError, match=r"callbacks must be objects of classes that inherit from ud\.Callback"):
+    with pytest.raises(
+        ud.UndriftError, match=r"callbacks must be a list of objects of classes that inherit from ud\.Callback"
+    ):
         ud.train(net(), DATA, callbacks=given, **OPTIONS)
 
 
@@ -121,3 +131,50 @@ def test_a_callback_is_told_that_a_run_has_stopped_at_nan():
     result = ud.train(net(), DATA, callbacks=[diary], faults=ud.Faults(nan=0.2), **OPTIONS)
     assert result.stopped and diary.results == [result] and len(diary.rows) == len(result.history) < 6
     assert torch.isfinite(torch.cat([w.flatten() for w in result.params.values()])).all()
+
+
+@pytest.mark.parametrize("answer", [3, {"reason": 1}, torch.tensor([True, False]), 0])
+def test_any_other_answer_is_refused(answer):
+    def look(record):
+        return answer
+
+    with pytest.raises(ud.UndriftError, match=r"The callback look returned .* It must return True, or a string"):
+        ud.train(net(), DATA, callbacks=look, **OPTIONS)
+
+
+def test_a_round_that_only_its_checkpoint_has_is_told_when_the_run_is_resumed(tmp_path):
+    def fail(record):
+        if record.round == 6:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        ud.train(net(), DATA, callbacks=fail, out=tmp_path / "r", **OPTIONS)
+    diaries = [Diary(), Diary(late=True)]
+    ud.train(net(), DATA, callbacks=diaries, out=tmp_path / "r", resume=True, **OPTIONS)
+    assert [[row["round"] for row in diary.rows] for diary in diaries] == [[6], [6]]
+    assert [len(diary.began[0]) for diary in diaries] == [5, 5]
+
+
+def test_what_fails_before_the_first_round_leaves_a_finished_run_as_it_was(tmp_path):
+    class Late(ud.Callback):
+        def begin(self, history):
+            raise KeyError("begin")
+
+    whole = ud.train(net(), DATA, out=tmp_path / "r", **OPTIONS)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "r").iterdir() if file.is_file()}
+    with pytest.raises(KeyError, match="begin"):
+        ud.train(net(), DATA, callbacks=[Late()], out=tmp_path / "r", resume=True, **OPTIONS | {"rounds": 8})
+    assert {file.name: file.read_bytes() for file in (tmp_path / "r").iterdir() if file.is_file()} == before
+    assert same_bits(whole.params, ud.train(net(), DATA, out=tmp_path / "r", resume=True, **OPTIONS).params)
+
+
+def test_all_callbacks_are_told_of_the_end_even_if_one_fails():
+    class Fails(ud.Callback):
+        def end(self, result):
+            raise KeyError("end")
+
+    diary = Diary()
+    with pytest.raises(KeyError, match="end"):
+        ud.train(net(), DATA, callbacks=[Fails(), diary], **OPTIONS)
+    assert len(diary.results) == 1
+    assert ud.train(net(), DATA, callbacks=None, **OPTIONS).history

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -175,6 +176,18 @@ def test_by_key_takes_the_largest_of_the_datas_own_clients():
     assert len(ud.load(frame, ud.ByKey(largest=9))) == 5
     with pytest.raises(ud.UndriftError, match=r"ByKey\(largest=3\) leaves samples out"):
         ud.ByKey(largest=3)(np.zeros(9), 0, np.random.default_rng(0), keys)
+
+
+def test_features_are_normalized_by_the_clients_that_train():
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"x": rng.normal(size=90), "label": np.arange(90) % 2, "client": np.repeat([0, 1, 2], [40, 40, 10])}
+    )
+    frame.loc[frame["client"] == 2, "x"] += 1000
+    data = ud.load(frame, ud.ByKey(largest=2), normalize=True)
+    x = torch.cat([data[c][0] for c in range(2)])
+    assert abs(float(x.mean())) < 1e-5 and float(x.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert data.scales.count == 80 and data.scales.columns == ["x"]
 
 
 def test_a_stratified_fraction_takes_every_class_alike():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import undrift as ud
@@ -30,3 +32,24 @@ def test_every_public_partition_has_a_name():
     assert set(partition.PARTITIONS.own) == set(ud.PARTITIONS)
     with pytest.raises(ud.UndriftError, match="no name in Python"):
         ud.register_partition("by parity", ud.IID)
+
+
+@pytest.mark.parametrize(
+    ("register", "name", "sentence"),
+    [
+        (ud.register_loss, None, "The name of a loss must be a string, not None"),
+        (ud.register_metric, "", "The name of a metric must be a string, not ''"),
+        (ud.register_partition, 5, "The name of a partition must be a string, not 5"),
+        (ud.register_partition, "for", "A partition cannot be called 'for', which is no name in Python"),
+        (ud.register_model, "a(b)", "A model cannot be called"),
+    ],
+)
+def test_names_that_could_not_be_written_are_refused(register, name, sentence):
+    with pytest.raises(ud.UndriftError, match=re.escape(sentence)):
+        register(name, lambda *_: None)
+
+
+def test_what_is_called_must_be_a_function():
+    for register in (ud.register_partition, ud.register_model):
+        with pytest.raises(ud.UndriftError, match="'P' must be a function, not 3"):
+            register("P", 3)

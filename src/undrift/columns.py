@@ -46,8 +46,8 @@ COLUMNS: dict[str, Column] = {
     for column in (
         Column("round", "the round, from 1"),
         Column("clients", "the sampled cohort", kind=list, by_client=True),
-        Column("samples", "the samples that the cohort trained on"),
-        Column("seconds", "the time that the round took"),
+        Column("samples", "the samples that the clients which answered trained on"),
+        Column("seconds", "the time that training took, without evaluation"),
         Column("steps", "local steps of all clients in this round"),
         Column("total_steps", "the same so far"),
         Column(
@@ -62,10 +62,14 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("lr", "the local learning rate, before factors that parts apply", label="learning rate"),
         Column("bytes_down", "sent to the whole cohort, counted from the tensors"),
-        Column("bytes_up", "sent by the whole cohort"),
+        Column("bytes_up", "sent by the clients that answered"),
         Column("total_bytes", "both, so far"),
         Column("loss", "the mean loss on the test set, in evaluated rounds"),
-        Column("class_accuracy", "the accuracy of each class on the test set", kind=list),
+        Column(
+            "class_accuracy",
+            "with the metric `accuracy`: that of each class, null if it is absent",
+            kind=list,
+        ),
         Column(
             "by_client",
             "in the last round, the loss and all metrics of each client on its own test data",
@@ -74,7 +78,11 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("lanes", "how many lanes remain after memory ran out"),
         Column("switched", "why the plain engine took over", kind=str),
-        Column("stopped_early", "why [a rule](#stopping-early) ended the run in this round", kind=str),
+        Column(
+            "stopped_early",
+            "why [a rule](#stopping-early) or a [callback](#callbacks) ended the run here",
+            kind=str,
+        ),
         Column(
             "skipped",
             'with `on_nonfinite="skip"`: the clients with non-finite values',
@@ -97,8 +105,8 @@ COLUMNS: dict[str, Column] = {
             kind=list,
             by_client=True,
         ),
-        Column("survivors", "how many clients remain", page=FAULTS),
-        Column("round_skipped", "whether they were too few", page=FAULTS, kind=bool),
+        Column("survivors", "with `faults`, `max_norm_ratio` or `min_clients`: how many clients count", page=FAULTS),
+        Column("round_skipped", "with the same: whether they were too few", page=FAULTS, kind=bool),
         drift("update_norm", "Σ pᵢ ‖uᵢ‖", "how far clients move from the global model"),
         drift("update_norm_max", "max ‖uᵢ‖", "the same for the client that moves farthest"),
         drift("mean_update_norm", "‖m‖", "how far their mean moves"),
@@ -136,7 +144,7 @@ COLUMNS: dict[str, Column] = {
         drift("cosine_min", "min cos(uᵢ, m)", "the least of these"),
         Column("missing", "the clients of nodes that sent no reply", FEDERATION, list, True),
         Column("refused", "the clients of nodes whose reply was refused", FEDERATION, list, True),
-        Column("nodes", "these nodes, each with the reason", FEDERATION, dict),
+        Column("nodes", "in rounds that lack a node: the name of each, and the reason", FEDERATION, dict),
     )
 }
 """The columns by name. Beside them, a history has the run's metrics, with the prefixes below, and what parts add."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from keyword import iskeyword
 from typing import TypeVar
 
-from undrift.errors import UndriftError, unknown
+from undrift.errors import UndriftError, quoted, unknown
 
 T = TypeVar("T")
 
@@ -17,14 +18,24 @@ class Registry(dict[str, T]):
         kind: What they are, for messages: "metric".
         own: Those of undrift.
         replaceable: Whether users may register another thing under one of these names.
+        called: Whether they are functions, which expressions call by their names: "Dirichlet(0.1)".
     """
 
-    def __init__(self, kind: str, own: Mapping[str, T], replaceable: bool = False) -> None:
+    def __init__(self, kind: str, own: Mapping[str, T], replaceable: bool = False, called: bool = False) -> None:
         super().__init__(own)
+        self.called = called
         self.kind, self.own = kind, frozenset() if replaceable else frozenset(own)
 
     def register(self, name: str, thing: T) -> None:
-        """Add a user's thing. Raises `UndriftError` if undrift has one of this name that cannot be replaced."""
+        """Add a user's thing. Raises `UndriftError` if undrift has one of this name that cannot be replaced, or if the
+        name cannot be one.
+        """
+        if not isinstance(name, str) or not name:
+            raise UndriftError(f"The name of a {self.kind} must be a string, not {quoted(name)}.")
+        if self.called and (not name.isidentifier() or iskeyword(name)):
+            raise UndriftError(f"A {self.kind} cannot be called {name!r}, which is no name in Python; rename it.")
+        if self.called and not callable(thing):
+            raise UndriftError(f"The {self.kind} {name!r} must be a function, not {quoted(thing)}.")
         if name in self.own:
             raise UndriftError(
                 f"A {self.kind} of your own cannot be called {name!r}, which is one of undrift's; rename it."

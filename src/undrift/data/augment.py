@@ -31,14 +31,14 @@ class CropFlip:
     Args:
         padding: The largest shift, in pixels. All shifts from `-padding` to `padding` are equally likely.
         flip: Whether to flip horizontally.
-        reflect: Whether to pad images with their reflection. By default, they are padded with 0, which is the mean
-            colour of normalized images.
+        reflect: Whether to pad images with their reflection, but not the corners that a rotation leaves empty. By
+            default, they are padded with 0, which is the mean colour of normalized images.
         rotate: The largest angle, in degrees, by which the result is turned about its centre, in either direction. Each
             pixel gets the value of the nearest one, and 0 where there is none. By default, images are not rotated.
 
     Raises:
-        UndriftError: If `padding` is not an integer from 0, or `rotate` no angle from 0 to 180. When called, if the
-            samples are not images larger than the padding.
+        UndriftError: If `padding` is not an integer from 0, or `rotate` is not an angle from 0 to 180. When called, if
+            the samples are not images larger than the padding.
     """
 
     padding: int = 4

@@ -14,7 +14,7 @@ from undrift.data import sources, warn_once
 from undrift.data.array_ops import unique_inverse
 from undrift.data.augment import parse_augmentation
 from undrift.data.dataset import FederatedDataset
-from undrift.data.normalize import normalize_source, scales_warning
+from undrift.data.normalize import normalize_source, scales_warning, with_own_scales
 from undrift.data.partition import IID, MAX_CLIENTS, ByKey, Partition, parse_partition, partition_text
 from undrift.data.paths import as_path
 from undrift.data.source import Source, client_names
@@ -124,7 +124,8 @@ def load(
     if not len(source.labels):
         raise UndriftError("There are no training samples: the data set is empty, or every text is too short.")
     if isinstance(partition, ByKey) and source.keys is not None:
-        source = source.only(partition.chosen(source.keys))
+        chosen = partition.chosen(source.keys)
+        source = source if chosen.all() else with_own_scales(source.only(chosen))
     source = _number_clients(source)  # before anything is held out, so that a client's number never changes
     if normalize:
         source = normalize_source(source)

@@ -111,6 +111,22 @@ def store_entries(scales: Scales, x: Tensor) -> Store:
     return {"mean": mean, "std": torch.where(std > 0, std, torch.ones_like(std))}
 
 
+def with_own_scales(source: Source) -> Source:
+    """Return a table with the mean and the standard deviation of its own training samples, if it has any at all."""
+    x: Any = source.store.get("x")
+    if source.scales is None or not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        return source
+    own = _column_scales(source, x)
+    return replace(source, scales=replace(source.scales, mean=own.mean, std=own.std, count=own.count))
+
+
+def _column_scales(source: Source, x: Tensor) -> Scales:
+    moments = Moments()
+    for chunk in _chunks(x, source.indices):
+        moments.add(chunk)
+    return moments.scales()
+
+
 def _with_column_scales(source: Source) -> Source:
     """Return the source with the mean and the standard deviation of each column."""
     x: Any = source.store.get("x")
@@ -119,12 +135,7 @@ def _with_column_scales(source: Source) -> Source:
             "normalize is for images that are read from files, and for tables and arrays with one row of floats per "
             "sample; leave it out."
         )
-    scales = source.scales
-    if scales is None:
-        moments = Moments()
-        for chunk in _chunks(x, source.indices):
-            moments.add(chunk)
-        scales = moments.scales()
+    scales = source.scales or _column_scales(source, x)
     return replace(source.with_entries(store_entries(scales, x)), scales=scales)
 
 

@@ -384,8 +384,9 @@ class ByKey:
         array([0, 1, 0])
 
     Args:
-        largest: Train only this many clients, those with the most training samples; of equals, the first. `ud.load`
-            leaves the training samples of the others out, but not the test samples. By default, all clients train.
+        largest: Train at most this many clients, those with the most training samples; of equals, the first. `ud.load`
+            leaves the training samples of the others out, but nothing of a test set that the data have. Images are
+            normalized, and missing values filled in, by all clients' samples. By default, all clients train.
 
     Raises:
         UndriftError: If `largest` is not a whole number from 1. When the data are partitioned, if they have no clients
@@ -545,6 +546,7 @@ PARTITIONS: Registry[Callable[..., Partition]] = Registry(
     "partition",
     {p.__name__: p for p in (IID, Dirichlet, DirichletPrior, Shards, ClassesPerClient, SortedShards)}
     | {p.__name__: p for p in (LabelSplit, QuantitySkew, ByKey)},
+    called=True,
 )
 
 
@@ -572,8 +574,6 @@ def register_partition(name: str, function: Callable[..., Partition]) -> None:
     Raises:
         UndriftError: If undrift has a partition of this name, or if the name cannot be called.
     """
-    if not name.isidentifier():
-        raise UndriftError(f"A partition cannot be called {name!r}, which is no name in Python; rename it.")
     PARTITIONS.register(name, function)
 
 

@@ -42,8 +42,6 @@ class Source:
 
     def only(self, chosen: np.ndarray) -> Source:
         """Return the data with only these training samples."""
-        if chosen.all():
-            return self
         parts = {"labels": self.labels, "keys": self.keys, "spans": self.spans}
         left = {name: array[chosen] for name, array in parts.items() if array is not None}
         return replace(self, indices=self.in_store(np.flatnonzero(chosen)), **left)

@@ -24,6 +24,8 @@ from undrift.methods.temporal import Targeted, TemporalEnsemble
 from undrift.schedule import Number
 from undrift.tree import Tree, tree_add, tree_map, tree_zeros
 
+BATCH = 64
+"""The size of batches in FedCL's authors' code."""
 ELEMENTS, ON_GPU = 2**26, 2**29
 """The most elements that the per-sample gradients of one chunk may have, on a CPU and on a GPU."""
 
@@ -153,8 +155,8 @@ class FedCL(Targeted):
 
     Averaged over samples, F is so small in a trained network that a weight of 0.1 is next to no penalty, and summed it
     is too large. The paper does not say how it scales F. Its authors' code has one number per tensor instead of one per
-    weight, `F = Σ_b ‖∇ℓ_b‖² / n` with the gradients of the tensor for the mean losses of batches b of the n samples;
-    `fisher="tensor"` is that.
+    weight, `F = Σ_b ‖∇ℓ_b‖² / n` with the gradients of the tensor for the mean losses of batches b of the n samples,
+    labelled or not; `fisher="tensor"` is that.
 
     Needs data at the server: `ud.load(…, server_fraction=0.01)`.
 
@@ -173,16 +175,18 @@ class FedCL(Targeted):
     weight: Number
     target: TemporalEnsemble | None = None
     fisher: str = field(default="mean", metadata=ADDED)
-    batch_size: int = field(default=64, metadata=ADDED)
+    batch_size: int = field(default=BATCH, metadata=ADDED)
 
     needs_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fisher not in ("mean", "sum", "tensor"):
+        if not isinstance(self.fisher, str) or self.fisher not in ("mean", "sum", "tensor"):
             raise UndriftError(f'FedCL(fisher) must be "mean", "sum" or "tensor", not {quoted(self.fisher)}.')
         if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
             raise UndriftError(f"FedCL(batch_size) must be a whole number from 1, not {quoted(self.batch_size)}.")
+        if self.batch_size != BATCH and self.fisher != "tensor":
+            raise UndriftError('FedCL(batch_size) is for fisher="tensor"; leave it out.')
 
     def check(self, local: Any, data: Any) -> None:
         if data.server_rows is None:

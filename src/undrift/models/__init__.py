@@ -41,6 +41,7 @@ MODELS: Registry[Callable[..., nn.Module]] = Registry(
         "lstm": lstm_reader,
     },
     replaceable=True,
+    called=True,
 )
 """Functions of `(classes, shape, …)` by name. Those that read tokens also take `vocabulary`; the rest are options."""
 

@@ -74,8 +74,9 @@ def lstm_reader(
         )
     if pool not in ("last", "mean"):
         raise UndriftError(f'lstm(pool) must be "last" or "mean", not {quoted(pool)}.')
-    if not isinstance(forget_bias, int | float | None) or isinstance(forget_bias, bool):
-        raise UndriftError(f"lstm(forget_bias) must be a number, not {quoted(forget_bias)}.")
+    number = isinstance(forget_bias, int | float) and not isinstance(forget_bias, bool) and math.isfinite(forget_bias)
+    if not (number or forget_bias is None):
+        raise UndriftError(f"lstm(forget_bias) must be a finite number, or None, not {quoted(forget_bias)}.")
     reader = _reader("lstm", nn.LSTM, classes, shape, vocabulary, embedding, hidden, layers)
     reader.pool = pool
     if forget_bias is not None:

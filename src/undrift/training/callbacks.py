@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
-from undrift.errors import require
+from undrift.errors import quoted, require
 
 if TYPE_CHECKING:
     from undrift.training.result import Result
@@ -32,12 +33,11 @@ class RoundRecord:
     Args:
         row: A copy of the round's row of the history.
         rounds: The number of rounds that the run was given.
-        state: What training has reached; `params` has the weights in it. None for a late callback.
     """
 
     row: dict[str, Any]
     rounds: int
-    state: State | None = field(default=None, repr=False)
+    _state: State | None = field(default=None, repr=False)
 
     @property
     def round(self) -> int:
@@ -47,28 +47,31 @@ class RoundRecord:
     @property
     def params(self) -> dict[str, Tensor]:
         """A copy of the global weights after the round, by the names of the model's parameters."""
-        require(self.state is not None, "Only callbacks that are not `late` see the weights.")
-        assert self.state is not None
-        return {name: weights.clone() for name, weights in self.state.params.items()}
+        require(self._state is not None, "Only callbacks that are not `late` see the weights.")
+        assert self._state is not None
+        return {name: weights.clone() for name, weights in self._state.params.items()}
 
 
 class Callback:
     """Watches a run, for the argument `callbacks` of `ud.train`. Subclass it, and override what you need.
 
-    Of several processes, only the first has callbacks. An exception in one ends the run, which can be resumed from that
-    round.
+    Of several processes, all are given the callbacks, and only the first calls them. An exception in `round` ends the
+    run, which can be resumed from that round if it has a folder, unless the callback is `late`. Callbacks are not asked
+    about rounds that are done: a run that one of them ended goes on when it is resumed. A run that is finished by then
+    calls none of their methods.
 
     Example:
         >>> import undrift as ud
-        >>> class Patience(ud.Callback):
-        ...     best = float("inf")
+        >>> class Rising(ud.Callback):
+        ...     def begin(self, history):
+        ...         self.least = min((row["loss"] for row in history), default=float("inf"))
         ...
         ...     def round(self, record):
-        ...         worse, self.best = record.row["loss"] > self.best, min(self.best, record.row["loss"])
-        ...         return "the loss has risen" if worse else None
+        ...         before, self.least = self.least, min(self.least, record.row["loss"])
+        ...         return "the loss has risen" if record.row["loss"] > before else None
         >>> data = ud.load("digits", ud.IID(), clients=10)
         >>> local = ud.Local(epochs=3, batch_size=32, lr=3.0)
-        >>> result = ud.train("mlp", data, rounds=100, local=local, callbacks=[Patience()])
+        >>> result = ud.train("mlp", data, rounds=100, local=local, callbacks=[Rising()])
         >>> result.stopped_early
         'the loss has risen'
     """
@@ -81,7 +84,11 @@ class Callback:
         """Called before the first round, with the rows of the rounds before it if the run is resumed."""
 
     def round(self, record: RoundRecord) -> Any:
-        """Called after every round. A true result ends the run; a string says why."""
+        """Called after every round. True, or a string that says why, ends the run; None and False do not.
+
+        In the last round, the row and the weights are those after the method's `finish`. If the callback ends the run,
+        `finish` and the last evaluation follow.
+        """
 
     def end(self, result: Result) -> None:
         """Called with the result of the run, unless an exception ended it."""
@@ -99,18 +106,28 @@ class Function(Callback):
 
 def as_callbacks(given: Any) -> list[Callback]:
     """Return what `ud.train` was given as callbacks, of which each may be a function of the record."""
-    listed = given if isinstance(given, list | tuple) else [given]
+    listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
     for one in listed:
         fine = isinstance(one, Callback) or (callable(one) and not isinstance(one, type))
         require(
             fine,
-            "callbacks must be objects of classes that inherit from ud.Callback, or functions of a round's record, not "
-            f"{one!r}.",
+            "callbacks must be a list of objects of classes that inherit from ud.Callback, or of functions of a record, "
+            f"not {one!r}.",
         )
     return [one if isinstance(one, Callback) else Function(one) for one in listed]
 
 
-def name_of(callback: Callback) -> str:
-    """Return what a message calls a callback."""
+def reason_to_stop(callback: Callback, record: RoundRecord) -> str | None:
+    """Tell a callback of a round. Returns why it ends the run, or None. Raises `UndriftError` for any other answer."""
+    answer: Any = callback.round(record)
     named = callback.function if isinstance(callback, Function) else type(callback)
-    return str(getattr(named, "__name__", type(named).__name__))
+    name = str(getattr(named, "__name__", type(named).__name__))
+    if answer is None or answer is False or (isinstance(answer, np.bool_) and not answer):
+        return None
+    require(
+        isinstance(answer, str | bool | np.bool_),
+        f"The callback {name} returned {quoted(answer)}. It must return True, or a string that says why, to end the "
+        "run, and None or False otherwise.",
+    )
+    require(not callback.late, f"The callback {name} is late, so it cannot end the run; leave `late` out.")
+    return answer if isinstance(answer, str) and answer else f"{name} asked to stop"

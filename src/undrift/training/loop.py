@@ -453,7 +453,7 @@ class Loop:
         """Conclude a run whose last round is in its checkpoint: it was killed after that, or is to be shorter."""
         row, method = self.state.history[-1], self.run.bound(self.state.round - 1)
         self.done = Round(method, None, row["bytes_down"], row["bytes_up"])  # type: ignore[arg-type]
-        self.observers.row(self.conclude(row, self.why), self.state)
+        self.observers.row(self.seen(self.conclude(row, self.why)), self.state)
 
     def blamed(self, error: Exception) -> nonfinite.NonFiniteError:
         """Return the round that left something non-finite, which made a hook or a metric fail; else raise `error`."""

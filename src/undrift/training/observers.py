@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from undrift.engine.ranks import Ranks
 from undrift.training.barrier import checkpoint_due
-from undrift.training.callbacks import Callback, RoundRecord, name_of
+from undrift.training.callbacks import Callback, RoundRecord, reason_to_stop
 from undrift.training.checkpoint import Checkpoints
 from undrift.training.progress import Progress
 from undrift.training.result import Result
@@ -34,10 +36,14 @@ class Observers:
     """Shows the progress of the run, from rows when they are final; only in the first process."""
 
     def begin(self, config: str, rows: list[dict[str, Any]], resume: bool) -> None:
-        """Start, or continue after these rounds. Trackers start first: if one cannot, the run has written nothing."""
+        """Start, or continue after these rounds. Trackers and callbacks start first: if one of them cannot, the run has
+        written nothing.
+        """
         folder, text = self.folder, self.checkpoints.record.get("config", config)
         sent = rows[:-1] if folder.finished else rows  # in a longer run, the last row is different
         self.trackers.begin(config, sent)
+        for callback in self.callbacks:
+            callback.begin(copy.deepcopy(rows))
         if resume:  # before `run.json`, so that after a kill in between only the number of rounds in the file matters
             folder.config(text)
         folder.note(self.checkpoints.record)
@@ -45,8 +51,6 @@ class Observers:
             self.trackers.row(row)
         folder.config(text)
         folder.begin(rows)
-        for callback in self.callbacks:
-            callback.begin(rows)
 
     def asks_to_stop(self, row: dict[str, Any], state: State) -> str | None:
         """Tell the callbacks that may end the run of a round. Returns why one of them does."""
@@ -55,11 +59,8 @@ class Observers:
             return None
 
         def ask() -> str | None:
-            record, why = RoundRecord(dict(row), self.checkpoints.run.rounds, state), None
-            for callback in deciding:  # all of them, whoever ends the run
-                if answer := callback.round(record):
-                    why = why or (answer if isinstance(answer, str) else f"{name_of(callback)} asked to stop")
-            return why
+            answers = [reason_to_stop(callback, self._record(row, state)) for callback in deciding]
+            return next((why for why in answers if why), None)  # all were told, whoever ends the run
 
         return self._or_save(lambda: self.ranks.said(ask), state)
 
@@ -70,10 +71,13 @@ class Observers:
         if self.progress:
             self.progress.row(row)
         if late := [callback for callback in self.callbacks if callback.late]:
-            record = RoundRecord(dict(row), self.checkpoints.run.rounds)
-            self.ranks.first(lambda: [callback.round(record) for callback in late])
+            self.ranks.first(lambda: [reason_to_stop(callback, self._record(row)) for callback in late])
         if self.impatient:
             self._or_save(lambda: self.ranks.first(lambda: self._tell(row)), state)
+
+    def _record(self, row: dict[str, Any], state: State | None = None) -> RoundRecord:
+        """Return the record of a round, which shares nothing with the run."""
+        return RoundRecord(copy.deepcopy(row), self.checkpoints.run.rounds, state)
 
     def _tell(self, row: dict[str, Any]) -> None:
         self.trackers.row(row)
@@ -118,11 +122,12 @@ class Observers:
         self.trackers.failed = True
 
     def end(self, result: Result) -> None:
-        """Tell the callbacks that the run is over."""
+        """Tell the callbacks that the run is over: all of them, also if one fails."""
 
         def tell() -> None:
-            for callback in self.callbacks:
-                callback.end(result)
+            with ExitStack() as stack:
+                for callback in reversed(self.callbacks):
+                    stack.callback(callback.end, result)
 
         if self.callbacks:
             self.ranks.first(tell)

@@ -6,6 +6,7 @@ from typing import Any
 
 from undrift.engine.ranks import checksum
 from undrift.errors import UndriftError, listed
+from undrift.training.callbacks import as_callbacks
 from undrift.training.identity import describe
 from undrift.training.run import Run
 from undrift.training.settings import Settings
@@ -36,13 +37,15 @@ def fingerprint(run: Run, given: Settings) -> dict[str, Any]:
     data = run.data.digests
     settings = {name: value for name, value in vars(given).items() if name not in ELSEWHERE}
     chosen = {name: run.choices[name] for name in ("engine", "lanes", "compile", "dtype")}
-    listening = {name: not getattr(given, name) for name in ("out", "on_round", "callbacks", "stop_when", "track")}
+    listening = {name: not getattr(given, name) for name in ("out", "on_round", "stop_when", "track")}
+    late = [callback.late for callback in as_callbacks(given.callbacks)]
     return {
         "weights": weights,
         "data": data,
         "device": run.device.type,
         **{name: describe(value) for name, value in (settings | chosen).items()},
         **{f"{name} (given or not)": value for name, value in listening.items()},
+        "callbacks (late or not)": late,
     }
 
 
