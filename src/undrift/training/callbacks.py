@@ -111,8 +111,8 @@ def as_callbacks(given: Any) -> list[Callback]:
         fine = isinstance(one, Callback) or (callable(one) and not isinstance(one, type))
         require(
             fine,
-            "callbacks must be a list of objects of classes that inherit from ud.Callback, or of functions of a record, "
-            f"not {one!r}.",
+            "callbacks must be a list of objects of classes that inherit from ud.Callback, or of functions of one "
+            f"record, not {one!r}.",
         )
     return [one if isinstance(one, Callback) else Function(one) for one in listed]
 
