@@ -9,6 +9,7 @@ import pytest
 import undrift as ud
 from undrift.data import partition
 from undrift.registry import Registry
+from undrift.tools import listing
 
 
 def test_a_name_of_undrifts_is_taken_unless_it_may_be_replaced():
@@ -53,3 +54,11 @@ def test_what_is_called_must_be_a_function():
     for register in (ud.register_partition, ud.register_model):
         with pytest.raises(ud.UndriftError, match="'P' must be a function, not 3"):
             register("P", 3)
+
+
+def test_a_data_set_of_a_users_is_listed_in_the_place_of_ours():
+    def mnist():
+        """My own digits."""
+
+    ud.register_data("mnist", mnist)
+    assert listing.data()["mnist"][0] == "My own digits."

@@ -109,6 +109,8 @@ def data() -> Entries:
     if sources.FUNCTIONS["digits"] is sources.digits:
         entries["digits"] = _entry(DATA["digits"], "Source: UCI; included with undrift.")
     for name, recipe in sources.RECIPES.items():
+        if name in sources.FUNCTIONS:  # a user's, which ud.load takes
+            continue
         hub = f"{recipe.hub} on the Hugging Face hub"
         where = hub if "/" in recipe.hub else f"not on the hub; needs a folder {recipe.hub} in --data-dir"
         entries[name] = _entry(DATA[name], f"Source: {where}.")
