@@ -12,8 +12,8 @@ import torch
 import undrift as ud
 from tests.flower_problem import register
 from tests.problems import make_clients
-from undrift import losses, metrics, models
-from undrift.data import partition, sources, warn_once
+from tests.registries import as_before
+from undrift.data import warn_once
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 torch.set_num_threads(1)  # tests run two at a time on two cores
@@ -50,12 +50,8 @@ def warnings_again() -> None:
 @pytest.fixture(autouse=True)
 def registries_as_before():
     """What a test registers, as the examples of docstrings do, is gone after it."""
-    registries = [losses.LOSSES, metrics.METRICS, models.MODELS, sources.FUNCTIONS, partition.PARTITIONS]
-    before = [dict(registry) for registry in registries]
-    yield
-    for registry, known in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(known)
+    with as_before():
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ limits are for a run that hangs.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.federated import BASE
+from tests.registries import as_before
 from undrift.files import write_text
 from undrift.flower.new import as_toml, write_app
 
@@ -42,7 +44,10 @@ def problem():
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(PROBLEM.parent))
     patch.setenv("OMP_NUM_THREADS", "1")
-    yield
+    with as_before():
+        # Here, not by the experiments' imports: Python imports a module once, and what a test registers is forgotten.
+        importlib.import_module(PROBLEM.stem).register()
+        yield
     patch.undo()
 
 
