@@ -325,7 +325,12 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_drawn():
         ("gru", (3, 32, 32), {}, 'The model "gru" needs tokens of shape .time,., sequences .* or spectrograms'),
         ("lstm", (30,), {}, 'The model "lstm" reads samples of shape .* pass vocabulary to models.get.'),
         ("lstm", (30,), {"vocabulary": 9, "pool": "max"}, 'lstm.pool. must be "last" or "mean", not \'max\'.'),
-        ("lstm", (30,), {"vocabulary": 9, "forget_bias": "1"}, "lstm.forget_bias. must be a number, not '1'."),
+        (
+            "lstm",
+            (30,),
+            {"vocabulary": 9, "forget_bias": "1"},
+            "lstm.forget_bias. must be a finite number, or None, not '1'.",
+        ),
         ("lstm", (30,), {"vocabulary": 0}, "vocabulary must be a whole number from 1, not 0."),
         (
             "vgg9",

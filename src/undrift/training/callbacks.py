@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,14 @@ class RoundRecord:
 
     row: dict[str, Any]
     rounds: int
-    _state: State | None = field(default=None, repr=False)
+    _state: State | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def _of(cls, row: dict[str, Any], rounds: int, state: State | None) -> RoundRecord:
+        """Return the record of a round, which shares nothing with the run; `state` is what training has reached."""
+        record = cls(copy.deepcopy(row), rounds)
+        object.__setattr__(record, "_state", state)
+        return record
 
     @property
     def round(self) -> int:

@@ -59,7 +59,10 @@ class Observers:
             return None
 
         def ask() -> str | None:
-            answers = [reason_to_stop(callback, self._record(row, state)) for callback in deciding]
+            answers = [
+                reason_to_stop(callback, RoundRecord._of(row, self.checkpoints.run.rounds, state))
+                for callback in deciding
+            ]
             return next((why for why in answers if why), None)  # all were told, whoever ends the run
 
         return self._or_save(lambda: self.ranks.said(ask), state)
@@ -71,13 +74,14 @@ class Observers:
         if self.progress:
             self.progress.row(row)
         if late := [callback for callback in self.callbacks if callback.late]:
-            self.ranks.first(lambda: [reason_to_stop(callback, self._record(row)) for callback in late])
+            self.ranks.first(
+                lambda: [
+                    reason_to_stop(callback, RoundRecord._of(row, self.checkpoints.run.rounds, None))
+                    for callback in late
+                ]
+            )
         if self.impatient:
             self._or_save(lambda: self.ranks.first(lambda: self._tell(row)), state)
-
-    def _record(self, row: dict[str, Any], state: State | None = None) -> RoundRecord:
-        """Return the record of a round, which shares nothing with the run."""
-        return RoundRecord(copy.deepcopy(row), self.checkpoints.run.rounds, state)
 
     def _tell(self, row: dict[str, Any]) -> None:
         self.trackers.row(row)
