@@ -45,8 +45,8 @@ mutants: .venv/ready
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cpu
 
-# Models of other libraries, trained by every engine and compared with plain PyTorch: tests/compat/results.json and the table in
-# docs/how-to/compatibility.md. ONLY=resnet runs some of them, which changes neither; LOG=file gets the tracebacks.
+# Models of other libraries, trained by every engine and compared with plain PyTorch: tests/compat/results.json and the
+# table in docs/how-to/compatibility.md. ONLY=resnet runs some of them, which changes neither; LOG=file gets the tracebacks.
 compat: .venv/compat/ready
 	.venv/compat/bin/python -m tests.compat $(if $(ONLY),--only '$(ONLY)') $(if $(LOG),--log $(LOG))
 

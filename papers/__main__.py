@@ -12,10 +12,9 @@ from pathlib import Path
 
 from papers import catalogue
 from papers.catalogue import Cell, Table
-from papers.results import DEFAULT, Results
+from papers.results import CLONE, DEFAULT, Results
 from undrift.errors import DEBUG, UndriftError, printable
 
-CLONE = Path(__file__).parent.parent
 PARTS = Path("papers", "parts")
 QUICK = Path("runs", "reproduce-quick")
 

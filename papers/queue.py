@@ -22,13 +22,12 @@ REFERENCE = "H200"
 def ordered(tables: list[Table], results: Results) -> Iterator[Cell]:
     """Yield the tables' remaining cells, the most valuable first.
 
-    `papers/queue.toml` lists the most valuable; all others follow in the order of the files. Seeds are in the outer
-    loop, so that every row has its first seed before any has its second. For a table with variants, only the
+    `experiments/queue.toml` lists the most valuable; all others follow in the order of the files. Seeds are in the
+    outer loop, so that every row has its first seed before any has its second. For a table with variants, only the
     calibration row is run until a variant is chosen, and then only that variant. A cell that takes its number of
     samples from others comes after them.
     """
-    waiting = [cell for table in tables for cell in _open(table, results) if results.get(cell) is None]
-    waiting = [cell for cell in waiting if not first_needed(cell, results)]
+    waiting = [cell for cell in _undone(tables, results) if not first_needed(cell, results)]
     seen: set[str] = set()
     for wanted in [*_first(), {}]:
         chosen = [cell for cell in waiting if _fits(cell, wanted)]
@@ -46,8 +45,8 @@ def first_needed(cell: Cell, results: Results) -> list[Cell]:
 
 def held_back(tables: list[Table], results: Results) -> dict[str, int]:
     """Return how many cells must wait for another table, by its name."""
-    waiting = (cell for table in tables for cell in _open(table, results) if results.get(cell) is None)
-    return dict(Counter(cell.options["samples_of"] for cell in waiting if first_needed(cell, results)))
+    waiting = (cell for cell in _undone(tables, results) if first_needed(cell, results))
+    return dict(Counter(cell.options["samples_of"] for cell in waiting))
 
 
 def with_samples(cell: Cell, results: Results) -> Cell:
@@ -82,6 +81,11 @@ def _fits(cell: Cell, wanted: dict[str, Any]) -> bool:
         and cell.row in wanted.get("rows", [cell.row])
         and cell.seed in wanted.get("seeds", [cell.seed])
     )
+
+
+def _undone(tables: list[Table], results: Results) -> list[Cell]:
+    """Return the cells that are to be run, and have no result yet."""
+    return [cell for table in tables for cell in _open(table, results) if results.get(cell) is None]
 
 
 def _open(table: Table, results: Results) -> list[Cell]:

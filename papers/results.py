@@ -16,7 +16,10 @@ from papers.catalogue import Cell, Figure
 from undrift.errors import UndriftError, first_line
 from undrift.files import parse_json, read_text, write_text
 
+CLONE = Path(__file__).parent.parent
+"""The clone that this folder belongs to."""
 DEFAULT = Path("papers", "results")
+"""The folder of results, in the clone."""
 Result = dict[str, Any]
 
 

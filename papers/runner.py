@@ -26,7 +26,7 @@ from papers import problems, work
 from papers.archive import Archive
 from papers.catalogue import Cell, Settings, Table
 from papers.queue import Costs, first_needed, ordered, slower, with_samples
-from papers.results import Result, Results
+from papers.results import CLONE, Result, Results
 from undrift.errors import UndriftError, first_line, machine_trouble
 from undrift.method.parse import parse_method
 from undrift.method.work import with_local_work
@@ -34,7 +34,6 @@ from undrift.tools.stopping import Stop
 from undrift.training.identity import describe_deeply
 from undrift.training.side_by_side import MAX_RUNS, side_by_side, structure
 
-CLONE = Path(__file__).parent.parent
 PAUSED = 3
 """The exit status of a process whose cell ran out of time."""
 MARGIN = 6.0

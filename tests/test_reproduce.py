@@ -25,8 +25,8 @@ from papers import archive, arrays, catalogue, problems, queue, work
 from papers.__main__ import duration, experiment_file, main
 from papers.archive import Archive, pack, unpack
 from papers.catalogue import Table
-from papers.results import Results
-from papers.runner import CLONE, Process, Runner, how, siblings
+from papers.results import CLONE, Results
+from papers.runner import Process, Runner, how, siblings
 from tests import hub
 from tests.experiments import undrift
 from tests.problems import same_bits
